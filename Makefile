@@ -1,0 +1,86 @@
+# Everything runs from a virtual environment that `make` creates and keeps up to date.
+
+PYTHON ?= python3
+SEED ?= 0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WHEEL_VENV := .venv-wheel
+BUNDLE := build/gpu-bundle
+EXAMPLE := examples/color_codeword
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# What the GPU machine lacks, with the dependencies that it lacks too (it takes 64 MiB in all).
+BUNDLE_ARCH ?= x86_64
+BUNDLED := annotated-doc annotated-types anyio click fastapi h11 httptools hypothesis idna msgspec \
+	opentelemetry-api pydantic pydantic-core pytest-timeout pyzmq sortedcontainers starlette \
+	typing-extensions typing-inspection uvicorn
+BUNDLE_TAGS := --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none \
+	--platform manylinux_2_28_$(BUNDLE_ARCH) --platform manylinux_2_17_$(BUNDLE_ARCH) \
+	--platform manylinux2014_$(BUNDLE_ARCH) --platform any
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help $(VENV) demo test test-loop check format docs wheel test-wheel gpu-bundle clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@echo "variables: PYTHON=$(PYTHON) SEED=$(SEED)"
+
+$(VENV): $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP_INSTALL) -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## train a tiny model on a CPU, from nothing to a report (SEED=0)
+	$(BIN)/sightline model tiny models/tiny --force
+	$(BIN)/sightline sft $(EXAMPLE)/warmup.toml
+	$(BIN)/sightline rl $(EXAMPLE)/cpu.toml run.seed=$(SEED)
+
+test: $(STAMP) ## the quick tests
+	$(BIN)/python -m pytest tests -m "not gpu and not loop"
+
+test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
+	$(BIN)/python -m pytest tests -m "loop and not gpu"
+
+check: $(STAMP) ## formatter, linter, type checker and the architecture test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy src
+	$(BIN)/python -m pytest -q tests/test_architecture.py
+
+format: $(STAMP) ## format the code and sort its imports
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(STAMP) ## write the pages of docs/ that are made from the code
+	$(BIN)/sightline config schema > docs/settings.md
+
+wheel: $(STAMP) ## build wheel and sdist into dist/
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+
+test-wheel: wheel ## install the wheel into an empty environment and run a few steps of the demo
+	$(PYTHON) -m venv --clear $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python $(PIP_INSTALL) dist/sightline-*.whl
+	@set -eu; scratch=$$(mktemp -d); trap 'rm -rf "$$scratch"' EXIT; \
+	sightline="$(CURDIR)/$(WHEEL_VENV)/bin/sightline"; \
+	mkdir -p "$$scratch/$(EXAMPLE)"; cp $(EXAMPLE)/*.toml "$$scratch/$(EXAMPLE)/"; \
+	cd "$$scratch"; set -x; \
+	"$$sightline" model tiny models/tiny; \
+	"$$sightline" sft $(EXAMPLE)/warmup.toml run.steps=3; \
+	"$$sightline" rl $(EXAMPLE)/cpu.toml run.steps=2 eval.tasks=8; \
+	test -f runs/*/summary.json
+
+gpu-bundle: $(STAMP) ## wheels that the GPU machine lacks, unpacked into build/gpu-bundle
+	rm -rf build/gpu-wheels $(BUNDLE)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check -c constraints.txt \
+		--no-deps --only-binary=:all: $(BUNDLE_TAGS) --dest build/gpu-wheels $(BUNDLED)
+	$(BIN)/python -c 'import pathlib, zipfile; [zipfile.ZipFile(wheel).extractall("$(BUNDLE)") \
+		for wheel in pathlib.Path("build/gpu-wheels").glob("*.whl")]'
+	@du -sh $(BUNDLE)
+
+clean: ## remove what `make` built; runs/ and models/ stay
+	rm -rf $(VENV) $(WHEEL_VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

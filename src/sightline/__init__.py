@@ -1,0 +1,51 @@
+"""Sightline trains vision-language models with reinforcement learning, and shows what they saw.
+
+The public names. Importing this loads neither torch nor transformers.
+"""
+
+from sightline.envs import Chat, Environment
+from sightline.errors import (
+    ConfigError,
+    EngineError,
+    EnvironmentFailed,
+    FamilyError,
+    FingerprintMismatch,
+    MediaCorrupt,
+    MediaError,
+    MediaMissing,
+    MediaRefused,
+    MessageError,
+    Misaligned,
+    PixelMismatch,
+    SightlineError,
+)
+from sightline.families import load_family, load_renderer
+from sightline.media import MediaRef, MediaStore
+from sightline.trace import Trace
+from sightline.wire import MediaItem
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Chat",
+    "ConfigError",
+    "EngineError",
+    "Environment",
+    "EnvironmentFailed",
+    "FamilyError",
+    "FingerprintMismatch",
+    "MediaCorrupt",
+    "MediaError",
+    "MediaItem",
+    "MediaMissing",
+    "MediaRef",
+    "MediaRefused",
+    "MediaStore",
+    "MessageError",
+    "Misaligned",
+    "PixelMismatch",
+    "SightlineError",
+    "Trace",
+    "load_family",
+    "load_renderer",
+]

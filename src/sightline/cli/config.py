@@ -1,0 +1,118 @@
+"""`sightline config show|schema`: a run file as it is understood, and every setting there is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tomllib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, TypeAdapter
+from pydantic.fields import FieldInfo
+
+from sightline import config
+
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+INTRODUCTION = """\
+# Settings
+
+Made by `sightline config schema`. A run file is TOML; each key stands in the section of its
+heading. On the command line, `section.key=value` after the file wins over it. `sightline rl`
+reads every section but [sft], `sightline sft` reads {sft}.
+A key marked "free" may change when a run is resumed; any other is refused by name.
+"""
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("config", help="show a run file, or every setting")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    show = actions.add_parser("show", help="print a run file with every setting spelled out")
+    show.add_argument("file", type=Path, metavar="FILE")
+    show.add_argument("overrides", nargs="*", metavar="section.key=value")
+    show.set_defaults(run=run_show)
+    schema = actions.add_parser("schema", help="print every setting, as markdown")
+    schema.add_argument("--json", action="store_true", help="as JSON schema, for editors")
+    schema.set_defaults(run=run_schema)
+
+
+def run(args: argparse.Namespace) -> int:
+    raise AssertionError("every action has its own run")
+
+
+def run_show(args: argparse.Namespace) -> int:
+    print(config.dump(config.load(kind_of(args.file), args.file, args.overrides)), end="")
+    return 0
+
+
+def run_schema(args: argparse.Namespace) -> int:
+    if args.json:
+        either: TypeAdapter[Any] = TypeAdapter(config.RunFile | config.SftFile)
+        print(json.dumps(either.json_schema(), indent=2))
+    else:
+        print(markdown(), end="")
+    return 0
+
+
+def kind_of(path: Path) -> type[config.RunFile] | type[config.SftFile]:
+    """The kind of a run file, by its [sft] section; `config.load` says what is wrong with it."""
+    try:
+        sections = tomllib.loads(path.read_text())
+    except (OSError, ValueError):
+        return config.RunFile
+    return config.SftFile if "sft" in sections else config.RunFile
+
+
+def markdown() -> str:
+    """Every setting, a table for each section."""
+    sft = ", ".join(f"[{section}]" for section in config.SftFile.model_fields)
+    lines = [INTRODUCTION.format(sft=sft).rstrip()]
+    for section, kind in sections():
+        lines += ["", f"## [{section}]", "", "| key | type | default | resume | meaning |"]
+        lines.append("|---|---|---|---|---|")
+        for name, field in kind.model_fields.items():
+            extra = field.json_schema_extra
+            free = "free" if isinstance(extra, dict) and extra.get("free") else ""
+            cells = [f"`{name}`", spell_type(field), spell_default(field), free]
+            lines.append(f"| {' | '.join(cells)} | {field.description} |")
+    return "\n".join(lines) + "\n"
+
+
+def sections() -> Iterator[tuple[str, type[BaseModel]]]:
+    fields = {**config.RunFile.model_fields, **config.SftFile.model_fields}
+    for name, field in fields.items():
+        assert isinstance(field.annotation, type)
+        yield name, field.annotation
+
+
+def spell_type(field: FieldInfo) -> str:
+    bounds = [
+        f"{sign} {getattr(bound, name):g}"
+        for bound in field.metadata
+        for name, sign in BOUNDS.items()
+        if hasattr(bound, name)
+    ]
+    return " ".join([_spell(field.annotation), ", ".join(bounds)]).strip()
+
+
+def _spell(kind: Any) -> str:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " or ".join(json.dumps(value) for value in inner)
+    if origin in (Union, types.UnionType):
+        return " or ".join("none" if part is type(None) else _spell(part) for part in inner)
+    if origin is tuple:
+        return f"list of {_spell(inner[0])}"
+    if kind is dict or origin is dict:
+        return "table"
+    return str(kind.__name__)
+
+
+def spell_default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default
+    return "none" if value is None else f"`{json.dumps(value)}`"

@@ -1,0 +1,91 @@
+"""The `sightline` command: finds the commands, runs one, and prints errors with their cure."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import sightline.cli as commands_package
+from sightline.errors import SightlineError
+
+EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes `--debug` at every level, and no abbreviated options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+        self.add_argument(
+            "--debug",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="show the traceback of an error",
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser(words).parse_args(words)
+    try:
+        return int(args.run(args) or 0)
+    except SightlineError as error:
+        if getattr(args, "debug", False):
+            raise
+        print_error(error)
+        return EXIT_REFUSED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader left (`| head`). Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def build_parser(words: Sequence[str] = ()) -> Parser:
+    """The parser; with only the command that `words` begin with, where it is a known one."""
+    from sightline import __version__
+
+    parser = Parser(prog="sightline", description="Trains vision-language models with RL.")
+    parser.add_argument("--version", action="version", version=f"sightline {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    names = command_names()
+    wanted = next((word for word in words if not word.startswith("-")), None)
+    for name in [wanted] if wanted in names else names:
+        module = importlib.import_module(f"{commands_package.__name__}.{name}")
+        attach(module, subparsers)
+    return parser
+
+
+def command_names(prefix: str = "") -> list[str]:
+    """Names of the command files that begin with `prefix`; those of benchmarks only on request."""
+    found = sorted(module.name for module in pkgutil.iter_modules(commands_package.__path__))
+    names = [name for name in found if name != "main" and name.startswith(prefix)]
+    return names if prefix else [name for name in names if not name.startswith("bench_")]
+
+
+def attach(module: ModuleType, subparsers: Any) -> None:
+    """Adds the command of `module`, whose `run` serves unless a subcommand names its own."""
+    before = set(subparsers.choices)
+    module.add(subparsers)
+    for name in set(subparsers.choices) - before:
+        parser = subparsers.choices[name]
+        if parser.get_default("run") is None:
+            parser.set_defaults(run=module.run)
+
+
+def print_error(error: SightlineError) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console.print(Text(error.problem, style="bold red"))
+    console.print(Text(f"  fix: {error.fix}", style="red"))

@@ -1,0 +1,65 @@
+"""`sightline model tiny DIR`: a small checkpoint with random weights, for demos and tests."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from sightline.errors import ConfigError
+from sightline.families import registry
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("model", help="make checkpoints")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    tiny = actions.add_parser("tiny", help="write a small checkpoint with random weights")
+    tiny.add_argument("folder", type=Path, metavar="DIR", help="folder to write it to")
+    names = registry.family_names()
+    tiny.add_argument("--family", choices=names, default=names[0], help="default: %(default)s")
+    tiny.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
+    tiny.add_argument("--force", action="store_true", help="replace the checkpoint in DIR")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_target(args.folder, args.force)
+    write_whole(args.family, args.folder, args.seed)
+    count = num_parameters(args.folder)
+    print(f"{args.family}: {count:,} parameters, seed {args.seed}\nmodel: {args.folder}")
+    return 0
+
+
+def check_target(folder: Path, force: bool) -> None:
+    """Refuses a folder that holds something; `force` admits one that holds a checkpoint."""
+    if folder.is_dir() and not any(folder.iterdir()) or not folder.exists():
+        return
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} exists and is no checkpoint", "name a new folder")
+    if not force:
+        raise ConfigError(f"{folder} already holds a checkpoint", "add --force to replace it")
+
+
+def write_whole(family: str, folder: Path, seed: int) -> None:
+    """Writes beside `folder` and renames, so that no one finds half a checkpoint."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        made = Path(scratch) / "model"
+        registry.write_tiny(family, made, seed=seed)
+        if folder.exists():
+            shutil.move(folder, Path(scratch) / "old")
+        made.rename(folder)
+
+
+def num_parameters(folder: Path) -> int:
+    """Counted from the headers of the weight files."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as weights:
+            for name in weights.keys():
+                total += math.prod(weights.get_slice(name).get_shape())
+    return total

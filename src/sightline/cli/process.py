@@ -1,0 +1,104 @@
+"""`sightline process`: one process of a run, started by the launcher."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from sightline import config
+from sightline.config import RunFile, SftFile
+from sightline.errors import SightlineError
+from sightline.launch.processes import leave_error
+from sightline.monitor import RunDir
+
+
+def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser("process", help="one process of a run (used by the launcher)")
+    parser.add_argument("name", help="server, trainer, orchestrator, worker-N or sft")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--hub", default="", help="address of the orchestrator's channel")
+    parser.add_argument("--server", default="", help="address of the inference server")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    run_dir = RunDir(args.run_dir)
+    _end_with_parent()
+    try:
+        _run(args.name, run_dir, args.hub, args.server)
+    except SightlineError as error:
+        traceback.print_exc()
+        leave_error(run_dir, args.name, error.problem, error.fix)
+        return 1
+    except Exception as error:  # the launcher reports it as the run's one cause
+        traceback.print_exc()
+        problem = f"{type(error).__name__}: {error}"
+        leave_error(run_dir, args.name, problem, f"see {run_dir.logs / args.name}.log")
+        return 1
+    return 0
+
+
+def _run(name: str, run_dir: RunDir, hub: str, server: str) -> None:
+    if name == "sft":
+        from sightline.trainer import sft
+
+        sft.run(sft.build(config.load(SftFile, run_dir.config), run_dir))
+        return
+    file = config.load(RunFile, run_dir.config)
+    media_root = Path(file.media.root or run_dir.media)
+    if name == "server":
+        _serve(file, media_root, server)
+    elif name == "trainer":
+        from sightline.trainer import process as trainer
+
+        trainer.main(file, run_dir, hub)
+    elif name == "orchestrator":
+        from sightline.orchestrator import process as orchestrator
+
+        asyncio.run(orchestrator.main(file, run_dir, media_root, hub, server))
+    else:
+        from sightline.rollout import worker
+
+        asyncio.run(worker.main(file, media_root, hub, server, name))
+
+
+def _serve(file: RunFile, media_root: Path, server: str) -> None:
+    from sightline.inference.serve import serve
+    from sightline.inference.settings import MEBIBYTE, ServeSettings
+
+    host, _, port = server.removeprefix("http://").rpartition(":")
+    settings = file.inference
+    serve(
+        ServeSettings(
+            model=Path(file.model.path),
+            media_roots=(media_root,),
+            host=host,
+            port=int(port),
+            device=settings.device,
+            dtype=file.model.dtype,
+            max_rows=settings.max_rows,
+            max_len=settings.max_len,
+            prefill_chunk=settings.prefill_chunk,
+            pixel_cache_bytes=settings.pixel_cache_mb * MEBIBYTE,
+            feature_cache_bytes=settings.feature_cache_mb * MEBIBYTE,
+            threads=int(os.environ.get("OMP_NUM_THREADS", "1")),
+            overrides=file.model.overrides(),
+        )
+    )
+
+
+def _end_with_parent() -> None:
+    """A launcher that was killed cannot end its processes; they notice and end themselves."""
+    parent = os.getppid()
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True, name="parent").start()

@@ -1,0 +1,67 @@
+"""`sightline serve MODEL`: an inference server on one checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from sightline.errors import ConfigError
+
+ENGINES = ("torch",)
+MEBIBYTE = 2**20
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser("serve", help="serve a checkpoint")
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the checkpoint")
+    parser.add_argument("--engine", default="torch", help=f"one of: {', '.join(ENGINES)}")
+    parser.add_argument(
+        "--media", type=Path, action="append", required=True, metavar="DIR",
+        help="a store root; may be given again for further ones",
+    )  # fmt: skip
+    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=1, help="compute threads")
+    parser.add_argument("--max-rows", type=int, default=256, help="sequences in flight or kept")
+    parser.add_argument("--max-len", type=int, default=2048, help="most tokens of a sequence")
+    parser.add_argument("--prefill-chunk", type=int, default=512, help="prompt tokens at once")
+    parser.add_argument("--pixel-cache-mb", type=int, default=256, help="patches kept")
+    parser.add_argument("--feature-cache-mb", type=int, default=256, help="image features kept")
+    parser.add_argument("--no-kv-reuse", action="store_true", help="forget a turn when it ends")
+    parser.add_argument("--min-pixels", type=int, help="overrides the checkpoint's")
+    parser.add_argument("--max-pixels", type=int, help="overrides the checkpoint's")
+    parser.add_argument("--weights", type=Path, help="manifest of the weights to begin with")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.engine not in ENGINES:
+        raise ConfigError(
+            f"no engine {args.engine!r}", f"choose one that is available: {', '.join(ENGINES)}"
+        )
+    from sightline.inference.serve import serve
+    from sightline.inference.settings import ServeSettings
+
+    bounds = {"min_pixels": args.min_pixels, "max_pixels": args.max_pixels}
+    serve(
+        ServeSettings(
+            model=args.model,
+            media_roots=tuple(args.media),
+            host=args.host,
+            port=args.port,
+            device=args.device,
+            dtype=args.dtype,
+            threads=args.threads,
+            max_rows=args.max_rows,
+            max_len=args.max_len,
+            prefill_chunk=args.prefill_chunk,
+            pixel_cache_bytes=args.pixel_cache_mb * MEBIBYTE,
+            feature_cache_bytes=args.feature_cache_mb * MEBIBYTE,
+            reuse_kv=not args.no_kv_reuse,
+            overrides={name: value for name, value in bounds.items() if value is not None},
+            manifest=args.weights,
+        )
+    )
+    return 0

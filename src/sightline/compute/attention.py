@@ -1,0 +1,153 @@
+"""One attention function for every model; what may see what is a pattern that is passed in.
+
+transformers calls `_attend` for each layer. The text layers get a `pattern` (a flat pack, a
+tree, or the rows of an engine); a vision tower passes the boundaries of its images instead.
+
+Letters: B rows, T tokens, N heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from sightline.errors import Misaligned
+
+# transformers hands the boundaries of images to attention functions with "flash" in their name.
+NAME = "sightline_flash"
+
+
+class Pattern(Protocol):
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """(B, N, T, D) of q (B, N, T, D) and k, v (B, N or fewer, T, D)."""
+        ...
+
+
+def register() -> str:
+    """Makes the function known to transformers, and returns its name."""
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    return NAME
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    pattern: Pattern | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    if pattern is not None:
+        out = pattern.attend(int(module.layer_idx), query, key, value, scaling)  # type: ignore[arg-type]
+    elif cu_seq_lens_q is not None:
+        out = _images(query, key, value, scaling, cu_seq_lens_q)
+    else:
+        raise Misaligned(
+            f"{type(module).__name__} attends without a pattern",
+            "pass attention= to Forward.hidden",
+        )
+    return out.transpose(1, 2), None
+
+
+def _images(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, ends: torch.Tensor
+) -> torch.Tensor:
+    """Full attention inside each image; images of one length go through together."""
+    bounds = ends.tolist()
+    lengths = np.diff(bounds)
+    if len(set(lengths.tolist())) == 1:
+        return _blocks(q, k, v, scaling, int(lengths[0]))
+    out = torch.empty_like(q)
+    for length in np.unique(lengths):
+        starts = torch.tensor([bounds[i] for i in np.flatnonzero(lengths == length)])
+        index = (starts[:, None] + torch.arange(int(length))).reshape(-1).to(q.device)
+        part = _blocks(q[:, :, index], k[:, :, index], v[:, :, index], scaling, int(length))
+        out = out.index_copy(2, index, part)
+    return out
+
+
+def _blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, length: int
+) -> torch.Tensor:
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return x[0].unflatten(1, (-1, length)).transpose(0, 1)
+
+    out = F.scaled_dot_product_attention(rows(q), rows(k), rows(v), scale=scaling)
+    return out.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+class Flat:
+    """Sequences side by side in one row, each causal in itself and blind to the others."""
+
+    def __init__(self, lengths: list[int], device: torch.device) -> None:
+        self.num_tokens = sum(lengths)
+        longest = max(lengths)
+        self._even = min(lengths) == longest
+        self._longest = longest
+        starts = np.cumsum([0, *lengths[:-1]])
+        column = np.arange(longest)
+        inside = column[None, :] < np.asarray(lengths)[:, None]
+        # Columns past the end of a row repeat its first token: causal attention never lets a
+        # real token see them, and their own outputs are not read back.
+        rows = np.where(inside, starts[:, None] + column[None, :], starts[:, None])
+        self._rows = torch.from_numpy(rows).to(device)
+        self._back = torch.from_numpy(np.flatnonzero(inside.reshape(-1))).to(device)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        out = F.scaled_dot_product_attention(
+            self._split(q),
+            self._split(k),
+            self._split(v),
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        flat = out.transpose(0, 1).flatten(1, 2)
+        return (flat if self._even else flat[:, self._back]).unsqueeze(0)
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        if self._even:
+            return x[0].unflatten(1, (-1, self._longest)).transpose(0, 1)
+        return x[0][:, self._rows].transpose(0, 1)
+
+
+class Tree:
+    """Nodes each once: q sees k when k <= q < subtree_end[k]. A plain mask; exact, quadratic."""
+
+    def __init__(self, subtree_end: np.ndarray, device: torch.device) -> None:
+        end = torch.from_numpy(subtree_end.astype(np.int64)).to(device)
+        index = torch.arange(len(subtree_end), device=device)
+        self._mask = (index[None, :] <= index[:, None]) & (index[:, None] < end[None, :])
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=self._mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def pattern_of(subtree_end: np.ndarray, device: torch.device) -> Flat | Tree:
+    """The cheapest pattern that says the same as `subtree_end`."""
+    ends = np.unique(subtree_end)
+    starts = np.concatenate([[0], ends[:-1]])
+    flat = np.repeat(ends, ends - starts)
+    if ends[-1] == len(subtree_end) and np.array_equal(flat, subtree_end):
+        return Flat((ends - starts).tolist(), device)
+    return Tree(subtree_end, device)

@@ -1,0 +1,28 @@
+"""Loads a checkpoint for computing: its family's forward pass with our attention inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from sightline.compute import attention
+from sightline.errors import ConfigError
+from sightline.families import Family, Forward, load_forward
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_model(path: str | Path, family: Family, device: str, dtype: str) -> Forward:
+    return load_forward(
+        path, family, torch.device(device), DTYPES[dtype], attention=attention.register()
+    )
+
+
+def pick_device(name: str) -> str:
+    """`auto` is CUDA where there is some."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r}, but torch sees no GPU", 'set device = "cpu" or "auto"')
+    return name

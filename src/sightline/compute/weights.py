@@ -1,0 +1,109 @@
+"""Weight files: safetensors and a manifest that is written last.
+
+A reader sees a manifest only when all that it names is whole on the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+
+from sightline.errors import Misaligned, WireError
+from sightline.wire.weights import MANIFEST, Manifest, WeightFile
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+def write_weights(
+    root: Path, tensors: dict[str, torch.Tensor], version: int, vision_version: int
+) -> tuple[Path, Manifest]:
+    """Publishes `tensors` as `root/v<version>` and returns its manifest's path.
+
+    A version keeps its meaning: made again with the same bits it is the same version, with
+    other bits it becomes the next epoch of it.
+    """
+    data = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
+    file = WeightFile(WEIGHTS_FILE, len(data), hashlib.sha256(data).hexdigest())
+    epoch = 0
+    while (folder := folder_of(root, version, epoch) / MANIFEST).is_file():
+        found = read_manifest(folder)
+        if found.files == [file]:
+            return folder, found
+        epoch += 1
+    manifest = Manifest(version, vision_version, [file], epoch)
+    target = folder_of(root, version, epoch)
+    part = root / f".{target.name}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    _write(part / WEIGHTS_FILE, data)
+    _write(part / MANIFEST, msgspec.json.encode(manifest))
+    shutil.rmtree(target, ignore_errors=True)
+    os.rename(part, target)
+    return target / MANIFEST, manifest
+
+
+def folder_of(root: Path, version: int, epoch: int) -> Path:
+    return root / (f"v{version:06d}" + (f".{epoch}" if epoch else ""))
+
+
+def read_manifest(path: Path) -> Manifest:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Manifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise WireError(
+            f"no whole manifest at {path}: {error}", "publish the version again"
+        ) from error
+
+
+def read_weights(manifest_path: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """The tensors of a manifest, checked against its checksums."""
+    manifest = read_manifest(manifest_path)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in manifest.files:
+        path = manifest_path.parent / file.name
+        data = path.read_bytes() if path.is_file() else b""
+        if len(data) != file.nbytes or hashlib.sha256(data).hexdigest() != file.sha256:
+            raise Misaligned(
+                f"{path} is not the file that its manifest names ({len(data)} bytes, "
+                f"not {file.nbytes}, or another checksum)",
+                "publish the version again; the engine keeps the weights it has",
+            )
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():
+                tensors[name] = opened.get_tensor(name)
+    return manifest, tensors
+
+
+def adopt_into(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Copies `tensors` into the model, all or nothing: names and shapes are checked first."""
+    own = dict(model.named_parameters())
+    if own.keys() != tensors.keys():
+        odd = sorted(own.keys() ^ tensors.keys())[:3]
+        raise Misaligned(
+            f"weights name other parameters than the model, such as {odd}",
+            "serve the checkpoint that the trainer trains",
+        )
+    for name, parameter in own.items():
+        if parameter.shape != tensors[name].shape:
+            raise Misaligned(
+                f"{name} has shape {tuple(tensors[name].shape)}, "
+                f"the model's is {tuple(parameter.shape)}",
+                "serve the checkpoint that the trainer trains",
+            )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,120 @@
+"""color_codeword: name the colours that you have seen so far, in a code that nobody tells.
+
+Each of three turns shows k coloured squares. Every colour has a letter; the answer to a turn is
+the letters of all squares so far. A model that does not see gets one letter in nine right.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from PIL import Image
+
+from sightline.envs.protocol import Chat, Environment, Outcome, Task
+from sightline.message import Message, assistant, user
+
+COLORS: dict[str, tuple[int, int, int]] = {
+    "A": (220, 40, 40),
+    "B": (40, 180, 60),
+    "C": (50, 80, 220),
+    "D": (230, 210, 40),
+    "E": (150, 50, 180),
+    "F": (40, 200, 210),
+    "G": (240, 140, 40),
+    "H": (240, 240, 240),
+    "I": (30, 30, 30),
+}
+LETTERS = "".join(COLORS)
+
+
+class ColorCodeword(Environment):
+    name = "color_codeword"
+
+    def __init__(
+        self,
+        squares: int = 1,
+        turns: int = 3,
+        side: int = 32,
+        jitter: int = 12,
+        shades: int = 4,
+        malformed_penalty: float = 0.3,
+        seed: int = 0,
+    ) -> None:
+        self.squares = squares
+        self.turns = turns
+        self.side = side
+        self.jitter = jitter
+        self.shades = shades
+        self.malformed_penalty = malformed_penalty
+        self.seed = seed
+
+    def task(self, index: int, split: str) -> Task:
+        rng = random.Random(f"{self.seed}:{split}:{index}")
+        num = self.squares * self.turns
+        return Task(
+            index, split, [(rng.choice(LETTERS), rng.randrange(self.shades)) for _ in range(num)]
+        )
+
+    async def rollout(self, task: Task, chat: Chat) -> Outcome:
+        answer = ""
+        per_turn: list[float] = []
+        for turn in range(self.turns):
+            said = await chat.send([self._show(task, turn, chat.put)])
+            answer = said.text
+            per_turn.append(self._turn_reward(task, turn, answer))
+        truth = self._truth(task, self.turns)
+        letters = _fraction_right(answer, truth)
+        malformed = not _is_well_formed(answer, len(truth))
+        return Outcome(
+            reward=letters - self.malformed_penalty * malformed,
+            parts={
+                "letters": letters,
+                "exact": float(answer == truth),
+                "malformed": float(malformed),
+            },
+            per_turn=per_turn,
+        )
+
+    def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
+        """The format, without the code: letters are random, and later turns repeat them."""
+        said = ""
+        messages: list[Message] = []
+        for turn in range(self.turns):
+            said += "".join(rng.choice(LETTERS) for _ in range(self.squares))
+            messages += [self._show(task, turn, put), assistant(said)]
+        return messages
+
+    def _show(self, task: Task, turn: int, put: Any) -> Message:
+        first = turn * self.squares
+        return user(
+            *(put(self.square(*square)) for square in task.data[first : first + self.squares])
+        )
+
+    def square(self, letter: str, shade: int) -> Image.Image:
+        """The square of a letter; shades differ by a few levels, each always the same."""
+        rng = random.Random(f"{letter}:{shade}")
+        near = (c + rng.randint(-self.jitter, self.jitter) for c in COLORS[letter])
+        colour = tuple(min(255, max(0, value)) for value in near)
+        return Image.new("RGB", (self.side, self.side), colour)
+
+    def _truth(self, task: Task, turns: int) -> str:
+        return "".join(letter for letter, _ in task.data[: turns * self.squares])
+
+    def _turn_reward(self, task: Task, turn: int, answer: str) -> float:
+        """What this turn added: the share of its own squares that are named right."""
+        before, now = turn * self.squares, (turn + 1) * self.squares
+        if not _is_well_formed(answer, now):
+            return -self.malformed_penalty
+        return _fraction_right(answer[before:], self._truth(task, turn + 1)[before:])
+
+
+def _is_well_formed(answer: str, length: int) -> bool:
+    return len(answer) == length and all(letter in COLORS for letter in answer)
+
+
+def _fraction_right(answer: str, truth: str) -> float:
+    return sum(a == b for a, b in zip(answer, truth, strict=False)) / len(truth)
+
+
+ENVIRONMENT = ColorCodeword

@@ -1,0 +1,103 @@
+"""What an environment is, and what it sees of the rest: tasks in, messages out, a reward back."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from sightline.errors import ConfigError
+from sightline.media import MediaRef
+from sightline.message import AssistantMessage, Message
+
+Messages = Sequence[Message | dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to play. The same index, split and seed always mean the same task."""
+
+    index: int
+    split: str
+    """`train` or `eval`: the two never share a task."""
+    data: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rollout was worth."""
+
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+    """Named measures beside the reward, shown in the metrics and not trained on."""
+    per_turn: list[float] | None = None
+    """What each model call earned, in order; used by `credit = "turn"`."""
+
+
+class Chat(Protocol):
+    """The conversation of one rollout. Every token of it ends up in the trace."""
+
+    async def send(self, new_messages: Messages) -> AssistantMessage:
+        """Appends messages and returns the model's answer; costs only what is new."""
+        ...
+
+    async def ask(self, all_messages: Messages) -> AssistantMessage:
+        """Takes a whole history; where it differs from what was said before, the trace forks."""
+        ...
+
+    def put(self, image: Any) -> MediaRef:
+        """Takes an image (bytes, PIL image or pathlib.Path) into the store."""
+        ...
+
+    @property
+    def rng(self) -> random.Random:
+        """Seeded by the rollout."""
+        ...
+
+
+class Environment:
+    """Subclass this. `name` is what metrics and the dashboard call it."""
+
+    name: str = "environment"
+    shows_images: bool = True
+    """Whether tasks need a model that sees; checked before a run starts."""
+
+    def task(self, index: int, split: str) -> Task:
+        """Task `index` of a split; indices go on for ever, or come round again."""
+        raise NotImplementedError
+
+    async def rollout(self, task: Task, chat: Chat) -> float | dict[str, float] | Outcome:
+        """Plays the task. A dict of named rewards counts as their sum."""
+        raise NotImplementedError
+
+    def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
+        """A conversation to imitate in a supervised warm-up. `put` takes images in."""
+        raise ConfigError(
+            f"environment {self.name!r} has no demonstrations",
+            "give it a demonstration() method, or train on other data",
+        )
+
+
+def load_environment(path: str, args: dict[str, Any]) -> Environment:
+    """An environment from `module:Class`, or the name of one that is built in."""
+    module_name, _, class_name = path.partition(":")
+    if not class_name:
+        module_name, class_name = f"sightline.envs.{path}", "ENVIRONMENT"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"[env] name = {path!r}: no module {error.name!r}",
+            "name a built-in environment (color_codeword) or an importable 'module:Class'",
+        ) from error
+    made = getattr(module, class_name, None)
+    if made is None:
+        raise ConfigError(
+            f"[env] name = {path!r}: {module_name} has no {class_name}", "check the spelling"
+        )
+    try:
+        return cast(Environment, made(**args))
+    except TypeError as error:
+        raise ConfigError(f"[env.args] do not fit {path!r}: {error}", "see its docs") from error

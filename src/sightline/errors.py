@@ -1,0 +1,141 @@
+"""Every error that Sightline raises on purpose.
+
+    SightlineError                a problem, with its values, and a fix to try
+    ├── ConfigError               a setting that cannot work; refused at load
+    ├── MediaError                a ref and the bytes behind it do not agree
+    │   ├── MediaRefused          ingest will not take these bytes or this source
+    │   ├── MediaMissing          no store root holds the digest
+    │   ├── MediaCorrupt          the stored bytes do not hash to their digest
+    │   ├── MediaUndecodable      the bytes are what the ref names, yet no decoder reads them
+    │   └── StoreFull             the store reached [media] max_gb
+    ├── MessageError              a message or part of the wrong shape; names its JSON path
+    ├── FamilyError               a checkpoint that no family knows, or a family cannot serve
+    ├── FingerprintMismatch       two processes hold different processor settings
+    ├── PixelMismatch             sampler and trainer made different pixels
+    ├── Misaligned                data that must line up does not (tokens, slots, arrays, versions)
+    ├── WireError                 a message of another schema, or with unknown fields
+    ├── EngineError               an inference server refused or failed a request
+    ├── EnvironmentFailed         user code of an environment failed
+    ├── NothingTrains             batch after batch without a trainable sample
+    ├── ResumeRefused             a run that cannot go on exactly
+    ├── DiskFull                  the disk cannot hold what the run will write
+    └── ProcessFailed             a process of the run died; names it and its last words
+
+An error is raised where the cause is known and carries what the user should do next.
+`except Exception` belongs to few places: around an environment's own code, in a monitor's
+sink, at a server's door, around a rank's step and in the CLI's main.
+"""
+
+from __future__ import annotations
+
+
+class SightlineError(Exception):
+    """A `problem` with its values and a `fix` to try; both survive pickling."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(problem, fix)
+
+    @property
+    def problem(self) -> str:
+        return str(self.args[0])
+
+    @property
+    def fix(self) -> str:
+        return str(self.args[1])
+
+    def __str__(self) -> str:
+        return f"{self.problem}\n  fix: {self.fix}"
+
+
+class ConfigError(SightlineError):
+    """A configuration that cannot work."""
+
+
+class MediaError(SightlineError, ValueError):
+    """A ref, and the bytes behind it, do not agree."""
+
+
+class MediaRefused(MediaError):
+    """Ingest does not take these bytes, or this source of bytes."""
+
+
+class MediaMissing(MediaError):
+    """No configured store root holds bytes under this digest."""
+
+
+class MediaCorrupt(MediaError):
+    """The store holds bytes under this digest that do not hash to it."""
+
+
+class MediaUndecodable(MediaError):
+    """The stored bytes are the ones the ref names, but no decoder can read them."""
+
+
+class StoreFull(MediaError):
+    """The store has reached its limit, or the disk under it is nearly full."""
+
+
+class MessageError(SightlineError, ValueError):
+    """A message of the wrong shape, or one that a chat format cannot express."""
+
+    @classmethod
+    def at(cls, path: str, problem: str, fix: str) -> MessageError:
+        """An error about the part at `path`, such as `messages[3].content[1].image_url`."""
+        return cls(f"{path}: {problem}", fix)
+
+
+class FamilyError(SightlineError):
+    """A checkpoint that no family knows, or that its family cannot work with."""
+
+
+class FingerprintMismatch(SightlineError, ValueError):
+    """Two sides would make different pixels or token counts from one image."""
+
+
+class PixelMismatch(SightlineError, ValueError):
+    """The trainer's pixels are not the ones the sampler used."""
+
+
+class Misaligned(SightlineError, ValueError):
+    """Data that must line up does not. Never repaired: the sample is dropped and counted."""
+
+
+class WireError(SightlineError, ValueError):
+    """A struct of another schema version, or one with fields that we do not know."""
+
+
+class EngineError(SightlineError):
+    """An inference server refused or failed a request."""
+
+    def __init__(self, problem: str, fix: str, kind: str = "engine", status: int = 500) -> None:
+        super().__init__(problem, fix)
+        self.args = (problem, fix, kind, status)
+
+    @property
+    def kind(self) -> str:
+        """The stable `type` of the error on the wire."""
+        return str(self.args[2])
+
+    @property
+    def status(self) -> int:
+        return int(self.args[3])
+
+
+class EnvironmentFailed(SightlineError):
+    """An environment's own code raised, or returned something that is no reward."""
+
+
+class NothingTrains(SightlineError):
+    """Batch after batch had no sample to learn from."""
+
+
+class ResumeRefused(SightlineError):
+    """A run that cannot go on exactly as it began."""
+
+
+class DiskFull(SightlineError):
+    """The disk cannot hold what the run is going to write."""
+
+
+class ProcessFailed(SightlineError):
+    """A process of the run ended before its time."""

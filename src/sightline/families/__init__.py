@@ -1,0 +1,17 @@
+"""One folder a model family: its layout, pixels, positions, chat format and forward pass.
+
+No file outside a family's folder names a family. `registry` finds them.
+"""
+
+from sightline.families.protocol import Family, Forward, Layout, PlacedSlot
+from sightline.families.registry import load_family, load_forward, load_renderer
+
+__all__ = [
+    "Family",
+    "Forward",
+    "Layout",
+    "PlacedSlot",
+    "load_family",
+    "load_forward",
+    "load_renderer",
+]

@@ -1,0 +1,127 @@
+"""What a model family gives to the rest of the system.
+
+Two halves, so that a process loads only what it needs. `Family` is arithmetic on sizes and
+uint8 pixels, without torch. `Forward` is the torch half, in the folder's `forward.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from sightline.media import MediaRef, MediaStore
+from sightline.render import Renderer
+from sightline.wire import MediaItem, Slot
+
+if TYPE_CHECKING:
+    import torch
+    from PIL import Image
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How an image of some size is cut up."""
+
+    grid: tuple[int, int, int]
+    """Patches along time, height and width."""
+    num_tokens: int
+    height: int
+    """Pixels after resizing."""
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedSlot:
+    """A slot for arithmetic on positions: no item, just its place and grid."""
+
+    offset: int
+    length: int
+    grid: tuple[int, int, int]
+
+
+class Family(Protocol):
+    name: str
+    """The name of its folder."""
+    fingerprint: str
+    settings: dict[str, Any]
+    """What the fingerprint hashes: every setting that changes a pixel or a token count."""
+    num_axes: int
+    """Rows of a position array."""
+    modality: str
+    """What the generate protocol calls its images."""
+    shows_images: bool
+    """False for a text-only checkpoint."""
+    slot_token_ids: tuple[int, ...]
+    """The ids that fill slots: found there, and nowhere else."""
+
+    def layout(self, width: int, height: int) -> Layout: ...
+
+    def item(self, ref: MediaRef) -> MediaItem: ...
+
+    def check_item(self, item: MediaItem) -> None:
+        """Raises FingerprintMismatch, with both settings, or Misaligned for a wrong grid."""
+        ...
+
+    def num_tokens(self, item: MediaItem) -> int: ...
+
+    def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
+        """uint8 (num_patches, values per patch), without the repeated frame."""
+        ...
+
+    def positions(
+        self, num_tokens: int, slots: Sequence[PlacedSlot], start: int = 0
+    ) -> tuple[np.ndarray, int]:
+        """int32 (num_axes, num_tokens) that begin at `start`, and the position that comes next."""
+        ...
+
+
+class Forward(Protocol):
+    """The torch half: one object per loaded model."""
+
+    model: torch.nn.Module
+
+    def vision_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """The parameters of the vision tower, by their names in the model."""
+        ...
+
+    def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
+        """Features (visual tokens, F) of images whose uint8 patches are stacked in order.
+
+        F may hold several layers' features side by side; `hidden` takes them apart again.
+        """
+        ...
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        features: torch.Tensor | None,
+        feature_places: torch.Tensor | None,
+        attention: Any,
+    ) -> torch.Tensor:
+        """Last hidden states (B, T, H) of token_ids (B, T) with positions (A, B, T).
+
+        `features` (N, F) replace the embeddings at `feature_places` (N,), indices into the
+        flattened B*T tokens. `attention` is an attention pattern of `sightline.compute`.
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(N, vocabulary) of (N, H)."""
+        ...
+
+
+class FamilyFolder(Protocol):
+    """What `families/<name>/__init__.py` offers; it imports neither torch nor transformers."""
+
+    def claims(self, config: dict[str, Any]) -> bool:
+        """Whether a checkpoint with this config.json is of the family."""
+        ...
+
+    def load_family(self, path: Path, overrides: dict[str, int]) -> Family: ...
+
+    def load_renderer(self, path: Path, family: Family, store: MediaStore) -> Renderer: ...

@@ -1,0 +1,51 @@
+"""MRoPE: three positions a token, along time, height and width.
+
+Text advances all three by one. An image begins where the text left off on all three, its tokens
+take their place in the merged grid, and the text goes on behind the longer side of that grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sightline.errors import Misaligned
+from sightline.families.protocol import PlacedSlot
+
+NUM_AXES = 3
+
+
+def positions(
+    num_tokens: int, slots: Sequence[PlacedSlot], merge: int, start: int = 0
+) -> tuple[np.ndarray, int]:
+    """int32 (3, num_tokens) from `start` on, and the position of the token that comes next."""
+    placed = np.empty((NUM_AXES, num_tokens), dtype=np.int32)
+    done, position = 0, start
+    for slot in slots:
+        t, h, w = slot.grid[0], slot.grid[1] // merge, slot.grid[2] // merge
+        _check(slot, t * h * w, done, num_tokens)
+        text = slot.offset - done
+        placed[:, done : slot.offset] = np.arange(position, position + text, dtype=np.int32)
+        position += text
+        done = slot.offset + slot.length
+        place = placed[:, slot.offset : done]
+        place[:] = np.indices((t, h, w), dtype=np.int32).reshape(NUM_AXES, -1)
+        place += position
+        position += max(h, w)
+    text = num_tokens - done
+    placed[:, done:] = np.arange(position, position + text, dtype=np.int32)
+    return placed, position + text
+
+
+def _check(slot: PlacedSlot, length: int, done: int, num_tokens: int) -> None:
+    if slot.length != length:
+        raise Misaligned(
+            f"a slot of {slot.length} tokens for grid {slot.grid}, which fills {length}",
+            "make slots with the renderer of the family",
+        )
+    if slot.offset < done or slot.offset + slot.length > num_tokens:
+        raise Misaligned(
+            f"a slot at {slot.offset} of {slot.length} tokens, after {done}, of {num_tokens}",
+            "slots must be sorted, apart and inside the tokens",
+        )

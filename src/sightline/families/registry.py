@@ -1,0 +1,78 @@
+"""Finds the family of a checkpoint. It looks at folders and names none."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+
+import sightline.families as families_package
+from sightline.errors import FamilyError
+from sightline.families.protocol import Family, Forward
+from sightline.media import MediaStore
+from sightline.render import Renderer
+
+if TYPE_CHECKING:
+    import torch
+
+
+def family_names() -> list[str]:
+    return sorted(m.name for m in pkgutil.iter_modules(families_package.__path__) if m.ispkg)
+
+
+def _folder(name: str) -> ModuleType:
+    return importlib.import_module(f"sightline.families.{name}")
+
+
+def _folder_of(path: Path) -> ModuleType:
+    config = read_config(path)
+    for name in family_names():
+        folder = _folder(name)
+        if folder.claims(config):
+            return folder
+    raise FamilyError(
+        f"{path} is a {config.get('model_type')!r} checkpoint, which no family here knows",
+        f"use a checkpoint of {', '.join(family_names())}, or add a folder for it in families/",
+    )
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise FamilyError(
+            f"{path} is no checkpoint: it has no config.json",
+            "make one with `sightline model tiny DIR`, or point [model] path at a checkpoint",
+        )
+    return cast(dict[str, Any], json.loads(file.read_text()))
+
+
+def load_family(model: str | Path, **overrides: int) -> Family:
+    """The family of a checkpoint folder, with its processor settings (`overrides` win)."""
+    path = Path(model)
+    return cast(Family, _folder_of(path).load_family(path, overrides))
+
+
+def load_renderer(model: str | Path, store: MediaStore, **overrides: int) -> Renderer:
+    """The renderer of a checkpoint folder; it puts images into `store`."""
+    path = Path(model)
+    folder = _folder_of(path)
+    family = folder.load_family(path, overrides)
+    return cast(Renderer, folder.load_renderer(path, family, store))
+
+
+def load_forward(
+    model: str | Path, family: Family, device: torch.device, dtype: torch.dtype, attention: str
+) -> Forward:
+    """The model itself, with torch; `attention` is a name that transformers' registry knows."""
+    module = importlib.import_module(f"sightline.families.{family.name}.forward")
+    return cast(Forward, module.load(Path(model), family, device, dtype, attention))
+
+
+def write_tiny(name: str, path: Path, seed: int, **options: Any) -> None:
+    """Writes the small random checkpoint of family `name`."""
+    if name not in family_names():
+        raise FamilyError(f"no family {name!r}", f"choose one of {', '.join(family_names())}")
+    importlib.import_module(f"sightline.families.{name}.tiny").write(path, seed=seed, **options)

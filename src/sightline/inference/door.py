@@ -1,0 +1,177 @@
+"""What a generate request must be before the engine sees it. Every refusal names its field."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from sightline.errors import EngineError, FingerprintMismatch, MediaRefused, Misaligned, WireError
+from sightline.families import Family
+from sightline.inference.errors import refusal
+from sightline.wire import Slot
+from sightline.wire.generate import GenerateRequest, SamplingParams
+
+MAX_CHOICES = 64
+MAX_SEED = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A request that can be computed."""
+
+    prompt: np.ndarray
+    """int32 (tokens,)."""
+    slots: list[Slot]
+    keys: list[str]
+    """The key of each slot's item."""
+    params: SamplingParams
+    request_id: str
+
+
+class Door:
+    def __init__(
+        self, family: Family, pad_id: int, vocab_size: int, max_len: int, models: frozenset[str]
+    ) -> None:
+        self._family = family
+        self._pad_id = pad_id
+        self._vocab_size = vocab_size
+        self._max_len = max_len
+        self._models = models
+        self._decoder = msgspec.json.Decoder(GenerateRequest)
+
+    def check(self, body: bytes) -> Checked:
+        request = self._decode(body)
+        if request.model is not None and request.model not in self._models:
+            raise refusal(
+                "model",
+                f"model: {request.model!r} is not served here",
+                f"leave it out, or name {', '.join(sorted(self._models))}",
+            )
+        prompt = self._tokens(request.token_ids, request.sampling_params)
+        self._sampling(request.sampling_params)
+        slots, keys = self._slots(request)
+        self._pads(prompt, slots)
+        return Checked(prompt, slots, keys, request.sampling_params, request.request_id)
+
+    def _decode(self, body: bytes) -> GenerateRequest:
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise refusal(
+                "schema", f"not a generate request: {error}", "see docs/serving.md for its fields"
+            ) from error
+
+    def _tokens(self, token_ids: list[int], params: SamplingParams) -> np.ndarray:
+        if not token_ids:
+            raise refusal("token_ids", "token_ids: empty", "send one token or more")
+        if params.max_tokens < 1:
+            raise refusal(
+                "sampling", f"sampling_params.max_tokens: {params.max_tokens}", "ask for 1 or more"
+            )
+        if len(token_ids) + params.max_tokens > self._max_len:
+            raise refusal(
+                "too_long",
+                f"token_ids: {len(token_ids)} tokens, and {params.max_tokens} asked for, are more "
+                f"than the {self._max_len} of a row",
+                "shorten one of them, or serve with a larger max_len",
+            )
+        try:
+            wide = np.array(token_ids, dtype=np.int64)
+        except OverflowError:
+            wide = np.array([-1])
+        if int(wide.min()) < 0 or int(wide.max()) >= self._vocab_size:
+            at = next(i for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
+            raise refusal(
+                "token_ids",
+                f"token_ids[{at}]: {token_ids[at]} is outside the vocabulary of {self._vocab_size}",
+                "render with the renderer of the served checkpoint",
+            )
+        return wide.astype(np.int32)
+
+    def _sampling(self, params: SamplingParams) -> None:
+        wrong = next(_faults(params, self._vocab_size), None)
+        if wrong is not None:
+            name, allowed = wrong
+            raise refusal(
+                "sampling", f"sampling_params.{name}: {getattr(params, name)!r}", f"send {allowed}"
+            )
+
+    def _slots(self, request: GenerateRequest) -> tuple[list[Slot], list[str]]:
+        if request.features is None:
+            return [], []
+        modality = self._family.modality
+        if not self._family.shows_images or request.features.mm_hashes.keys() - {modality}:
+            raise refusal(
+                "slots",
+                f"features: this checkpoint takes {modality if self._family.shows_images else 'no'}"
+                f" media, the request has {sorted(request.features.mm_hashes)}",
+                "render with the renderer of the served checkpoint",
+            )
+        try:
+            slots = request.slots()
+        except WireError as error:
+            raise EngineError(error.problem, error.fix, "schema", 400) from error
+        except Misaligned as error:
+            raise EngineError(error.problem, error.fix, "slots", 400) from error
+        for i, slot in enumerate(slots):
+            self._item(i, slot, modality)
+        return slots, request.features.mm_hashes.get(modality, [])
+
+    def _item(self, i: int, slot: Slot, modality: str) -> None:
+        try:
+            self._family.check_item(slot.item)
+        except FingerprintMismatch:
+            raise
+        except (Misaligned, MediaRefused) as error:
+            raise EngineError(
+                f"features.kwargs_data.{modality}[{i}]: {error.problem}", error.fix, "slots", 400
+            ) from error
+        length = self._family.num_tokens(slot.item)
+        if slot.length != length:
+            raise refusal(
+                "slots",
+                f"features.mm_placeholders.{modality}[{i}]: {slot.length} tokens, its grid "
+                f"{slot.item.grid} fills {length}",
+                "expand every image into as many pads as its grid fills",
+            )
+
+    def _pads(self, prompt: np.ndarray, slots: list[Slot]) -> None:
+        """The pads of the prompt are exactly the tokens that the slots cover."""
+        is_pad = prompt == self._pad_id
+        covered = np.zeros(len(prompt), dtype=bool)
+        for slot in slots:
+            covered[slot.offset : slot.end] = True
+        if np.array_equal(is_pad, covered):
+            return
+        at = int(np.flatnonzero(is_pad != covered)[0])
+        where = "outside every slot" if is_pad[at] else f"in a slot, where {self._pad_id} belongs"
+        raise refusal(
+            "pads",
+            f"token_ids[{at}]: {int(prompt[at])} stands {where}",
+            "send the slots that the renderer gave with these tokens",
+        )
+
+
+def _faults(params: SamplingParams, vocab_size: int):  # type: ignore[no-untyped-def]
+    """(name, what is allowed) of each parameter that cannot be honoured."""
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        yield "temperature", "0 or more"
+    if not 0 < params.top_p <= 1:
+        yield "top_p", "more than 0, at most 1"
+    if params.top_k < -1:
+        yield "top_k", "a count; 0 or -1 is off"
+    if not 0 <= params.min_p <= 1:
+        yield "min_p", "0 to 1"
+    if params.seed is not None and not 0 <= params.seed < MAX_SEED:
+        yield "seed", "null, or 0 up to 2**64 - 1"
+    if any(not 0 <= token < vocab_size for token in params.stop_token_ids):
+        yield "stop_token_ids", f"ids below {vocab_size}"
+    if params.logprobs not in (None, 0):
+        yield "logprobs", "0 for the sampled token's, or null for none"
+    if not 1 <= params.n <= MAX_CHOICES:
+        yield "n", f"1 to {MAX_CHOICES}"
+    if params.detokenize:
+        yield "detokenize", "false: this door speaks token ids"

@@ -1,0 +1,137 @@
+"""Builds a server and runs it until it is told to end."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import uvicorn
+
+from sightline.errors import ConfigError
+from sightline.families import load_family, load_renderer
+from sightline.inference.door import Checked, Door
+from sightline.inference.server import Server
+from sightline.inference.settings import ServeSettings
+from sightline.media import MediaStore
+
+KEEP_ALIVE_S = 600
+GRACE_S = 10
+BACKLOG = 2048
+
+
+def build_server(settings: ServeSettings) -> Server:
+    """The server with its model loaded; `Server.app` is an ASGI application."""
+    from sightline.inference.torch_engine.build import build_engine
+    from sightline.inference.torch_engine.request import Request
+
+    if not settings.media_roots:
+        raise ConfigError("a server without a media root", "name the store's folder")
+    store = MediaStore(settings.media_roots[0], fallback_roots=settings.media_roots[1:])
+    family = load_family(settings.model, **settings.overrides)
+    renderer = load_renderer(settings.model, store, **settings.overrides)
+    engine = build_engine(settings, family, store, renderer.pad_token_ids)
+    seeds = random.SystemRandom()
+
+    def make(checked: Checked) -> list[Request]:
+        params = checked.params
+        seed = seeds.getrandbits(64) if params.seed is None else params.seed
+        return [
+            Request(checked.prompt, checked.slots, checked.keys, params, _seed_of(seed, choice))
+            for choice in range(params.n)
+        ]
+
+    door = Door(
+        family,
+        pad_id=renderer.pad_token_ids[0],
+        vocab_size=renderer.vocab_size,
+        max_len=settings.max_len,
+        models=frozenset({settings.model.name, str(settings.model)}),
+    )
+    identity = {
+        "model": settings.model.name,
+        "engine": "torch",
+        "family": family.name,
+        "fingerprint": family.fingerprint,
+        "settings": family.settings,
+        "pad_token_ids": renderer.pad_token_ids,
+        "vocab_size": renderer.vocab_size,
+        "max_len": settings.max_len,
+    }
+    return Server(engine, door, make, identity, settings.max_body_bytes)
+
+
+def _seed_of(seed: int, choice: int) -> int:
+    """Choice 0 is what the seed gives alone; the others draw apart from it."""
+    return (seed + choice * 0x9E3779B97F4A7C15) % 2**64
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket, so that a taken port is known before the model loads."""
+    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(kind, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise _cannot_listen(host, port, error) from error
+    return made
+
+
+def serve(settings: ServeSettings) -> None:
+    """Serves until SIGTERM or SIGINT; unfinished requests are then refused with 503."""
+    listening = bind(settings.host, settings.port)
+    port = listening.getsockname()[1]
+    server = build_server(settings)
+    config = uvicorn.Config(
+        server.app,
+        access_log=False,
+        log_level="warning",
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    try:
+        listening.listen(BACKLOG)
+    except OSError as error:
+        raise _cannot_listen(settings.host, port, error) from error
+    print(f"serving {settings.model} at http://{settings.host}:{port}", flush=True)
+    _Uvicorn(config, server).run(sockets=[listening])
+
+
+class _Uvicorn(uvicorn.Server):
+    """Ends with the engine, and returns instead of dying by the signal."""
+
+    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+        super().__init__(config)
+        self._server = server
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Without this, connections would stay open for as long as their requests take.
+        self._server.engine.stop()
+        super().handle_exit(sig, frame)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        wanted = (signal.SIGINT, signal.SIGTERM)
+        before = {sig: signal.signal(sig, self.handle_exit) for sig in wanted}
+        try:
+            yield
+        finally:
+            for sig, handler in before.items():
+                signal.signal(sig, handler)
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen at {host}:{port}: {error.strerror or error}",
+        "end the process that holds the port, set another port, or port = 0 for a free one",
+    )

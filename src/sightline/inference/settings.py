@@ -1,0 +1,43 @@
+"""What a server is built from. Plain values: the run file and the command line both make them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    model: Path
+    """Folder of the checkpoint."""
+    media_roots: tuple[Path, ...]
+    """Store roots, in the order in which they are asked."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 takes a free one; the server prints which."""
+    device: str = "auto"
+    dtype: str = "float32"
+    max_rows: int = 256
+    """Sequences in flight, or kept for their next turn."""
+    max_len: int = 2048
+    """Most tokens of a sequence, prompt and answer."""
+    prefill_chunk: int = 512
+    """Most prompt tokens of one sequence that are computed in one step."""
+    pixel_cache_bytes: int = 256 * MEBIBYTE
+    feature_cache_bytes: int = 256 * MEBIBYTE
+    reuse_kv: bool = True
+    """Whether a finished sequence keeps its keys and values for the next turn."""
+    threads: int = 1
+    """Compute threads."""
+    pixel_threads: int = 1
+    max_waiting: int = 4096
+    """Requests without a row; one more is answered with 503."""
+    max_body_bytes: int = 64 * MEBIBYTE
+    overrides: dict[str, int] = field(default_factory=dict)
+    """Processor settings that win over the checkpoint's: min_pixels, max_pixels."""
+    manifest: Path | None = None
+    """Weights to begin with; without it the checkpoint's own, as version 0."""
+    keep_kv_over_updates: bool = False
+    """Whether keys and values of old weights stay in use after an update."""

@@ -1,0 +1,30 @@
+"""Makes an engine from settings. Construction only."""
+
+from __future__ import annotations
+
+import torch
+
+from sightline.compute.model import load_model, pick_device
+from sightline.compute.weights import adopt_into, read_weights
+from sightline.families import Family
+from sightline.inference.settings import ServeSettings
+from sightline.inference.torch_engine.engine import Engine
+from sightline.media import MediaStore
+from sightline.pixels import Materializer
+from sightline.wire.weights import Manifest
+
+
+def build_engine(
+    settings: ServeSettings, family: Family, store: MediaStore, banned: tuple[int, ...]
+) -> Engine:
+    torch.set_num_threads(settings.threads)
+    device = pick_device(settings.device)
+    forward = load_model(settings.model, family, device, settings.dtype)
+    manifest = Manifest(version=0, vision_version=0, files=[])
+    if settings.manifest is not None:
+        manifest, tensors = read_weights(settings.manifest)
+        adopt_into(forward.model, tensors)
+    materializer = Materializer(
+        family, store, settings.pixel_cache_bytes, threads=settings.pixel_threads
+    )
+    return Engine(forward, family, materializer, banned, settings, manifest)

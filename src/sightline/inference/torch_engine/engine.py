@@ -1,0 +1,268 @@
+"""The loop of the embedded engine, on a thread of its own.
+
+    submit --> inbox --> waiting --a row--> loading --pixels--> running --> done --> deliver
+    adopt  --> swaps     between two steps
+    cancel --> cancels   between two steps
+
+A step computes the next token of every row that decodes and, within a budget, chunks of prompts,
+in one forward pass: a request that arrives late gets its first token while others decode.
+
+Waits for: a submission, an update, a cancellation or pixels, and only when no row can compute.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from sightline.compute.weights import adopt_into, read_weights
+from sightline.errors import EngineError, SightlineError
+from sightline.families import Family, Forward
+from sightline.inference.errors import refusal, typed
+from sightline.inference.settings import ServeSettings
+from sightline.inference.torch_engine.plan import Plan, make_plan
+from sightline.inference.torch_engine.request import Request
+from sightline.inference.torch_engine.rows import Rows
+from sightline.inference.torch_engine.runner import Runner
+from sightline.inference.torch_engine.scheduler import Scheduler
+from sightline.inference.torch_engine.stats import Busy, Counts
+from sightline.inference.torch_engine.vision import FeatureCache
+from sightline.pixels import Materializer
+from sightline.wire.weights import Manifest
+
+Deliver = Callable[[list[Request]], None]
+
+
+@dataclass(slots=True)
+class _Swap:
+    manifest: Manifest
+    tensors: dict[str, torch.Tensor]
+    done: Future[None]
+
+
+class Engine:
+    """The methods without an underscore are for other threads."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        family: Family,
+        materializer: Materializer,
+        banned: tuple[int, ...],
+        settings: ServeSettings,
+        manifest: Manifest,
+    ) -> None:
+        self.manifest = manifest
+        """Of the weights in use."""
+        self.counts = Counts()
+        self.busy = Busy()
+        self.features = FeatureCache(settings.feature_cache_bytes)
+        self.materializer = materializer
+        self._settings = settings
+        rows = Rows(settings.max_rows, settings.max_len, family.num_axes)
+        self.runner = Runner(forward, family, self.features, rows, banned)
+        self._event = threading.Event()
+        self.scheduler = Scheduler(
+            rows,
+            family,
+            materializer,
+            self.features,
+            self.counts,
+            settings.reuse_kv,
+            self._event.set,
+        )
+        self._inbox: deque[Request] = deque()
+        self._swaps: deque[_Swap] = deque()
+        self._cancels: deque[Request] = deque()
+        self._is_stopping = False
+        self._deliver: Deliver = lambda requests: None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, deliver: Deliver) -> None:
+        """`deliver` gets the requests that are done after each step, on the engine's thread."""
+        self._deliver = deliver
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Refuses what is unfinished, and ends the loop."""
+        self._is_stopping = True
+        self._event.set()
+
+    def join(self, timeout_s: float) -> None:
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._inbox) + len(self.scheduler.waiting) + len(self.scheduler.loading)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    def submit(self, requests: list[Request]) -> None:
+        if self._is_stopping:
+            raise _stopping()
+        if self.num_waiting + len(requests) > self._settings.max_waiting:
+            raise refusal(
+                "overloaded",
+                f"{self.num_waiting} requests wait, {self._settings.max_waiting} may",
+                "try again, or send fewer at once",
+                503,
+            )
+        self._inbox.extend(requests)
+        self._event.set()
+
+    def cancel(self, request: Request) -> None:
+        self._cancels.append(request)
+        self._event.set()
+
+    def adopt(self, path: Path) -> Manifest:
+        """Takes the weights of a manifest between two steps, and returns when it has.
+
+        What is torn or does not fit is refused, and the weights stay.
+        """
+        try:
+            manifest, tensors = read_weights(path)
+            if manifest == self.manifest:
+                return manifest
+            swap = _Swap(manifest, tensors, Future())
+            self._swaps.append(swap)
+            self._event.set()
+            swap.done.result()
+        except EngineError:
+            raise
+        except SightlineError as error:
+            raise EngineError(error.problem, error.fix, "weights", 422) from error
+        return manifest
+
+    # --- the loop
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._settings.threads)
+        with torch.inference_mode():
+            while not self._is_stopping:
+                self._event.clear()
+                began = time.time()
+                try:
+                    has_worked = self._turn()
+                except Exception as error:  # a bug, or a full device, costs what was running
+                    traceback.print_exc()
+                    self._fail(list(self.scheduler.running.values()), typed(error))
+                    has_worked = True
+                self._hand_over()
+                if has_worked:
+                    self.busy.add(began)
+                else:
+                    self._event.wait()
+        self._close()
+
+    def _turn(self) -> bool:
+        """One turn of the loop; False when no row could compute."""
+        scheduler = self.scheduler
+        while self._inbox:
+            scheduler.add(self._inbox.popleft())
+        while self._swaps:
+            self._swap(self._swaps.popleft())
+        while self._cancels:
+            scheduler.drop(self._cancels.popleft())
+        scheduler.admit()
+        scheduler.begin_loaded()
+        active = scheduler.active()
+        if not len(active):
+            return False
+        table = scheduler.rows
+        self._step(make_plan(active, table.length, table.computed, self._settings.prefill_chunk))
+        return True
+
+    def _step(self, plan: Plan) -> None:
+        table, running = self.scheduler.rows, self.scheduler.running
+        hidden = self.runner.hidden(plan, running)
+        is_prompt = plan.starts < table.prompt_length[plan.rows]
+        table.computed[plan.rows] = plan.ends
+        self.counts.steps += 1
+        self.counts.computed_tokens += int(plan.counts[is_prompt].sum())
+        if not plan.samples.any():
+            return
+        rows = plan.rows[plan.samples]
+        tokens, logprobs = self.runner.sample(plan, hidden)
+        is_stopped = table.append(rows, tokens, logprobs)
+        self.counts.sampled_tokens += len(rows)
+        self.counts.tokens_on_old_kv += int(table.is_mixed[rows].sum())
+        for row in plan.rows[is_prompt & plan.samples].tolist():
+            running[row].features.clear()
+        is_broken = ~np.isfinite(logprobs)
+        if is_broken.any():
+            self._fail([running[row] for row in rows[is_broken].tolist()], _not_finite())
+        is_ended = (is_stopped | (table.length[rows] >= table.limit[rows])) & ~is_broken
+        label = self.manifest.label
+        for i in np.flatnonzero(is_ended).tolist():
+            reason = "stop" if is_stopped[i] else "length"
+            self.scheduler.finish(running[int(rows[i])], reason, label)
+
+    def _fail(self, requests: list[Request], error: EngineError) -> None:
+        for request in requests:
+            self.runner.kv.wipe(request.row)
+            self.scheduler.fail(request, error)
+
+    def _hand_over(self) -> None:
+        if self.scheduler.done:
+            done, self.scheduler.done = self.scheduler.done, []
+            self._deliver(done)
+
+    def _swap(self, swap: _Swap) -> None:
+        old, new = self.manifest, swap.manifest
+        try:
+            is_vision_new = old.vision_version != new.vision_version or not self._has_vision(swap)
+            adopt_into(self.runner.forward.model, swap.tensors)
+        except Exception as error:  # the caller hears of it, the weights stay
+            swap.done.set_exception(error)
+            return
+        self.manifest = new
+        self.counts.adopted += 1
+        if is_vision_new:
+            self.features.clear()
+        self.scheduler.renew(old.label, self._settings.keep_kv_over_updates, is_vision_new)
+        swap.done.set_result(None)
+
+    def _has_vision(self, swap: _Swap) -> bool:
+        """Whether the vision tower of `swap` is bit for bit the one in use.
+
+        A vision version that was made again under another epoch has the same number.
+        """
+        own = self.runner.forward.vision_parameters()
+        return all(
+            name in swap.tensors
+            and swap.tensors[name].shape == parameter.shape
+            and torch.equal(parameter, swap.tensors[name].to(parameter))
+            for name, parameter in own
+        )
+
+    def _close(self) -> None:
+        for request in [*self.scheduler.everyone(), *self._inbox]:
+            self.scheduler.fail(request, _stopping())
+        for swap in self._swaps:
+            swap.done.set_exception(_stopping())
+        self._hand_over()
+
+
+def _stopping() -> EngineError:
+    return refusal("stopping", "the server is ending", "send the request to another server", 503)
+
+
+def _not_finite() -> EngineError:
+    return refusal(
+        "not_finite",
+        "the model's logits are not numbers",
+        "check the weights that were published last",
+        500,
+    )

@@ -1,0 +1,198 @@
+"""Keys and values of the rows, and the attention over them.
+
+A forward pass gets its tokens in one flat run, so that the linear layers compute no padding.
+Attention writes the run's keys and values into their rows, then lets rows of like shape attend
+together: those with one new token, and those with a chunk of them, each by length.
+
+Letters: R rows of a group, Q new tokens of a row, W keys that a group looks at, T tokens of the
+run, N heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from sightline.inference.torch_engine.plan import Plan
+
+FIRST_ROWS = 16
+FIRST_LEN = 128
+# Rows up to this length attend together; beyond it, the padding of the shorter costs more than
+# a second call.
+SMALLEST_BUCKET = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    rows: slice | torch.Tensor
+    num_rows: int
+    num_queries: int
+    width: int
+    mask: torch.Tensor
+    """(R, 1, Q, W): 0 where a query sees a key, else -inf."""
+    queries: torch.Tensor | None
+    """(R*Q,) places in the run, short rows padded with their last token; None: all, in order."""
+    real: torch.Tensor | None
+    """Which of the R*Q are no padding; None: all."""
+    places: torch.Tensor | None
+    """Where those belong in the run; None: all, in order."""
+
+
+class KV:
+    """Grows by doubling, up to what the settings allow. Used by the engine's thread alone."""
+
+    def __init__(self, max_rows: int, max_len: int, device: torch.device, dtype: torch.dtype):
+        self._max = (max_rows, max_len)
+        self._device = device
+        self._dtype = dtype
+        self._size = (0, 0)
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        held = [*self._keys.values(), *self._values.values()]
+        return sum(tensor.nbytes for tensor in held)
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Room for `rows` rows of `length` tokens."""
+        size = (
+            _grown(self._size[0], rows, FIRST_ROWS, self._max[0]),
+            _grown(self._size[1], length, FIRST_LEN, self._max[1]),
+        )
+        if size != self._size:
+            for held in (self._keys, self._values):
+                for layer, old in held.items():
+                    held[layer] = new = self._zeros(size, old.shape[2:])
+                    new[: old.shape[0], : old.shape[1]] = old
+            self._size = size
+
+    def wipe(self, row: int) -> None:
+        """Zeroes a row that holds something other than numbers: masked keys must be finite."""
+        for held in (*self._keys.values(), *self._values.values()):
+            held[row].zero_()
+
+    def layer(
+        self, index: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows, tokens, heads, D) of keys and of values; made when a layer is first seen."""
+        if index not in self._keys:
+            self._keys[index] = self._zeros(self._size, k.shape[1:])
+            self._values[index] = self._zeros(self._size, v.shape[1:])
+        return self._keys[index], self._values[index]
+
+    def _zeros(self, size: tuple[int, int], heads: torch.Size) -> torch.Tensor:
+        return torch.zeros(*size, *heads, device=self._device, dtype=self._dtype)
+
+    def pattern(self, plan: Plan) -> RowsPattern:
+        self.reserve(int(plan.rows.max()) + 1, int(plan.ends.max()))
+        rows, index = plan.flat()
+        slots = torch.from_numpy(rows * self._size[1] + index).to(self._device)
+        groups = [self._group(plan, part) for part in _parts(plan)]
+        return RowsPattern(self, slots, groups)
+
+    def _group(self, plan: Plan, part: np.ndarray) -> _Group:
+        rows, starts, counts = plan.rows[part], plan.starts[part], plan.counts[part]
+        ends, num_queries = plan.ends[part], int(counts.max())
+        width = int(ends.max())
+        column = np.arange(num_queries)
+        within = np.minimum(column[None, :], counts[:, None] - 1)
+        sees = np.arange(width) <= (starts[:, None] + within)[:, :, None]
+        mask = np.where(sees, np.float32(0), np.float32(-np.inf))[:, None]
+        first = (np.cumsum(plan.counts) - plan.counts)[part]
+        places = (first[:, None] + within).reshape(-1)
+        is_real = (column[None, :] < counts[:, None]).reshape(-1)
+        in_order = len(places) == plan.num_tokens and bool(is_real.all())
+        return _Group(
+            rows=self._rows(rows),
+            num_rows=len(rows),
+            num_queries=num_queries,
+            width=width,
+            mask=torch.from_numpy(mask).to(self._device, self._dtype),
+            queries=None if in_order else self._index(places),
+            real=None if is_real.all() else self._index(np.flatnonzero(is_real)),
+            places=None if in_order else self._index(places[is_real]),
+        )
+
+    def _rows(self, rows: np.ndarray) -> slice | torch.Tensor:
+        """A slice, which copies nothing, where the rows are neighbours."""
+        if bool((np.diff(rows) == 1).all()):
+            return slice(int(rows[0]), int(rows[-1]) + 1)
+        return self._index(rows)
+
+    def _index(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+
+class RowsPattern:
+    """One forward pass over the rows of a plan; a `Pattern` of `sightline.compute.attention`."""
+
+    def __init__(self, kv: KV, slots: torch.Tensor, groups: list[_Group]) -> None:
+        self._kv = kv
+        self._slots = slots
+        self._groups = groups
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
+        keys, values = self._kv.layer(layer, run_k, run_v)
+        keys.flatten(0, 1).index_copy_(0, self._slots, run_k)
+        values.flatten(0, 1).index_copy_(0, self._slots, run_v)
+        gqa = q.shape[1] != k.shape[1]
+        if len(self._groups) == 1 and self._groups[0].places is None:
+            out = _attend(self._groups[0], run_q, keys, values, scaling, gqa)
+        else:
+            out = run_q.new_empty(*run_q.shape[:2], v.shape[-1])
+            for group in self._groups:
+                part = _attend(group, run_q, keys, values, scaling, gqa)
+                assert group.places is not None
+                out.index_copy_(0, group.places, part)
+        return out.transpose(0, 1).unsqueeze(0)
+
+
+def _attend(
+    group: _Group,
+    run: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    gqa: bool,
+) -> torch.Tensor:
+    """(real tokens, N, D)."""
+    q = run if group.queries is None else run[group.queries]
+    out = F.scaled_dot_product_attention(
+        q.unflatten(0, (group.num_rows, group.num_queries)).transpose(1, 2),
+        _seen(keys, group),
+        _seen(values, group),
+        attn_mask=group.mask,
+        scale=scaling,
+        enable_gqa=gqa,
+    )
+    flat = out.transpose(1, 2).flatten(0, 1)
+    return flat if group.real is None else flat[group.real]
+
+
+def _seen(held: torch.Tensor, group: _Group) -> torch.Tensor:
+    part = held[:, : group.width]
+    rows = part[group.rows] if isinstance(group.rows, slice) else part.index_select(0, group.rows)
+    return rows.transpose(1, 2)
+
+
+def _parts(plan: Plan) -> list[np.ndarray]:
+    """Indices into the plan of the rows that attend together."""
+    bucket = np.maximum(np.ceil(np.log2(plan.ends)), np.log2(SMALLEST_BUCKET)).astype(np.int64)
+    label = 2 * bucket + (plan.counts > 1)
+    return [np.flatnonzero(label == value) for value in np.unique(label)]
+
+
+def _grown(have: int, need: int, first: int, most: int) -> int:
+    if need <= have:
+        return have
+    size = max(have, first)
+    while size < need:
+        size *= 2
+    return min(size, most)

@@ -1,0 +1,118 @@
+"""One step on the device: encode the images that it shows, forward, sample.
+
+Letters: T tokens of the step, H hidden size.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import numpy as np
+import torch
+
+from sightline.families import Family, Forward
+from sightline.inference.torch_engine import sampling, vision
+from sightline.inference.torch_engine.kv import KV
+from sightline.inference.torch_engine.plan import Plan
+from sightline.inference.torch_engine.request import Request
+from sightline.inference.torch_engine.rows import Rows
+from sightline.pixels import Pixels
+from sightline.wire import MediaItem
+
+# On ARM, oneDNN spends 60 microseconds on every matrix product, however small; below this many
+# rows OpenBLAS is faster.
+ONEDNN_FROM_TOKENS = 384
+
+
+class Runner:
+    """Used by the engine's thread alone."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        family: Family,
+        features: vision.FeatureCache,
+        rows: Rows,
+        banned: tuple[int, ...],
+    ) -> None:
+        self.forward = forward
+        self.features = features
+        self._family = family
+        self._rows = rows
+        parameter = next(forward.model.parameters())
+        self._device = parameter.device
+        self._banned = torch.tensor(banned, dtype=torch.long, device=self._device)
+        self._picks_kernels = self._device.type == "cpu" and platform.machine() == "aarch64"
+        self.kv = KV(rows.num_rows, rows.max_len, self._device, parameter.dtype)
+
+    def hidden(self, plan: Plan, running: dict[int, Request]) -> torch.Tensor:
+        """(T, H) of the plan's tokens; their keys and values are in their rows afterwards."""
+        features, places = self._shown(plan, running)
+        if self._picks_kernels:
+            torch.backends.mkldnn.enabled = plan.num_tokens >= ONEDNN_FROM_TOKENS
+        row, index = plan.flat()
+        token_ids = torch.from_numpy(self._rows.tokens[row, index].astype(np.int64))
+        positions = torch.from_numpy(self._rows.positions[:, row, index].astype(np.int64))
+        hidden = self.forward.hidden(
+            token_ids.to(self._device)[None],
+            positions.to(self._device)[:, None],
+            features,
+            places,
+            self.kv.pattern(plan),
+        )
+        return hidden[0]
+
+    def _shown(
+        self, plan: Plan, running: dict[int, Request]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Features that the plan's tokens show, and their places in its run."""
+        parts: list[tuple[Request, str, MediaItem, int, int, int]] = []
+        first = np.cumsum(plan.counts) - plan.counts
+        for i in np.flatnonzero(plan.starts < self._rows.prompt_length[plan.rows]).tolist():
+            request = running[int(plan.rows[i])]
+            start, end, at = int(plan.starts[i]), int(plan.ends[i]), int(first[i])
+            for slot, key in zip(request.slots, request.keys, strict=True):
+                low, high = max(slot.offset, start), min(slot.end, end)
+                if low < high:
+                    within = (low - slot.offset, high - slot.offset)
+                    parts.append((request, key, slot.item, at + low - start, *within))
+        if not parts:
+            return None, None
+        self._encode(parts)
+        features = [request.features[key][low:high] for request, key, _, _, low, high in parts]
+        places = [np.arange(at, at + high - low) for *_, at, low, high in parts]
+        return torch.cat(features), torch.from_numpy(np.concatenate(places)).to(self._device)
+
+    def _encode(self, parts: list[tuple[Request, str, MediaItem, int, int, int]]) -> None:
+        """Gives each request the features it lacks; an image goes through the tower once."""
+        missing: dict[str, tuple[MediaItem, Pixels]] = {}
+        for request, key, item, *_ in parts:
+            if key not in request.features:
+                missing.setdefault(key, (item, request.pixels[key]))
+        if not missing:
+            return
+        if self._picks_kernels:
+            torch.backends.mkldnn.enabled = True
+        made = vision.encode(self.forward, self._family, missing, self._device)
+        for key, shown in made.items():
+            self.features.put(key, shown)
+        for request, key, *_ in parts:
+            if key not in request.features:
+                request.features[key] = made[key].features
+                del request.pixels[key]
+
+    def sample(self, plan: Plan, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """The next token of each row that samples, and its logprob."""
+        table, rows = self._rows, plan.rows[plan.samples]
+        settings = sampling.Settings(
+            temperature=table.temperature[rows],
+            top_k=table.top_k[rows],
+            top_p=table.top_p[rows],
+            min_p=table.min_p[rows],
+            uniform=sampling.uniforms(
+                table.seed[rows], table.length[rows] - table.prompt_length[rows]
+            ),
+        )
+        if len(rows) < len(hidden):
+            hidden = hidden[torch.from_numpy(plan.last()).to(self._device)]
+        return sampling.sample(self.forward.logits(hidden), self._banned, settings)

@@ -1,0 +1,109 @@
+"""Logits to tokens. A token's logprob is of the very distribution that it was drawn from.
+
+Banned ids leave first, then the temperature divides, then min-p, top-k and top-p cut. At
+temperature 0 the likeliest token is taken, and its logprob is that at temperature 1.
+
+One uniform number decides a token: the one that belongs to (seed, index of the token). So a
+seeded request draws the same tokens whatever it is batched with.
+
+Letters: S rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sightline.compute.logprobs import log_softmax, mask_banned
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of the rows that sample, in their order."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    uniform: np.ndarray
+
+    @property
+    def has_filters(self) -> bool:
+        return bool(self.top_k.any() or (self.top_p < 1).any() or self.min_p.any())
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """The finalizer of splitmix64, on uint64."""
+    values = (values ^ (values >> np.uint64(30))) * _MIX_1
+    values = (values ^ (values >> np.uint64(27))) * _MIX_2
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed
+
+
+def uniforms(seeds: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """float64 (S,) in [0, 1), a function of mixed seed and token index alone."""
+    bits = mix(seeds + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    drawn: np.ndarray = (bits >> np.uint64(11)) * 2.0**-53
+    return drawn
+
+
+def sample(
+    logits: torch.Tensor, banned: torch.Tensor, settings: Settings
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens int64 (S,) and their logprobs float32 (S,); a row without numbers gets a NaN."""
+    greedy = settings.temperature == 0
+    scale = np.where(greedy, np.float32(1), settings.temperature)
+    same = bool((scale == scale[0]).all())
+    temperature: float | torch.Tensor = (
+        float(scale[0]) if same else torch.from_numpy(scale).to(logits.device)[:, None]
+    )
+    if settings.has_filters:
+        logits = _filter(mask_banned(logits.float(), banned) / temperature, settings)
+        temperature = 1.0
+    logs = log_softmax(logits, banned, temperature)
+    picks = _draw(logs, torch.from_numpy(settings.uniform).to(logits.device))
+    if greedy.any():
+        best = mask_banned(logits.float(), banned).argmax(-1)
+        picks = torch.where(torch.from_numpy(greedy).to(logits.device), best, picks)
+    chosen = logs.gather(-1, picks[:, None]).squeeze(-1)
+    # One copy to the host: a float64 holds any token id exactly.
+    both = torch.stack([picks.double(), chosen.double()]).cpu().numpy()
+    return both[0].astype(np.int64), both[1].astype(np.float32)
+
+
+def _draw(logs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The first token whose cumulative probability exceeds the uniform number's share.
+
+    A token of probability 0 adds nothing to the sum, so it is never the first.
+    """
+    sums = logs.double().exp().cumsum(-1)
+    total = sums[:, -1]
+    below = torch.nextafter(total, torch.zeros_like(total))
+    target = torch.minimum(uniform * total, below)
+    picks = torch.searchsorted(sums, target[:, None], right=True).squeeze(-1)
+    return picks.clamp_(max=logs.shape[-1] - 1)
+
+
+def _filter(scaled: torch.Tensor, settings: Settings) -> torch.Tensor:
+    device, lowest = scaled.device, float("-inf")
+    if settings.min_p.any():
+        least = torch.from_numpy(settings.min_p).to(device)[:, None]
+        probs = scaled.softmax(-1)
+        scaled = scaled.masked_fill(probs < least * probs.amax(-1, keepdim=True), lowest)
+    ordered, order = scaled.sort(-1, descending=True, stable=True)
+    rank = torch.arange(scaled.shape[-1], device=device)
+    top_k = torch.from_numpy(np.where(settings.top_k > 0, settings.top_k, scaled.shape[-1]))
+    ordered = ordered.masked_fill(rank >= top_k.to(device)[:, None], lowest)
+    probs = ordered.double().softmax(-1)
+    # What stands before a token already fills top_p: the token that crosses it stays.
+    full = probs.cumsum(-1) - probs >= torch.from_numpy(settings.top_p).to(device)[:, None]
+    full &= torch.from_numpy(settings.top_p < 1).to(device)[:, None]
+    full[:, 0] = False
+    ordered = ordered.masked_fill(full, lowest)
+    return torch.full_like(scaled, lowest).scatter(-1, order, ordered)

@@ -1,0 +1,247 @@
+"""Who has a row, who waits for pixels, who runs, who is done. No tensor is computed here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+
+from sightline.errors import EngineError
+from sightline.families import Family, PlacedSlot
+from sightline.inference.errors import typed
+from sightline.inference.torch_engine.prefix import Held, PrefixCache, PrefixHash
+from sightline.inference.torch_engine.request import Request
+from sightline.inference.torch_engine.rows import Rows
+from sightline.inference.torch_engine.stats import Counts
+from sightline.inference.torch_engine.vision import FeatureCache
+from sightline.pixels import Materializer, Pixels
+
+
+class Scheduler:
+    """Used by the engine's thread alone."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        family: Family,
+        materializer: Materializer,
+        features: FeatureCache,
+        counts: Counts,
+        reuse_kv: bool,
+        wake: Callable[[], None],
+    ) -> None:
+        self.rows = rows
+        self.counts = counts
+        self.waiting: deque[Request] = deque()
+        self.loading: list[Request] = []
+        self.running: dict[int, Request] = {}
+        """By row, in the order in which they began."""
+        self.done: list[Request] = []
+        self.prefixes = PrefixCache()
+        self._hash = PrefixHash(rows.max_len)
+        self._family = family
+        self._materializer = materializer
+        self._features = features
+        self._reuse_kv = reuse_kv
+        self._wake = wake
+        self._active: np.ndarray | None = None
+
+    def active(self) -> np.ndarray:
+        """Rows that run."""
+        if self._active is None:
+            self._active = np.fromiter(self.running, dtype=np.int64, count=len(self.running))
+        return self._active
+
+    # --- in
+
+    def add(self, request: Request) -> None:
+        self.counts.requests += 1
+        self.counts.prompt_tokens += len(request.prompt)
+        self.waiting.append(request)
+
+    def admit(self) -> None:
+        """Gives rows to waiting requests, first come first."""
+        while self.waiting:
+            request = self.waiting[0]
+            try:
+                if not self._take_row(request):
+                    return
+            except Exception as error:  # a request costs itself only
+                self.waiting.popleft()
+                self.fail(request, typed(error))
+                continue
+            self.waiting.popleft()
+            self.counts.cached_tokens += request.cached_tokens
+            self._load(request)
+
+    def _take_row(self, request: Request) -> bool:
+        """Finds a row: one that holds the prompt's beginning, a free one, or the oldest kept."""
+        hashes = self._hash.prefixes(request.prompt, request.slots, request.keys)
+        request.prompt_hash = int(hashes[-1])
+        start = next_position = 0
+        found = None
+        if self._reuse_kv and not request.params.skip_reading_prefix_cache:
+            places = _places(request)
+            found = self.prefixes.take(request.prompt, hashes, places, self.rows.tokens)
+        if found is not None:
+            request.row, held = found
+            start, next_position = held.length, held.next_position
+            request.digests.update(held.digests)
+        elif (row := self._free_row()) is not None:
+            request.row = row
+        else:
+            return False
+        request.cached_tokens = start
+        placed = [
+            PlacedSlot(slot.offset - start, slot.length, slot.item.grid)
+            for slot in request.slots
+            if slot.offset >= start
+        ]
+        positions, request.next_position = self._family.positions(
+            len(request.prompt) - start, placed, next_position
+        )
+        self.rows.fill(request.row, request, start, positions)
+        return True
+
+    def _free_row(self) -> int | None:
+        row = self.rows.take_free()
+        if row is None:
+            row = self.prefixes.evict()
+            self.counts.rows_evicted += row is not None
+        return row
+
+    def _load(self, request: Request) -> None:
+        """Collects what the slots that are not computed yet need, and lets the request begin."""
+        computed = int(self.rows.computed[request.row])
+        try:
+            for slot, key in zip(request.slots, request.keys, strict=True):
+                if slot.end <= computed or key in request.features or key in request.pixels:
+                    continue
+                if (shown := self._features.find(key)) is not None:
+                    request.features[key] = shown.features
+                    request.digests[key] = shown.digest
+                elif key not in request.pending:
+                    request.pending[key] = self._materializer.submit(slot.item)
+        except Exception as error:  # a bad item costs its request only
+            self.fail(request, typed(error))
+            return
+        if not request.pending:
+            self._begin(request)
+            return
+        self.loading.append(request)
+        for flight in list(request.pending.values()):
+            flight.add_done_callback(self._landed)
+
+    def _landed(self, _: Future[Pixels]) -> None:
+        self._wake()
+
+    def begin_loaded(self) -> None:
+        """Lets those run whose pixels are all there."""
+        loading, self.loading = self.loading, []
+        for request in loading:
+            if not all(flight.done() for flight in request.pending.values()):
+                self.loading.append(request)
+                continue
+            try:
+                for key, flight in request.pending.items():
+                    request.pixels[key] = flight.result()
+                    request.digests[key] = request.pixels[key].digest
+            except Exception as error:  # bad media costs its request only
+                self.fail(request, typed(error))
+                continue
+            request.pending.clear()
+            self._begin(request)
+
+    def _begin(self, request: Request) -> None:
+        self.running[request.row] = request
+        self._active = None
+
+    # --- out
+
+    def finish(self, request: Request, reason: str, version: str) -> None:
+        """The answer is complete; the row waits for the next turn."""
+        row = request.row
+        request.tokens, request.logprobs = self.rows.sampled(row)
+        request.finish_reason = reason
+        request.close_span(version, len(request.tokens))
+        self.counts.finished += 1
+        if self._reuse_kv:
+            self.prefixes.put(row, self._held(request))
+            self._forget(request)
+        else:
+            self._end(request)
+        self.done.append(request)
+
+    def _held(self, request: Request) -> Held:
+        """The last sampled token has no keys and values yet: nothing has followed it."""
+        said = np.array(request.tokens[:-1], dtype=np.int32)
+        size = len(request.prompt)
+        return Held(
+            length=size + len(said),
+            hash=self._hash.extend(request.prompt_hash, said, size),
+            next_position=request.next_position + len(said),
+            places=_places(request),
+            digests=request.digests,
+        )
+
+    def fail(self, request: Request, error: EngineError) -> None:
+        request.error = error
+        self.counts.failed += 1
+        self._end(request)
+        self.done.append(request)
+
+    def drop(self, request: Request) -> None:
+        """Ends a request whose client is gone, wherever it is."""
+        if request.finish_reason or request.error is not None:
+            return
+        request.finish_reason = "abort"
+        self.counts.cancelled += 1
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self._end(request)
+        self.done.append(request)
+
+    def everyone(self) -> list[Request]:
+        return [*self.running.values(), *self.loading, *self.waiting]
+
+    def _end(self, request: Request) -> None:
+        if request.row >= 0:
+            self.rows.release(request.row)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        if self.running.get(request.row) is request:
+            del self.running[request.row]
+            self._active = None
+        elif request in self.loading:
+            self.loading.remove(request)
+        request.row = -1
+        request.features, request.pixels, request.pending = {}, {}, {}
+
+    # --- new weights
+
+    def renew(self, old_version: str, keep_kv: bool, is_vision_new: bool) -> None:
+        """After an update: what was computed under the old weights goes, unless it is kept."""
+        held = [*self.running.values(), *self.loading]
+        self.running, self.loading, self._active = {}, [], None
+        if keep_kv:
+            self.rows.is_mixed[:] = True  # a row that is filled from the start loses the mark
+        else:
+            for row in self.prefixes.clear():
+                self.rows.release(row)
+        for request in held:
+            request.close_span(old_version, self.rows.num_sampled(request.row))
+            if not keep_kv:
+                self.counts.prefilled_again += bool(self.rows.computed[request.row])
+                self.rows.computed[request.row] = 0
+                request.cached_tokens = 0
+            if is_vision_new:
+                request.features.clear()
+            self._load(request)
+
+
+def _places(request: Request) -> tuple[tuple[int, str], ...]:
+    offsets = (slot.offset for slot in request.slots)
+    return tuple(zip(offsets, request.keys, strict=True))

@@ -1,0 +1,214 @@
+"""Starts, watches and stops the processes of a run.
+
+    launcher --starts--> server, trainer, worker-0.., orchestrator
+      waits for: the orchestrator's end      unblocked by: the last step, a signal, a failure
+
+One process that dies ends all, and the launcher says which and why. The first Ctrl-C or SIGTERM
+ends the run in order, a second one at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from sightline.config import RunFile
+from sightline.errors import ConfigError, ProcessFailed
+from sightline.monitor import RunDir
+
+POLL_S = 0.2
+END_S = 10.0
+"""How long a process may take to end after it was told to."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A process to start."""
+
+    name: str
+    arguments: list[str]
+    threads: int
+
+
+@dataclass(frozen=True)
+class Threads:
+    server: int
+    trainer: int
+
+
+def share_threads(config: RunFile, cores: int) -> Threads:
+    """Compute threads of server and trainer; together they do not exceed the cores."""
+    server, trainer = config.inference.threads, config.trainer.threads
+    if not server and not trainer:
+        server = max(1, cores // 2)
+        trainer = max(1, cores - server)
+    server = server or max(1, cores - trainer)
+    trainer = trainer or max(1, cores - server)
+    if server + trainer > max(cores, 2):
+        raise ConfigError(
+            f"[inference] threads = {server} and [trainer] threads = {trainer} exceed the "
+            f"{cores} cores of this machine",
+            "lower them, or leave both at 0",
+        )
+    return Threads(server, trainer)
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Native libraries read their thread budget once, when they are loaded."""
+    count = str(threads)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "OPENBLAS_NUM_THREADS": count,
+        "NUMEXPR_NUM_THREADS": count,
+        "RAYON_NUM_THREADS": count,
+        "TOKENIZERS_PARALLELISM": "false",
+        # Spinning threads of one process would take the cores of the others.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "MALLOC_ARENA_MAX": "2",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def find_port(host: str, port: int, setting: str) -> int:
+    """`port` if it is free, or any free one for 0."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"{setting} = {port} on {host}: {error.strerror}",
+                "stop what uses the port, or set 0 to take a free one",
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Processes:
+    """The processes of a run, each with its log file."""
+
+    run_dir: RunDir
+    _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, spec: Spec) -> None:
+        log = open(self.run_dir.logs / f"{spec.name}.log", "ab")  # noqa: SIM115
+        _error_file(self.run_dir, spec.name).unlink(missing_ok=True)
+        with log:
+            self._running[spec.name] = subprocess.Popen(
+                [sys.executable, "-m", "sightline", *spec.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(spec.threads),
+                # A session of its own: Ctrl-C goes to the launcher, which ends the run in order.
+                start_new_session=True,
+            )
+
+    def code(self, name: str) -> int | None:
+        return self._running[name].poll()
+
+    def failed(self) -> list[tuple[str, int]]:
+        """Processes that ended with an error, those killed by a signal first."""
+        codes = [(name, process.poll()) for name, process in self._running.items()]
+        return sorted(((name, code) for name, code in codes if code), key=lambda found: found[1])
+
+    def signal(self, name: str, number: int) -> None:
+        if self._running[name].poll() is None:
+            self._running[name].send_signal(number)
+
+    def stop(self) -> None:
+        """Ends all: SIGTERM, then SIGKILL for what does not listen."""
+        for name in self._running:
+            self.signal(name, signal.SIGTERM)
+        deadline = time.monotonic() + END_S
+        for process in self._running.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def kill(self) -> None:
+        for process in self._running.values():
+            if process.poll() is None:
+                process.kill()
+        for process in self._running.values():
+            process.wait()
+
+    def explain(self, name: str, code: int) -> ProcessFailed:
+        """Why a process ended, in its own words where it left some."""
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        file = _error_file(self.run_dir, name)
+        log = self.run_dir.logs / f"{name}.log"
+        resume = f"then go on with `sightline rl --resume {self.run_dir.path}`"
+        if file.is_file():
+            left = json.loads(file.read_text())
+            return ProcessFailed(f"{name} {how}: {left['problem']}", f"{left['fix']}; {resume}")
+        words = log.read_text(errors="replace").strip().splitlines()[-1:] if log.is_file() else []
+        last = f"; its last words: {words[0]}" if words and code > 0 else ""
+        return ProcessFailed(f"{name} {how}{last}", f"see {log}, {resume}")
+
+
+def _error_file(run_dir: RunDir, name: str) -> Path:
+    return run_dir.logs / f"{name}.error.json"
+
+
+def leave_error(run_dir: RunDir, name: str, problem: str, fix: str) -> None:
+    """Called in a process that fails: the launcher quotes it."""
+    _error_file(run_dir, name).write_text(json.dumps({"problem": problem, "fix": fix}))
+
+
+def watch(processes: Processes, leader: str, tick: Callable[[], None]) -> bool:
+    """Waits until `leader` has ended well, and returns whether a signal asked for it.
+
+    Raises ProcessFailed, with all processes ended, when one fails or a second signal comes.
+    """
+    asked: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+
+    before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    told = False
+    try:
+        while processes.code(leader) is None:
+            time.sleep(POLL_S)
+            tick()
+            if processes.failed():
+                # What one death causes in the others follows within a moment; see them all.
+                time.sleep(2 * POLL_S)
+                raise processes.explain(*processes.failed()[0])
+            if len(asked) > 1:
+                raise ProcessFailed(
+                    "ended at once by a second signal",
+                    f"go on with `sightline rl --resume {processes.run_dir.path}`",
+                )
+            if asked and not told:
+                told = True
+                processes.signal(leader, signal.SIGTERM)
+        if processes.failed():
+            raise processes.explain(*processes.failed()[0])
+    except BaseException:
+        processes.kill()
+        raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    processes.stop()
+    return bool(asked)

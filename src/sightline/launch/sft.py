@@ -1,0 +1,49 @@
+"""A supervised warm-up, in one process with all cores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from sightline.config import SftFile, dump
+from sightline.launch.preflight import check_model, check_store
+from sightline.launch.processes import Processes, Spec, num_cores, watch
+from sightline.launch.rl import new_run_dir
+from sightline.monitor import RunDir
+from sightline.monitor.events import by_step, read_events
+
+NAME = "sft"
+EVERY_STEPS = 20
+
+
+def start_sft(config: SftFile) -> RunDir:
+    run_dir = new_run_dir(config.run.dir, config.run.name)
+    check_model(config.model, config.env)
+    check_store(Path(config.media.root or run_dir.media), config.media.max_gb)
+    for folder in (run_dir.logs, Path(config.sft.output).parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    run_dir.config.write_text(dump(config))
+    threads = config.trainer.threads or num_cores()
+    processes = Processes(run_dir)
+    console = Console()
+    printed = 0
+
+    def show() -> None:
+        nonlocal printed
+        for step, event in by_step(read_events(run_dir.metrics), "sft").items():
+            last = step == config.run.steps
+            if step > printed and (step % EVERY_STEPS == 0 or last):
+                loss = event.values["loss"]
+                console.print(f"sft step {step:4d}/{config.run.steps}  loss {loss:.4f}")
+                printed = step
+
+    processes.start(Spec(NAME, ["process", NAME, str(run_dir.path)], threads))
+    try:
+        watch(processes, NAME, show)
+        show()
+    finally:
+        processes.kill()
+    print(f"run: {run_dir.path}")
+    print(f"checkpoint: {config.sft.output}")
+    return run_dir

@@ -1,0 +1,122 @@
+"""One GET of an image from a host on the allow-list, and nothing else.
+
+No redirect is followed and no proxy of the environment is used, because both would lead to a
+place that nobody allowed. The host's name is looked up once, and the connection goes to the
+address that was checked.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import socket
+import ssl
+import threading
+from collections.abc import Collection
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from sightline.errors import MediaRefused
+
+_PORTS = {"http": 80, "https": 443}
+
+
+def fetch(url: str, allowed_hosts: Collection[str], max_bytes: int, timeout_s: float) -> bytes:
+    """The body behind `url`; `MediaRefused` when it may not, or cannot, be had in time.
+
+    An allowed host is written as `name`, for the scheme's own port, or as `name:port`. An address
+    in a private network is taken only when the address itself is on the list.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").lower(), parts.port or _PORTS[parts.scheme]
+    except ValueError as error:
+        raise MediaRefused(
+            f"not a url: {url[:80]!r} ({error})", "write it as https://host/path"
+        ) from error
+    default_port = port == _PORTS[parts.scheme]
+    names = {f"{host}:{port}", host} if default_port else {f"{host}:{port}"}
+    if parts.username is not None or not names & set(allowed_hosts):
+        raise MediaRefused(
+            f"images from {parts.scheme}://{host}:{port} are not allowed",
+            "send the image as a data: url, or add the host to [media] http_hosts",
+        )
+    address = _checked_address(host, port, allowed_hosts)
+    connect = _PinnedHttps if parts.scheme == "https" else _Pinned
+    connection = connect(host, port, timeout=timeout_s)
+    connection.address = address
+    # A timeout of the socket begins anew with every byte; this one covers the whole exchange.
+    watchdog = threading.Timer(timeout_s, connection.cut)
+    watchdog.daemon = True
+    watchdog.start()
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    try:
+        connection.request("GET", target, headers={"Accept": "image/*"})
+        with connection.getresponse() as response:
+            body = response.read(max_bytes + 1) if response.status == 200 else b""
+        is_late = connection.is_cut
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        what = f"no answer within {timeout_s} s" if connection.is_cut else str(error)
+        raise MediaRefused(
+            f"fetching an image from {host} failed: {what}", "send the image as a data: url"
+        ) from error
+    finally:
+        watchdog.cancel()
+        connection.close()
+    if is_late:
+        raise MediaRefused(
+            f"{host} did not deliver the image within {timeout_s} s",
+            "send the image as a data: url, or raise the time limit",
+        )
+    if response.status != 200:
+        raise MediaRefused(
+            f"{host} answered {response.status} {response.reason}, not 200",
+            "give the final address of the image: redirects are not followed",
+        )
+    if len(body) > max_bytes:
+        raise MediaRefused(
+            f"the image from {host} is above the limit of {max_bytes} bytes",
+            "scale it down or compress it more, or raise the limit on bytes",
+        )
+    return body
+
+
+def _checked_address(host: str, port: int, allowed_hosts: Collection[str]) -> str:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise MediaRefused(f"the host {host} is not known: {error}", "check its name") from error
+    address = str(found[0][4][0])
+    is_listed = address in allowed_hosts or f"{address}:{port}" in allowed_hosts
+    if not is_listed and not ipaddress.ip_address(address.partition("%")[0]).is_global:
+        raise MediaRefused(
+            f"the host {host} is at the private address {address}",
+            f"add {address} itself to [media] http_hosts if images may come from there",
+        )
+    return address
+
+
+class _Pinned(http.client.HTTPConnection):
+    """A connection to an address that was looked up and checked before."""
+
+    address: str
+    is_cut = False
+    # `sock` is let go when an answer says that it is the last; the answer still reads from it.
+    wire: socket.socket | None = None
+
+    def connect(self) -> None:
+        self.sock = self.wire = socket.create_connection((self.address, self.port), self.timeout)
+
+    def cut(self) -> None:
+        self.is_cut = True
+        if self.wire is not None:
+            with suppress(OSError):
+                self.wire.shutdown(socket.SHUT_RDWR)
+
+
+class _PinnedHttps(_Pinned):
+    def connect(self) -> None:
+        super().connect()
+        # The certificate is checked against the host's name, not the address.
+        context = ssl.create_default_context()
+        self.sock = self.wire = context.wrap_socket(self.sock, server_hostname=self.host)

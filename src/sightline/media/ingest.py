@@ -1,0 +1,153 @@
+"""From the url in a message to a ref in the store.
+
+    data:image/...;base64,...    always: the bytes are put
+    media:sha256:<hex>           always: the store must have it
+    file:///absolute/path        under an allowed root; none by default
+    http(s)://host/path          from an allowed host; none by default
+
+What the bytes are is found by looking at them; the type that a url declares is not trusted.
+"""
+
+from __future__ import annotations
+
+import binascii
+import os
+import stat
+from collections.abc import Iterable
+from hashlib import sha256
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from sightline.errors import MediaError, MediaRefused, MessageError
+from sightline.media.fetch import fetch
+from sightline.media.lru import Lru
+from sightline.media.ref import MediaRef, digest_of_url
+from sightline.media.store import MediaStore
+
+_MAX_SEEN_URLS = 8_192
+
+
+class Ingest:
+    """Takes images from the sources that the run allows. Blocks while it reads or fetches."""
+
+    def __init__(
+        self,
+        store: MediaStore,
+        file_roots: Iterable[str | Path] = (),
+        http_hosts: Iterable[str] = (),
+        max_bytes: int | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        """`max_bytes` of one image; left out, the store's own limit."""
+        self.store = store
+        self.http_hosts = frozenset(host.lower() for host in http_hosts)
+        self.max_bytes = store.limits.max_bytes if max_bytes is None else max_bytes
+        self.timeout_s = timeout_s
+        self.file_roots = tuple(_checked_root(Path(root)) for root in file_roots)
+        # Chat history is sent again with every turn: a data url that was seen before costs its
+        # hash, no decoding and no write.
+        self._seen: Lru[bytes, MediaRef] = Lru(_MAX_SEEN_URLS)
+        self._sources = {
+            "data": self._from_data,
+            "media": self._from_media,
+            "file": self._from_file,
+            "http": self._from_http,
+            "https": self._from_http,
+        }
+
+    def resolve(self, url: str, path: str) -> MediaRef:
+        """The ref of the image at `url`. Every error names `path`, the url's JSON path."""
+        try:
+            if not isinstance(url, str) or not url:
+                what = "an empty url" if url == "" else f"a {type(url).__name__} in place of a url"
+                raise MessageError(what, _FIX_SHAPE)
+            source = self._sources.get(url.partition(":")[0].lower())
+            if source is None:
+                raise MessageError(f"no image comes from {url[:60]!r}", _FIX_SHAPE)
+            return source(url)
+        except (MediaError, MessageError) as error:
+            raise type(error)(f"{path}: {error.problem}", error.fix) from error
+
+    def _from_data(self, url: str) -> MediaRef:
+        key = sha256(url.encode("utf-8", "surrogatepass")).digest()
+        seen = self._seen.find(key)
+        if seen is not None and self.store.touch(seen.digest):
+            return seen
+        head, comma, text = url.partition(",")
+        kind, *parameters = head[len("data:") :].lower().split(";")
+        if not comma or not kind.startswith("image/") or "base64" not in parameters:
+            raise MessageError(f"a data url that begins {head[:60]!r}", _FIX_DATA)
+        text = "".join(unquote(text).split())
+        self._check_bytes(len(text) // 4 * 3 - text[-2:].count("="))
+        try:
+            data = binascii.a2b_base64(text, strict_mode=True)
+        except ValueError as error:
+            raise MediaRefused(f"a data url whose base64 is bad: {error}", _FIX_DATA) from error
+        ref = self.store.put(data)
+        self._seen.set(key, ref)
+        return ref
+
+    def _from_media(self, url: str) -> MediaRef:
+        try:
+            digest = digest_of_url(url)
+        except MediaError as error:
+            raise MessageError(error.problem, error.fix) from error
+        return self.store.find(digest)
+
+    def _from_file(self, url: str) -> MediaRef:
+        parts = urlsplit(url)
+        name = unquote(parts.path)
+        if parts.netloc not in ("", "localhost") or not name.startswith("/") or "\0" in name:
+            raise MessageError(
+                f"a file url without an absolute path: {url[:80]!r}",
+                "write it as file:///absolute/path",
+            )
+        try:
+            # Links and `..` are followed first, so that the place that is read is the one checked.
+            path = Path(name).resolve()
+        except (OSError, RuntimeError) as error:
+            raise MediaRefused(f"cannot follow {name}: {error}", _FIX_FILE) from error
+        if not any(path.is_relative_to(root) for root in self.file_roots):
+            raise MediaRefused(f"{name} is under no allowed file root", _FIX_FILE)
+        return self.store.put(self._read(path))
+
+    def _from_http(self, url: str) -> MediaRef:
+        return self.store.put(fetch(url, self.http_hosts, self.max_bytes, self.timeout_s))
+
+    def _read(self, path: Path) -> bytes:
+        try:
+            # The path has no link left in it, unless one was put there since; and opening a pipe
+            # must not wait for its writer.
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                status = os.fstat(fd)
+                if not stat.S_ISREG(status.st_mode):
+                    raise MediaRefused(f"{path} is no regular file", _FIX_FILE)
+                self._check_bytes(status.st_size)
+                with open(fd, "rb", closefd=False) as file:
+                    return file.read(self.max_bytes + 1)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise MediaRefused(f"cannot read {path}: {error.strerror}", _FIX_FILE) from error
+
+    def _check_bytes(self, num_bytes: int) -> None:
+        if num_bytes > self.max_bytes:
+            raise MediaRefused(
+                f"image of {num_bytes} bytes, above the limit of {self.max_bytes}",
+                "scale it down or compress it more, or raise the limit on bytes",
+            )
+
+
+def _checked_root(root: Path) -> Path:
+    if not root.is_absolute():
+        raise MediaError(f"the file root {root} is relative", "write file roots as absolute paths")
+    return root.resolve()
+
+
+_FIX_SHAPE = (
+    "give the image as a data:image/...;base64, url or as the media:sha256: url of a stored image; "
+    "file:// and http(s):// urls need [media] file_roots or http_hosts"
+)
+_FIX_DATA = "write it as data:image/png;base64,<the image's bytes in base64>"
+_FIX_FILE = "send the image as a data: url, or add its directory to [media] file_roots"

@@ -1,0 +1,82 @@
+"""The name of an image: small, location-free, safe to send anywhere."""
+
+from __future__ import annotations
+
+import re
+from hashlib import sha256
+
+import msgspec
+
+from sightline.errors import MediaCorrupt, MediaError
+
+MIMES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+URL_PREFIX = "media:sha256:"
+
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One image, named by the SHA-256 of its bytes. Refs travel; bytes stay in the store."""
+
+    digest: str
+    """64 lowercase hex characters."""
+    mime: str
+    """What the bytes are, found by looking at them; one of `MIMES`."""
+    width: int
+    height: int
+    """Pixels as seen, after EXIF orientation: with `width`, enough to lay out the token grid."""
+    nbytes: int
+
+    def __post_init__(self) -> None:  # msgspec runs this on decode as well
+        check_digest(self.digest)
+        sizes = (self.width, self.height, self.nbytes)
+        if self.mime not in MIMES or any(type(size) is not int or size <= 0 for size in sizes):
+            raise MediaError(
+                f"not a media ref: {self}",
+                f"take refs from MediaStore.put or find; their mime is one of {', '.join(MIMES)}, "
+                "their width, height and nbytes are whole numbers above 0",
+            )
+
+    @property
+    def url(self) -> str:
+        """The form a ref takes as an image url in a message."""
+        return URL_PREFIX + self.digest
+
+    def verify(self, data: bytes) -> bytes:
+        """Return `data` if it is the image this ref names; raise `MediaCorrupt` if not."""
+        return verify_bytes(self.digest, data)
+
+
+def is_digest(text: object) -> bool:
+    return isinstance(text, str) and _DIGEST.fullmatch(text) is not None
+
+
+def check_digest(text: object) -> None:
+    if not is_digest(text):
+        raise MediaError(
+            f"not a media digest: {str(text)[:80]!r}",
+            "a digest is the SHA-256 of an image's bytes as 64 lowercase hex characters",
+        )
+
+
+def digest_of_url(url: str) -> str:
+    """The digest in a `media:sha256:<hex>` url."""
+    if not url.startswith(URL_PREFIX):
+        raise MediaError(
+            f"not a media url: {url[:80]!r}",
+            f"write it as {URL_PREFIX}<64 hex characters>, which is MediaRef.url",
+        )
+    digest = url.removeprefix(URL_PREFIX)
+    check_digest(digest)
+    return digest
+
+
+def verify_bytes(digest: str, data: bytes) -> bytes:
+    """Return `data` if it hashes to `digest`; raise `MediaCorrupt` if not."""
+    if (found := sha256(data).hexdigest()) == digest:
+        return data
+    raise MediaCorrupt(
+        f"image {digest[:12]} holds {len(data)} bytes that hash to {found[:12]}",
+        "put the image again, which replaces the damaged file; "
+        "`sightline media verify` lists every damaged file of a store",
+    )

@@ -1,0 +1,340 @@
+"""Where images are kept: a directory of files named by their digests.
+
+    <root>/ab/cd/abcd...    one file an image, its bytes as they came
+    <root>/.lock            held for a moment by writers, and alone by gc
+
+Any number of processes on any number of machines may share a root.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sightline.errors import (
+    MediaCorrupt,
+    MediaError,
+    MediaMissing,
+    MediaRefused,
+    MediaUndecodable,
+    StoreFull,
+)
+from sightline.media import decode, files, sweep
+from sightline.media.header import Limits
+from sightline.media.lru import Lru
+from sightline.media.ref import MediaRef, check_digest, verify_bytes
+
+if TYPE_CHECKING:
+    from sightline.media.decode import Image
+
+# How old the recorded last use may be before a read renews it: far below any age at which gc
+# removes, and rare enough to cost nothing.
+RENEW_AFTER_S = 600.0
+
+# Free space that `check_room` keeps for everything else that a run writes beside its images.
+DEFAULT_RESERVE_BYTES = 1024**3
+
+# A new count of all files starts this long after the last, or, in a large store, when the last
+# one's own duration makes up 2% of the time.
+_SURVEY_EVERY_S = 60.0
+_SURVEY_SHARE = 0.02
+
+_MAX_REFS = 65_536
+
+
+class MediaStore:
+    """Images by digest.
+
+    `put` and the reads look after `root`. `fallback_roots` are other stores that are only read:
+    a digest that `root` lacks is looked for there, in order.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        fallback_roots: Iterable[str | Path] = (),
+        limits: Limits = decode.DEFAULT_LIMITS,
+        max_bytes: int | None = None,
+        reserve_bytes: int = DEFAULT_RESERVE_BYTES,
+    ) -> None:
+        self.root = Path(root)
+        self.fallback_roots = tuple(Path(fallback) for fallback in fallback_roots)
+        self.limits = limits
+        self.max_bytes = max_bytes
+        self.reserve_bytes = reserve_bytes
+        self._refs: Lru[str, MediaRef] = Lru(_MAX_REFS)
+        self._survey: _Survey | None = None
+        self._survey_lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"MediaStore({str(self.root)!r})"
+
+    def __reduce__(self) -> tuple[type[MediaStore], tuple[object, ...]]:
+        # Worker processes get a store of their own on the same files.
+        settings = (self.fallback_roots, self.limits, self.max_bytes, self.reserve_bytes)
+        return MediaStore, (self.root, *settings)
+
+    # --- in
+
+    def put(self, source: bytes | Path | Image) -> MediaRef:
+        """The ref of these bytes, which the store holds from now on.
+
+        Bytes are kept as they are. A path is read, a PIL image is encoded as PNG.
+        """
+        data = self._bytes_of(source)
+        header = decode.inspect(data, self.limits)
+        digest = sha256(data).hexdigest()
+        ref = MediaRef(digest, header.mime, header.width, header.height, len(data))
+        with self._disk_errors():
+            is_new = files.write(self.root, self.path(digest), data)
+        self._refs.set(digest, ref)
+        if is_new:
+            with self._survey_lock:
+                if self._survey:
+                    self._survey.add(len(data))
+        return ref
+
+    def _bytes_of(self, source: object) -> bytes:
+        if isinstance(source, bytes | bytearray | memoryview):
+            return bytes(source)
+        if isinstance(source, Path):
+            try:
+                self.limits.check_bytes(source.stat().st_size)
+                return source.read_bytes()
+            except OSError as error:
+                raise MediaError(
+                    f"cannot read {source}: {error.strerror}",
+                    "put the path of a readable image file",
+                ) from error
+        if isinstance(source, str):
+            raise MediaRefused(
+                f"put was given the text {source[:60]!r}",
+                "give a path as pathlib.Path; a url goes through Ingest(store).resolve, "
+                "which knows which sources are allowed",
+            )
+        if decode.is_image(source):
+            image: Image = source  # type: ignore[assignment]
+            self.limits.check_size(image.width, image.height)
+            return decode.encode_png(image)
+        raise MediaRefused(
+            f"put was given a {type(source).__name__}",
+            "give bytes, a PIL image or a pathlib.Path",
+        )
+
+    # --- out
+
+    def get(self, ref: MediaRef) -> bytes:
+        """The bytes that `ref` names, checked against its digest."""
+        return self._read(ref.digest)
+
+    def image(self, ref: MediaRef) -> Image:
+        """The picture in RGB, of the ref's size, by the rule in `decode`."""
+        try:
+            image = decode.open_rgb(self.get(ref), self.limits)
+        except (MediaUndecodable, MediaRefused) as error:
+            problem = f"image {ref.digest[:12]}: {error.problem}"
+            raise type(error)(problem, error.fix) from error
+        if image.size != (ref.width, ref.height):
+            raise MediaError(
+                f"image {ref.digest[:12]} is {image.width}x{image.height}, "
+                f"its ref says {ref.width}x{ref.height}",
+                "take refs from MediaStore.put or find",
+            )
+        return image
+
+    def find(self, digest: str) -> MediaRef:
+        """The ref of a stored digest, from its header; `MediaMissing` when there is none."""
+        ref = self._refs.find(digest)
+        if ref is not None and self.touch(digest):
+            return ref
+        data = self._read(digest)
+        header = decode.inspect(data, self.limits)
+        ref = MediaRef(digest, header.mime, header.width, header.height, len(data))
+        self._refs.set(digest, ref)
+        return ref
+
+    def has(self, ref: MediaRef | str) -> bool:
+        digest = ref.digest if isinstance(ref, MediaRef) else ref
+        check_digest(digest)
+        return any(files.path_in(root, digest).is_file() for root in self._roots)
+
+    def touch(self, digest: str) -> bool:
+        """Count this as a use of the image; False when no root holds it."""
+        path = self.path(digest)
+        try:
+            last_use = path.stat().st_mtime
+        except (FileNotFoundError, NotADirectoryError):
+            return self.has(digest)
+        if not _is_stale(last_use):
+            return True
+        return files.renew(self.root, path) or self.has(digest)
+
+    def path(self, digest: str) -> Path:
+        """Where `root` keeps this digest, whether it is there or not."""
+        check_digest(digest)
+        return files.path_in(self.root, digest)
+
+    def digests(self) -> Iterator[str]:
+        """Every digest in `root`."""
+        return (entry.name for entry in files.walk(self.root) if files.is_image_file(entry))
+
+    @property
+    def _roots(self) -> tuple[Path, ...]:
+        return (self.root, *self.fallback_roots)
+
+    def _read(self, digest: str) -> bytes:
+        check_digest(digest)
+        damage: MediaError | None = None
+        for root in self._roots:
+            path = files.path_in(root, digest)
+            try:
+                with open(path, "rb") as file:
+                    last_use = os.fstat(file.fileno()).st_mtime
+                    data = verify_bytes(digest, file.read())
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except MediaCorrupt as error:
+                damage = damage or MediaCorrupt(f"{error.problem}, in {path}", error.fix)
+                continue
+            except OSError as error:
+                fix = "let this user read the store, and check the disk under it"
+                damage = damage or MediaError(f"cannot read {path}: {error.strerror}", fix)
+                continue
+            if root is self.root and _is_stale(last_use) and not files.renew(root, path):
+                continue  # gc removed it while it was read
+            return data
+        if damage:
+            raise damage
+        places = " or ".join(str(root) for root in self._roots)
+        raise MediaMissing(
+            f"image {digest[:12]} is not in the store {places}",
+            "set [media] root to the store that the image was put into, or put it again",
+        )
+
+    # --- looking after it
+
+    def verify(self, progress: sweep.Progress | None = None) -> sweep.VerifyReport:
+        """Read every file of `root` and report the damaged ones; nothing is removed."""
+        return sweep.verify(self.root, progress)
+
+    def gc(
+        self,
+        in_use: Collection[str],
+        min_age_s: float = 3600.0,
+        *,
+        dry_run: bool = False,
+        progress: sweep.Progress | None = None,
+    ) -> sweep.GcReport:
+        """Remove images of `root` that are not `in_use` and had no use for `min_age_s` seconds.
+
+        Images of a rollout in progress are in no file yet: while a run goes on, `min_age_s` must
+        be longer than its longest rollout.
+        """
+        with self._disk_errors():
+            report = sweep.gc(self.root, in_use, min_age_s, dry_run=dry_run, progress=progress)
+        with self._survey_lock:
+            self._survey = None
+        return report
+
+    def size_bytes(self) -> int:
+        """Bytes of all images in `root`; cheap enough to ask at every step.
+
+        The files are counted anew when the last count is a minute old, or older where counting
+        takes long (it gets at most 2% of the time). In between, what this process puts is added;
+        what others put shows at the next count.
+        """
+        return self._surveyed().size_bytes
+
+    def count(self) -> int:
+        """Number of images in `root`; as fresh as `size_bytes`."""
+        return self._surveyed().num_files
+
+    def check_room(self) -> None:
+        """Raise `StoreFull` above `max_bytes`, or with less than the reserve left on the disk."""
+        fix = (
+            "free space with `sightline media gc`, raise [media] max_gb, or set [media] root to "
+            "a place on a larger disk"
+        )
+        if self.max_bytes is not None and (size := self.size_bytes()) > self.max_bytes:
+            raise StoreFull(
+                f"the store {self.root} holds {size} bytes, its limit is {self.max_bytes}", fix
+            )
+        existing = next(
+            path for path in (self.root, *self.root.absolute().parents) if path.exists()
+        )
+        if (free := shutil.disk_usage(existing).free) < self.reserve_bytes:
+            raise StoreFull(
+                f"the disk under {self.root} has {free} bytes left, {self.reserve_bytes} are "
+                "kept in reserve",
+                fix,
+            )
+
+    def check_writable(self) -> None:
+        """Raise `MediaError` unless images can be put here; makes the root if it is not there."""
+        probe = self.root / f"{files.TEMPORARY_PREFIX}probe-{os.getpid()}-{threading.get_ident()}"
+        with self._disk_errors():
+            self.root.mkdir(parents=True, exist_ok=True)
+            with files.locked(self.root):
+                probe.write_bytes(b"")
+                probe.unlink()
+
+    def _surveyed(self) -> _Survey:
+        survey = self._survey
+        if survey is None or survey.is_old():
+            survey = _Survey(self.root)  # outside the lock: it may take long, and put must not wait
+            with self._survey_lock:
+                self._survey = survey
+        return survey
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise StoreFull(
+                    f"no space left for the store {self.root}: {error.strerror}",
+                    "free space on its disk, for instance with `sightline media gc`",
+                ) from error
+            raise MediaError(
+                f"cannot write to the store {self.root}: {error}",
+                "set [media] root to a directory that this user can write to",
+            ) from error
+
+
+def _is_stale(last_use: float) -> bool:
+    # In both directions, because the clock of a network disk may be ahead of ours.
+    return abs(time.time() - last_use) > RENEW_AFTER_S
+
+
+class _Survey:
+    """How much the files of a root were, at one moment, plus what is added after it."""
+
+    def __init__(self, root: Path) -> None:
+        began = time.monotonic()
+        self.num_files = self.size_bytes = 0
+        for entry in files.walk(root):
+            if files.is_image_file(entry):
+                try:
+                    size = entry.stat().st_size
+                except FileNotFoundError:
+                    continue
+                self.add(size)
+        self._taken_at = time.monotonic()
+        self._took_s = self._taken_at - began
+
+    def add(self, num_bytes: int) -> None:
+        self.num_files += 1
+        self.size_bytes += num_bytes
+
+    def is_old(self) -> bool:
+        age_s = time.monotonic() - self._taken_at
+        return age_s > max(_SURVEY_EVERY_S, self._took_s / _SURVEY_SHARE)

@@ -1,0 +1,84 @@
+"""Where the files of a run are. All of them can be read while the run goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    path: Path
+
+    def make(self) -> None:
+        for folder in (
+            self.traces, self.scores, self.batches, self.weights, self.checkpoints,
+            self.logs, self.report,
+        ):  # fmt: skip
+            folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.toml"
+
+    @property
+    def media(self) -> Path:
+        return self.path / "media"
+
+    @property
+    def traces(self) -> Path:
+        return self.path / "traces"
+
+    @property
+    def scores(self) -> Path:
+        return self.path / "scores"
+
+    @property
+    def batches(self) -> Path:
+        return self.path / "batches"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        """Step and batch digest of every step in the history of the surviving weights."""
+        return self.path / "ledger.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def progress(self) -> Path:
+        """The orchestrator's own state."""
+        return self.checkpoints / "orchestrator.json"
+
+    def batch(self, step: int) -> Path:
+        return self.batches / f"step_{step:06d}.msgpack"
+
+    def traces_of(self, step: int) -> Path:
+        return self.traces / f"step_{step:06d}.msgpack"
+
+    def eval_traces(self, name: str) -> Path:
+        return self.traces / f"eval_{name}.msgpack"
+
+    def scores_of(self, step: int) -> Path:
+        return self.scores / f"step_{step:06d}.msgpack"

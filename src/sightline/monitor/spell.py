@@ -1,0 +1,75 @@
+"""How numbers read to people, in the terminal and in the report alike. None reads as a dash."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+NOTHING = "-"
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def count(value: float | None) -> str:
+    """Three digits and a letter from a thousand on: 812, 1.9k, 24k, 3.1M."""
+    if value is None:
+        return NOTHING
+    size, letter = abs(value), ""
+    for bound, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # A little below the bound, because 999.96 of one letter would read as 1000.
+        if size >= bound * 0.9995:
+            size, letter = size / bound, name
+            break
+    digits = 1 if letter and size < 9.95 else 0
+    return f"{'-' if value < 0 else ''}{size:.{digits}f}{letter}"
+
+
+def whole(value: float | None) -> str:
+    """Every digit: 57,600."""
+    return NOTHING if value is None else f"{value:,.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Minutes and seconds, with hours in front where there are any."""
+    if seconds is None:
+        return NOTHING
+    whole = max(0, round(seconds))
+    hours, minutes = whole // 3600, whole // 60 % 60
+    if hours:
+        return f"{hours}:{minutes:02d}:{whole % 60:02d}"
+    return f"{minutes}:{whole % 60:02d}"
+
+
+def fixed(value: float | None, digits: int = 2) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def short(value: float | None) -> str:
+    """Few digits at any size: 3.2e-08, 0.0123, 1.4, 150."""
+    if value is None:
+        return NOTHING
+    if value == 0:
+        return "0"
+    size = abs(value)
+    if size < 1e-3 or size >= 1e6:
+        return f"{value:.1e}"
+    return f"{value:.3g}" if size < 1000 else f"{value:.0f}"
+
+
+def percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{100 * share:.0f}%"
+
+
+def clean(text: object) -> str:
+    """The text on one line, without characters that could steer a terminal."""
+    return "".join(c if c.isprintable() else " " for c in str(text))
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """The newest values as bars, from the lowest to the highest of them."""
+    recent = values[-width:]
+    if not recent:
+        return ""
+    low, high = min(recent), max(recent)
+    if high - low <= 1e-12 * max(abs(high), abs(low), 1e-12):
+        return _BARS[0] * len(recent)
+    top = len(_BARS) - 1
+    return "".join(_BARS[round((v - low) / (high - low) * top)] for v in recent)

@@ -1,0 +1,85 @@
+"""Constructs the orchestrator's parts from a run file. No flow here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from sightline.config import RunFile
+from sightline.media import MediaStore
+from sightline.monitor import EventLog, RunDir
+from sightline.orchestrator.evaluate import Evaluator
+from sightline.orchestrator.judge import Judge, build_filters
+from sightline.orchestrator.loop import Parts
+from sightline.orchestrator.policy import Policy
+from sightline.orchestrator.progress import Books
+from sightline.orchestrator.rollouts import Rollouts
+from sightline.orchestrator.watch import StepWatcher
+from sightline.rollout.client import GenerateClient
+from sightline.wire.control import Announce, Control, Published
+
+
+class Board(Protocol):
+    async def send(self, peer: str, message: Control) -> None: ...
+
+    async def announce(self, announce: Announce) -> None: ...
+
+
+@dataclass
+class Built:
+    parts: Parts
+    evaluator: Evaluator
+    books: Books
+
+    def publish(self, published: Published) -> None:
+        """What follows from a new version: engines adopt it, covered batches go."""
+        self.books.progress.bad_media += int(published.metrics.get("bad_media") or 0)
+        self.parts.judge.epochs[published.version] = published.epoch
+        self.books.forget_batches(published.checkpoint_step)
+        self.parts.policy.publish(published)
+
+
+def build(
+    config: RunFile,
+    run_dir: RunDir,
+    store: MediaStore,
+    books: Books,
+    events: EventLog,
+    board: Board,
+    workers: list[str],
+    client: GenerateClient,
+) -> Built:
+    settings = config.orchestrator
+    rollouts = Rollouts(
+        send=board.send,
+        workers=workers,
+        group_size=settings.group_size,
+        temperature=config.rollout.temperature,
+        seed=config.run.seed,
+        next_group=books.progress.next_group,
+        again=list(books.progress.open_groups),
+    )
+    policy = Policy(engines=[client.adopt], weights=run_dir.weights)
+    watcher = StepWatcher(books, policy, store, events, config.run.steps)
+    parts = Parts(
+        rollouts=rollouts,
+        policy=policy,
+        judge=Judge(
+            max_lag=settings.max_lag,
+            advantage=settings.advantage,
+            by=settings.credit,
+            filters=build_filters(config.filters),
+        ),
+        books=books,
+        trainer=board,
+        watcher=watcher,
+        groups_per_step=settings.groups_per_step,
+        max_lag=settings.max_lag,
+        probe_every=settings.probe_every,
+        max_empty_batches=settings.max_empty_batches,
+        check_room=store.check_room,
+    )
+    evaluator = Evaluator(
+        rollouts, watcher, events, run_dir, config.eval.tasks, config.eval.temperature
+    )
+    return Built(parts, evaluator, books)

@@ -1,0 +1,93 @@
+"""Held-out tasks, played before the first and after the last step; and again with the images
+of two tasks exchanged, which tells whether the model looks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sightline.errors import NothingTrains
+from sightline.media import MediaRef
+from sightline.monitor import EventLog, RunDir
+from sightline.orchestrator.rollouts import Rollouts
+from sightline.orchestrator.watch import StepWatcher
+from sightline.trace import Trace, write_traces
+
+SPLIT = "eval"
+AT_ONCE = 128
+
+
+@dataclass
+class Evaluator:
+    rollouts: Rollouts
+    watcher: StepWatcher
+    events: EventLog
+    run_dir: RunDir
+    tasks: int
+    temperature: float
+
+    async def evaluate(self, name: str, step: int, exchange: bool = False) -> float | None:
+        """The mean measure over the tasks, which is also written as an event."""
+        if not self.tasks:
+            return None
+        traces = await self._play_all([None] * self.tasks)
+        self._keep(name, traces)
+        extra: dict[str, float] = {}
+        if exchange:
+            # Task i is shown the images of its neighbour.
+            donors: list[Trace | None] = [*traces[1:], traces[0]]
+            exchanged = await self._play_all(donors)
+            self._keep(f"{name}_exchanged", exchanged)
+            extra["swapped"] = mean_measure(exchanged)
+        self._write(name, step, traces, extra)
+        return mean_measure(traces)
+
+    async def _play_all(self, donors: Sequence[Trace | None]) -> list[Trace]:
+        gate = asyncio.Semaphore(AT_ONCE)
+
+        async def one(task: int, donor: Trace | None) -> Trace:
+            images = () if donor is None else _images(donor)
+            async with gate:
+                return await self.rollouts.play_once(task, SPLIT, self.temperature, images)
+
+        return await asyncio.gather(*(one(i, donor) for i, donor in enumerate(donors)))
+
+    def _keep(self, name: str, traces: list[Trace]) -> None:
+        write_traces(self.run_dir.eval_traces(name), traces)
+        for trace in traces:
+            self.watcher.count(trace)
+        if all(trace.reward is None for trace in traces):
+            raise NothingTrains(
+                f"evaluation {name!r}: every one of {len(traces)} rollouts broke; the first: "
+                f"{traces[0].error}",
+                "mend the environment or the server; logs/ has the details",
+            )
+
+    def _write(
+        self, name: str, step: int, traces: list[Trace], extra: dict[str, float]
+    ) -> None:
+        whole = [trace for trace in traces if trace.reward is not None]
+        names = sorted({part for trace in whole for part in trace.rewards})
+        self.events.write(
+            "eval",
+            step,
+            name=name,
+            tasks=len(traces),
+            broken=len(traces) - len(whole),
+            reward=sum(trace.reward or 0.0 for trace in whole) / len(whole),
+            parts={p: sum(t.rewards.get(p, 0.0) for t in whole) / len(whole) for p in names},
+            metric=mean_measure(traces),
+            **extra,
+        )
+
+
+def mean_measure(traces: list[Trace]) -> float:
+    """Of the first named part, by which an environment measures itself without penalties."""
+    whole = [trace for trace in traces if trace.reward is not None]
+    measures = [next(iter(t.rewards.values()), t.reward or 0.0) for t in whole]
+    return sum(measures) / max(len(measures), 1)
+
+
+def _images(trace: Trace) -> tuple[MediaRef, ...]:
+    return tuple(slot.item.ref for node in trace.nodes for slot in node.slots)

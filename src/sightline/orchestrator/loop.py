@@ -1,0 +1,148 @@
+"""The orchestrator's flow. Step k turns policy version k-1 into version k.
+
+    rollouts --group--> judge --samples--> batch k on disk --announce--> trainer
+       ^                                                                    | published k
+       +------------------ engines adopt k (policy) <-----------------------+
+
+      collect waits for: a finished group              unblocked by: workers
+      a new group waits for: room under the lag        unblocked by: judge, policy
+      the next step waits for: version k - max_lag     unblocked by: trainer, then policy
+
+Rollouts run ahead in the background. `max_lag = 0` is the synchronous algorithm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sightline.errors import NothingTrains
+from sightline.orchestrator.group import Group
+from sightline.orchestrator.judge import NO_SIGNAL, Judge, Judged
+from sightline.orchestrator.policy import Policy
+from sightline.orchestrator.progress import Books
+from sightline.orchestrator.rollouts import Rollouts
+from sightline.trace import Trace
+from sightline.wire.control import Announce
+from sightline.wire.sample import Batch, Sample
+
+
+class Watcher(Protocol):
+    """Everything that the loop reports; it never waits and never fails the run."""
+
+    def saw(self, step: int, group: Group, judged: Judged) -> None: ...
+
+    def stepped(self, step: int, collected: Collected) -> None: ...
+
+
+class TrainerLink(Protocol):
+    async def announce(self, announce: Announce) -> None: ...
+
+
+@dataclass
+class Collected:
+    """What a step has gathered so far."""
+
+    samples: list[Sample] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    lags: list[int] = field(default_factory=list)
+    num_groups: int = 0
+    """That fill a place of the batch, with signal or without."""
+    num_empty: int = 0
+    """Whole batches in which nothing trained."""
+    fresh: bool = False
+    """Whether some group was sampled by version step-1 alone."""
+
+
+@dataclass
+class Parts:
+    rollouts: Rollouts
+    policy: Policy
+    judge: Judge
+    books: Books
+    trainer: TrainerLink
+    watcher: Watcher
+    groups_per_step: int
+    max_lag: int
+    probe_every: int
+    max_empty_batches: int
+    check_room: Callable[[], None]
+    """Called before each step; raises when store or disk are full."""
+
+
+async def run(parts: Parts, steps: range) -> None:
+    """Trains for `steps`, never on a sample more than `max_lag` versions old."""
+    for step in steps:
+        parts.check_room()
+        collected = await _collect(parts, step)
+        announce = parts.books.write_step(
+            Batch(step, collected.samples),
+            collected.traces,
+            parts.rollouts.next_group,
+            parts.rollouts.open_groups,
+        )
+        await parts.trainer.announce(announce)
+        parts.watcher.stepped(step, collected)
+        await parts.policy.at_least(step - parts.max_lag)
+
+
+async def _collect(parts: Parts, step: int) -> Collected:
+    collected = Collected()
+    wants_fresh = parts.probe_every > 0 and step % parts.probe_every == 0
+    while not _is_full(parts, collected, wants_fresh, step):
+        group = await _next_group(parts, step, collected)
+        judged = parts.judge.judge(group, step)
+        parts.watcher.saw(step, group, judged)
+        collected.samples += judged.samples
+        collected.traces += group.traces
+        collected.lags += judged.lags
+        collected.num_groups += judged.counts
+        collected.fresh |= bool(judged.lags) and max(judged.lags) == 0
+    return collected
+
+
+def _is_full(parts: Parts, collected: Collected, wants_fresh: bool, step: int) -> bool:
+    if collected.num_groups < parts.groups_per_step:
+        return False
+    if not collected.samples:
+        collected.num_empty += 1
+        collected.num_groups = 0
+        if collected.num_empty >= parts.max_empty_batches:
+            raise NothingTrains(
+                f"step {step}: {collected.num_empty} batches in a row held nothing to learn "
+                f"from (verdict {NO_SIGNAL!r}: every rollout of a group earned the same)",
+                "make tasks of mixed difficulty, raise the temperature or group_size, or stop: "
+                "the policy may be as good as this reward can see",
+            )
+        return False
+    return collected.fresh or not wants_fresh
+
+
+async def _next_group(parts: Parts, step: int, collected: Collected) -> Group:
+    """The next finished group; starts as many as the lag leaves room for while it waits."""
+    finished = asyncio.ensure_future(parts.rollouts.next())
+    try:
+        while True:
+            await parts.rollouts.start(_room(parts, step, collected))
+            moved = asyncio.ensure_future(parts.policy.at_least(parts.policy.version + 1))
+            await asyncio.wait({finished, moved}, return_when=asyncio.FIRST_COMPLETED)
+            moved.cancel()
+            if finished.done():
+                return finished.result()
+    finally:
+        finished.cancel()
+
+
+def _room(parts: Parts, step: int, collected: Collected) -> int:
+    """How many groups may start now and still train at a lag within the bound.
+
+    A group that starts on version v can train up to step v + 1 + max_lag, so there is room for
+    the places of steps `step` to that one, less what is under way.
+    """
+    last_step = parts.policy.version + 1 + parts.max_lag
+    places = (last_step - step + 1) * parts.groups_per_step - collected.num_groups
+    # A step that waits for a fresh group needs one more even when its places are filled.
+    wanted = max(places, 1 if last_step >= step else 0)
+    return max(0, wanted - parts.rollouts.num_ahead)

@@ -1,0 +1,223 @@
+"""The orchestrator as a process: connects the others, runs the loop, ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sightline.config import RunFile
+from sightline.errors import WireError
+from sightline.media import MediaStore
+from sightline.monitor import EventLog, RunDir
+from sightline.orchestrator import loop
+from sightline.orchestrator.build import build
+from sightline.orchestrator.evaluate import Evaluator
+from sightline.orchestrator.progress import Books
+from sightline.rollout.client import GenerateClient
+from sightline.transport.zmq_channel import AsyncHub
+from sightline.wire import control
+from sightline.wire.control import (
+    Announce,
+    Control,
+    Finish,
+    Finished,
+    Played,
+    Published,
+    Quit,
+    Ready,
+)
+
+TRAINER = "trainer"
+
+
+@dataclass
+class Switchboard:
+    """Sends to the other processes and hands what they say to whom it concerns."""
+
+    hub: AsyncHub
+    ready: dict[str, Ready] = field(default_factory=dict)
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    on_played: Callable[[Played], None] = lambda played: None
+    on_published: Callable[[Published], None] = lambda published: None
+
+    def __post_init__(self) -> None:
+        self._joined = asyncio.Condition()
+
+    async def send(self, peer: str, message: Control) -> None:
+        await self.hub.send(peer, control.encode(message))
+
+    async def announce(self, announce: Announce) -> None:
+        await self.send(TRAINER, announce)
+
+    async def wait_for(self, names: set[str]) -> None:
+        async with self._joined:
+            await self._joined.wait_for(lambda: names <= self.ready.keys())
+
+    async def keep_receiving(self) -> None:
+        while True:
+            peer, data = await self.hub.receive()
+            message = control.decode(data)
+            match message:
+                case Played():
+                    self.on_played(message)
+                case Published():
+                    self.on_published(message)
+                case Ready():
+                    async with self._joined:
+                        self.ready[peer] = message
+                        self._joined.notify_all()
+                case Finished():
+                    self.finished.set()
+                case _:
+                    raise WireError(
+                        f"{peer} sent a {type(message).__name__}", "this is a bug; report it"
+                    )
+
+
+async def main(config: RunFile, run_dir: RunDir, media_root: Path, hub: str, server: str) -> None:
+    events = EventLog(run_dir.metrics, "orchestrator")
+    board = Switchboard(AsyncHub(hub))
+    workers = [f"worker-{i}" for i in range(config.rollout.workers)]
+    client = GenerateClient(server)
+    store = MediaStore(media_root, max_bytes=int(config.media.max_gb * 1e9))
+    books = Books.open(run_dir)
+    built = build(config, run_dir, store, books, events, board, workers, client)
+    board.on_played = built.parts.rollouts.played
+    board.on_published = built.publish
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
+    async def job() -> None:
+        events.write("state", phase="starting")
+        await client.wait_healthy()
+        await board.wait_for({TRAINER, *workers})
+        await _catch_up(board, books, built.parts)
+        await _train(config, books, built.parts, built.evaluator, events, stop)
+        await _finish(board, books, store, workers, events)
+
+    began = time.monotonic()
+    before = books.progress.seconds
+    try:
+        await _first_of(
+            job(),
+            board.keep_receiving(),
+            built.parts.policy.keep_adopting(),
+            _keep_time(books, before, began),
+            _keep_polling(client, events),
+        )
+    finally:
+        await client.close()
+        board.hub.close()
+
+
+async def _catch_up(board: Switchboard, books: Books, parts: loop.Parts) -> None:
+    """Brings a trainer that starts from a checkpoint to the last batch on disk."""
+    at = board.ready[TRAINER].version
+    for announce in books.announcements_after(at):
+        await board.announce(announce)
+    await parts.policy.at_least(max(at, books.progress.step - parts.max_lag))
+
+
+async def _train(
+    config: RunFile,
+    books: Books,
+    parts: loop.Parts,
+    evaluator: Evaluator,
+    events: EventLog,
+    stop: asyncio.Event,
+) -> None:
+    """Evaluates, trains, evaluates; cut short, without loss, when `stop` is set."""
+
+    async def whole() -> None:
+        last = config.run.steps
+        if "start" not in books.progress.evals:
+            events.write("state", phase="evaluating")
+            await _evaluate(evaluator, books, "start", 0)
+        events.write("state", phase="training")
+        await loop.run(parts, range(books.progress.step + 1, last + 1))
+        await parts.policy.at_least(last)
+        await parts.rollouts.cancel()
+        events.write("state", phase="evaluating")
+        await _evaluate(evaluator, books, "final", last, exchange=True)
+
+    stopping = asyncio.ensure_future(stop.wait())
+    working = asyncio.ensure_future(whole())
+    await asyncio.wait({stopping, working}, return_when=asyncio.FIRST_COMPLETED)
+    if working.done():
+        stopping.cancel()
+        working.result()
+    else:
+        events.write("state", phase="stopping")
+        working.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await working
+
+
+async def _evaluate(
+    evaluator: Evaluator, books: Books, name: str, step: int, exchange: bool = False
+) -> None:
+    measure = await evaluator.evaluate(name, step, exchange)
+    if measure is not None:
+        books.progress.evals[name] = measure
+        books.save()
+
+
+async def _finish(
+    board: Switchboard, books: Books, store: MediaStore, workers: list[str], events: EventLog
+) -> None:
+    events.write("state", phase="finishing")
+    await board.send(TRAINER, Finish(books.progress.step))
+    await board.finished.wait()
+    books.forget_batches(books.progress.step)
+    for worker in workers:
+        await board.send(worker, Quit())
+    books.save()
+    events.write(
+        "totals",
+        books.progress.step,
+        images_shown=books.progress.images_shown,
+        images_stored=store.count(),
+        tokens_sampled=books.progress.tokens_sampled,
+        bad_media=books.progress.bad_media,
+        verdicts=dict(books.verdicts),
+        seconds=books.progress.seconds,
+    )
+
+
+async def _keep_time(books: Books, before: float, began: float) -> None:
+    while True:
+        books.progress.seconds = before + time.monotonic() - began
+        await asyncio.sleep(0.2)
+
+
+async def _keep_polling(client: GenerateClient, events: EventLog) -> None:
+    """Notes when the server was busy, for the timeline."""
+    since = time.time()
+    while True:
+        await asyncio.sleep(2.0)
+        with contextlib.suppress(OSError, ValueError):
+            stats = json.loads(await client.get(f"/sightline/v1/stats?since={since}"))
+            since = time.time()
+            if stats.get("busy"):
+                events.write("busy", intervals=stats["busy"])
+
+
+async def _first_of(job: Awaitable[None], *helpers: Awaitable[None]) -> None:
+    """Runs until `job` ends; a helper that ends first has failed, and its error is the run's."""
+    main_task = asyncio.ensure_future(job)
+    others = [asyncio.ensure_future(helper) for helper in helpers]
+    try:
+        done, _ = await asyncio.wait({main_task, *others}, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (main_task, *others):
+            task.cancel()
+        await asyncio.gather(main_task, *others, return_exceptions=True)

@@ -1,0 +1,91 @@
+"""What the orchestrator remembers over a kill.
+
+Order of writing in a step: traces, batch, progress; then the announcement. A batch that is newer
+than the progress was never announced and is made again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import msgspec
+
+from sightline.monitor import RunDir
+from sightline.trace import Trace, write_traces
+from sightline.wire.file import write_atomic
+from sightline.wire.sample import Batch, digest_of
+from sightline.wire.control import Announce
+
+
+class Progress(msgspec.Struct, forbid_unknown_fields=True):
+    step: int = 0
+    """The last step whose batch is complete."""
+    next_group: int = 0
+    open_groups: list[int] = []
+    """Started, and not judged by `step`: played again."""
+    verdicts: dict[str, int] = {}
+    images_shown: int = 0
+    tokens_sampled: int = 0
+    bad_media: int = 0
+    evals: dict[str, float] = {}
+    """The measure of each evaluation that was played."""
+    seconds: float = 0.0
+    """Spent so far, over all sittings."""
+    epochs: dict[str, int] = {}
+    schema: int = 1
+
+
+@dataclass
+class Books:
+    """Keeps the progress and the files of every step."""
+
+    run_dir: RunDir
+    progress: Progress
+    verdicts: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def open(cls, run_dir: RunDir) -> Books:
+        progress = Progress()
+        if run_dir.progress.is_file():
+            progress = msgspec.json.decode(run_dir.progress.read_bytes(), type=Progress)
+        books = cls(run_dir, progress, Counter(progress.verdicts))
+        for file in run_dir.batches.glob("step_*.msgpack"):
+            if _step_of(file.name) > progress.step:
+                file.unlink()
+        return books
+
+    def write_step(
+        self, batch: Batch, traces: list[Trace], next_group: int, open_groups: list[int]
+    ) -> Announce:
+        """Puts a step on disk and returns its announcement."""
+        write_traces(self.run_dir.traces_of(batch.step), traces)
+        data = batch.to_bytes()
+        write_atomic(self.run_dir.batch(batch.step), data)
+        self.progress.step = batch.step
+        self.progress.next_group = next_group
+        self.progress.open_groups = open_groups
+        self.save()
+        return Announce(batch.step, str(self.run_dir.batch(batch.step).resolve()), digest_of(data))
+
+    def save(self) -> None:
+        self.progress.verdicts = dict(self.verdicts)
+        write_atomic(self.run_dir.progress, msgspec.json.encode(self.progress))
+
+    def announcements_after(self, step: int) -> list[Announce]:
+        """The batches that a trainer at `step` has still to apply, in their order."""
+        found = []
+        for later in range(step + 1, self.progress.step + 1):
+            path = self.run_dir.batch(later)
+            found.append(Announce(later, str(path.resolve()), digest_of(path.read_bytes())))
+        return found
+
+    def forget_batches(self, upto: int) -> None:
+        """Removes batches that a checkpoint covers."""
+        for file in self.run_dir.batches.glob("step_*.msgpack"):
+            if _step_of(file.name) <= upto:
+                file.unlink()
+
+
+def _step_of(name: str) -> int:
+    return int(name.removeprefix("step_").removesuffix(".msgpack"))

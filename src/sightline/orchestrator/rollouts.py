@@ -1,0 +1,123 @@
+"""Keeps rollouts running ahead, as far as the lag allows, and hands out finished groups."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from sightline.media import MediaRef
+from sightline.orchestrator.group import Group, rollout_id
+from sightline.trace import Trace, decode
+from sightline.wire.control import Cancel, Control, Play, Played
+
+Send = Callable[[str, Control], Awaitable[None]]
+
+
+@dataclass
+class Rollouts:
+    """Starts groups, spreads them over workers, collects what they played."""
+
+    send: Send
+    workers: Sequence[str]
+    group_size: int
+    temperature: float
+    seed: int
+    next_group: int = 0
+    again: list[int] = field(default_factory=list)
+    """Groups of an earlier sitting that were started and not judged; they come first."""
+
+    def __post_init__(self) -> None:
+        self._turns = itertools.cycle(self.workers)
+        self._open: dict[str, Group] = {}
+        self._expected: dict[str, int] = {}
+        self._done: asyncio.Queue[Group] = asyncio.Queue()
+        self._single: dict[str, asyncio.Future[Trace]] = {}
+
+    @property
+    def num_ahead(self) -> int:
+        """Groups that are playing or wait to be judged."""
+        return len(self._open) + self._done.qsize()
+
+    @property
+    def open_groups(self) -> list[int]:
+        waiting = [group.index for group in self._done._queue]  # type: ignore[attr-defined]
+        return sorted([g.index for g in self._open.values()] + waiting + self.again)
+
+    async def start(self, num_groups: int) -> None:
+        for _ in range(num_groups):
+            if self.again:
+                index = self.again.pop(0)
+            else:
+                index, self.next_group = self.next_group, self.next_group + 1
+            group = Group(index)
+            self._open[group.id] = group
+            for i in range(self.group_size):
+                await self._play(rollout_id(index, i), group.id, index, "train", self.temperature)
+
+    async def next(self) -> Group:
+        return await self._done.get()
+
+    async def play_once(
+        self,
+        task: int,
+        split: str,
+        temperature: float,
+        exchanged: tuple[MediaRef, ...] = (),
+    ) -> Trace:
+        """One rollout outside any group, for evaluation."""
+        name = f"{split}{'.exchanged' if exchanged else ''}.{task}"
+        future: asyncio.Future[Trace] = asyncio.get_running_loop().create_future()
+        self._single[name] = future
+        await self._play(name, "", task, split, temperature, exchanged)
+        return await future
+
+    def played(self, played: Played) -> None:
+        """Takes in what a worker reports."""
+        trace = decode(played.trace, what=f"rollout {played.rollout_id}")
+        if (future := self._single.pop(played.rollout_id, None)) is not None:
+            if not future.done():
+                future.set_result(trace)
+            return
+        group = self._open.get(played.group_id)
+        if group is None:
+            return
+        group.traces.append(trace)
+        if len(group.traces) == self.group_size:
+            del self._open[group.id]
+            group.traces.sort(key=lambda t: t.id)
+            self._done.put_nowait(group)
+
+    async def cancel(self) -> None:
+        for worker in self.workers:
+            await self.send(worker, Cancel())
+        self._open.clear()
+
+    async def _play(
+        self,
+        name: str,
+        group_id: str,
+        task: int,
+        split: str,
+        temperature: float,
+        exchanged: tuple[MediaRef, ...] = (),
+    ) -> None:
+        await self.send(
+            next(self._turns),
+            Play(
+                rollout_id=name,
+                group_id=group_id,
+                task=task,
+                split=split,
+                seed=_seed(self.seed, name),
+                temperature=temperature,
+                exchanged=exchanged,
+            ),
+        )
+
+
+def _seed(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=6)
+    return int.from_bytes(digest.digest(), "big")

@@ -1,0 +1,87 @@
+"""Counts what the loop sees and writes it as events."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from sightline.media import MediaStore
+from sightline.monitor import EventLog
+from sightline.orchestrator.group import Group
+from sightline.orchestrator.judge import BROKEN, Judged, count
+from sightline.orchestrator.loop import Collected
+from sightline.orchestrator.policy import Policy
+from sightline.orchestrator.progress import Books
+from sightline.trace import Trace
+
+
+@dataclass
+class StepSums:
+    """Sums over the rollouts judged in one step."""
+
+    began: float = field(default_factory=time.monotonic)
+    num_traces: int = 0
+    reward: float = 0.0
+    parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    tokens: int = 0
+
+
+@dataclass
+class StepWatcher:
+    books: Books
+    policy: Policy
+    store: MediaStore
+    events: EventLog
+    steps_total: int
+    sums: StepSums = field(default_factory=StepSums)
+    _recent_s: list[float] = field(default_factory=list)
+
+    def saw(self, step: int, group: Group, judged: Judged) -> None:
+        count(self.books.verdicts, judged)
+        for trace, verdict in judged.verdicts:
+            self.count(trace)
+            if verdict == BROKEN:
+                self.events.write(
+                    "dropped", step, reason=BROKEN, rollout_id=trace.id, detail=trace.error[-2000:]
+                )
+            elif trace.reward is not None:
+                self.sums.num_traces += 1
+                self.sums.reward += trace.reward
+                for name, value in trace.rewards.items():
+                    self.sums.parts[name] += value
+
+    def count(self, trace: Trace) -> None:
+        """Adds a trace to the figures of the whole run."""
+        self.books.progress.images_shown += trace.num_images_shown
+        self.books.progress.tokens_sampled += trace.num_sampled
+        self.sums.tokens += trace.num_sampled
+
+    def stepped(self, step: int, collected: Collected) -> None:
+        sums, self.sums = self.sums, StepSums()
+        seconds = self.sums.began - sums.began
+        self._recent_s = [*self._recent_s[-19:], seconds]
+        num = max(sums.num_traces, 1)
+        trained = self.policy.metrics.get(self.policy.version, {})
+        self.events.write(
+            "step",
+            step,
+            steps_total=self.steps_total,
+            reward=sums.reward / num,
+            parts={name: value / num for name, value in sums.parts.items()},
+            lag_mean=sum(collected.lags) / max(len(collected.lags), 1),
+            lag_max=max(collected.lags, default=0),
+            groups=collected.num_groups,
+            samples=len(collected.samples),
+            verdicts=dict(self.books.verdicts),
+            bad_media=self.books.progress.bad_media,
+            tokens_sampled=sums.tokens,
+            tokens_per_s=sums.tokens / max(seconds, 1e-9),
+            images_shown=self.books.progress.images_shown,
+            images_stored=self.store.count(),
+            store_bytes=self.store.size_bytes(),
+            seconds=seconds,
+            eta_s=(self.steps_total - step) * sum(self._recent_s) / len(self._recent_s),
+            mismatch_kl=trained.get("mismatch_kl"),
+            version=self.policy.version,
+        )

@@ -1,0 +1,9 @@
+"""Items to uint8 patches, for a moment. Inference server and trainer both come here.
+
+Decoding runs in a bounded pool, once per key however many ask at once; the cache is bounded in
+bytes; a pixel digest names what was made. Failures are never cached.
+"""
+
+from sightline.pixels.materialize import Materializer, Pixels, pixel_digest
+
+__all__ = ["Materializer", "Pixels", "pixel_digest"]

@@ -1,0 +1,121 @@
+"""The pool that turns items into patches."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sightline.families import Family
+from sightline.media import MediaStore
+from sightline.wire import MediaItem
+
+
+@dataclass(frozen=True, slots=True)
+class Pixels:
+    """The patches of one image, and their name."""
+
+    patches: np.ndarray
+    """uint8 (patches, values), the repeated frame left out."""
+    digest: str
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.patches.nbytes)
+
+
+def pixel_digest(item: MediaItem, patches: np.ndarray) -> str:
+    """BLAKE2b, 16 bytes, over fingerprint, grid and patches."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(item.fingerprint.encode())
+    digest.update(",".join(map(str, item.grid)).encode())
+    digest.update(np.ascontiguousarray(patches).data)
+    return digest.hexdigest()
+
+
+@dataclass
+class PixelCounts:
+    """What the pool has done; reset by nobody, read by metrics."""
+
+    made: int = 0
+    hits: int = 0
+    joined: int = 0
+    """Asked for while another caller's flight was under way."""
+    evicted: int = 0
+    failed: int = 0
+    oversized: int = 0
+    bytes_held: int = 0
+
+
+@dataclass
+class Materializer:
+    """Safe for many threads. A flight belongs to the pool, so no caller can cancel another's."""
+
+    family: Family
+    store: MediaStore
+    max_bytes: int
+    threads: int = 1
+    counts: PixelCounts = field(default_factory=PixelCounts)
+
+    def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="pixels")
+        self._lock = threading.Lock()
+        self._held: OrderedDict[str, Pixels] = OrderedDict()
+        self._flights: dict[str, Future[Pixels]] = {}
+
+    def submit(self, item: MediaItem) -> Future[Pixels]:
+        """The pixels of `item`, soon. The family's check of the item comes first."""
+        self.family.check_item(item)
+        key = item.key
+        with self._lock:
+            if (held := self._held.get(key)) is not None:
+                self._held.move_to_end(key)
+                self.counts.hits += 1
+                done: Future[Pixels] = Future()
+                done.set_result(held)
+                return done
+            if (flight := self._flights.get(key)) is not None:
+                self.counts.joined += 1
+                return flight
+            flight = self._pool.submit(self._make, item, key)
+            self._flights[key] = flight
+        flight.add_done_callback(lambda _: self._land(key))
+        return flight
+
+    def get(self, item: MediaItem) -> Pixels:
+        return self.submit(item).result()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _make(self, item: MediaItem, key: str) -> Pixels:
+        try:
+            patches = self.family.patches(self.store.image(item.ref), item)
+        except Exception:
+            with self._lock:
+                self.counts.failed += 1
+            raise
+        pixels = Pixels(patches, pixel_digest(item, patches))
+        self._hold(key, pixels)
+        return pixels
+
+    def _hold(self, key: str, pixels: Pixels) -> None:
+        with self._lock:
+            self.counts.made += 1
+            if pixels.nbytes > self.max_bytes:
+                self.counts.oversized += self.max_bytes > 0
+                return
+            self._held[key] = pixels
+            self.counts.bytes_held += pixels.nbytes
+            while self.counts.bytes_held > self.max_bytes:
+                _, old = self._held.popitem(last=False)
+                self.counts.bytes_held -= old.nbytes
+                self.counts.evicted += 1
+
+    def _land(self, key: str) -> None:
+        with self._lock:
+            self._flights.pop(key, None)

@@ -1,0 +1,76 @@
+"""Builds a `Rendered` piece by piece: text runs, special tokens, images."""
+
+from __future__ import annotations
+
+from sightline.render.protocol import Bridged, Rendered, Span
+from sightline.render.tokenizer import Tokenizer
+from sightline.wire import MediaItem, Slot
+
+
+class Emitter:
+    """Collects ids, slots and spans, starting at an absolute offset.
+
+    Text that follows text joins it, and the run is tokenized as one: BPE merges across the seam
+    between a role header and the content, and the reference templates emit them as one string.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, start: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._start = start
+        self._ids: list[int] = []
+        self._run: list[str] = []
+        self._slots: list[Slot] = []
+        self._spans: list[Span] = []
+        self._trained: list[Span] = []
+        self._seam: int | None = None
+        self._trained_start = start
+
+    @property
+    def position(self) -> int:
+        """The absolute offset of the next token. Ends the current text run."""
+        self._flush()
+        return self._start + len(self._ids)
+
+    def text(self, text: str) -> None:
+        self._run.append(text)
+
+    def special(self, token_id: int) -> None:
+        self._flush()
+        self._ids.append(token_id)
+
+    def image(self, item: MediaItem, pad_id: int, count: int) -> None:
+        offset = self.position
+        self._ids.extend([pad_id] * count)
+        self._slots.append(Slot(offset=offset, length=count, item=item))
+
+    def end_message(self, start: int) -> None:
+        self._spans.append(Span(start, self.position))
+
+    def begin_trained(self) -> None:
+        """What follows is the assistant's own. Does not end the run: a token that straddles the
+        seam stays outside, since no sampler that was given the header can say it."""
+        self._seam = sum(map(len, self._run))
+        self._trained_start = self._start + len(self._ids)
+
+    def end_trained(self) -> None:
+        stop = self.position
+        self._trained.append(Span(self._trained_start, stop))
+
+    def rendered(self) -> Rendered:
+        self._flush()
+        return Rendered(self._ids, self._slots, self._spans, self._trained)
+
+    def bridged(self) -> Bridged:
+        self._flush()
+        return Bridged(self._ids, self._slots, self._spans)
+
+    def _flush(self) -> None:
+        run, seam = "".join(self._run), self._seam
+        self._run.clear()
+        self._seam = None
+        if seam:
+            ids, num_before = self._tokenizer.encode_seam(run, seam)
+            self._trained_start = self._start + len(self._ids) + num_before
+            self._ids.extend(ids)
+        elif run:
+            self._ids.extend(self._tokenizer.encode(run))

@@ -1,0 +1,69 @@
+"""A checkpoint's `tokenizer.json`, by the `tokenizers` library alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import tokenizers
+
+from sightline.errors import FamilyError
+
+
+class Tokenizer:
+    """Text to ids without any added token, and added tokens by name.
+
+    Text of a message can hold the spelling of a special token; `encode` never makes the special
+    token of it. Only `token_id`, called by a renderer for what its format emits, does.
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise FamilyError(
+                f"no tokenizer.json in {path}", "point [model] path at a whole checkpoint folder"
+            )
+        self._full = tokenizers.Tokenizer.from_file(str(file))
+        self._full.no_truncation()
+        self._full.no_padding()
+        self._plain = _without_added_tokens(file)
+        self.vocab_size: int = self._full.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        if not text:
+            return []
+        return list(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def encode_seam(self, text: str, seam: int) -> tuple[list[int], int]:
+        """The ids of `text`, and how many of them hold a character before index `seam`."""
+        encoded = self._plain.encode(text, add_special_tokens=False)
+        ids = list(encoded.ids)
+        for i, (start, stop) in enumerate(encoded.offsets):
+            if start >= seam and stop > seam:
+                return ids, i
+        return ids, len(ids)
+
+    def token_id(self, token: str) -> int:
+        found = self._full.token_to_id(token)
+        if found is None:
+            raise FamilyError(
+                f"the tokenizer has no token {token!r}",
+                "use the tokenizer that belongs to the checkpoint",
+            )
+        return int(found)
+
+    def find_token_id(self, token: str) -> int | None:
+        found = self._full.token_to_id(token)
+        return None if found is None else int(found)
+
+    def decode(self, token_ids: Sequence[int], skip_special: bool = False) -> str:
+        return str(self._full.decode([int(i) for i in token_ids], skip_special_tokens=skip_special))
+
+
+def _without_added_tokens(file: Path) -> tokenizers.Tokenizer:
+    # The library matches added tokens in text before anything else, special or not, and offers
+    # no switch for it: the same tokenizer built from a description without them does not.
+    description = json.loads(file.read_text())
+    description["added_tokens"] = []
+    return tokenizers.Tokenizer.from_str(json.dumps(description))

@@ -1,0 +1,88 @@
+"""The handle behind Chat: messages to tokens, tokens to the server, the answer to the trace."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from sightline.envs.protocol import Messages
+from sightline.errors import EngineError, Misaligned
+from sightline.media import MediaRef, MediaStore
+from sightline.message import AssistantMessage
+from sightline.render import Renderer
+from sightline.rollout.client import GenerateClient
+from sightline.trace import PolicySpan, Trace, Turn
+from sightline.wire.generate import GenerateRequest, SamplingParams
+
+ROOT = -1
+
+
+@dataclass
+class RolloutChat:
+    """One conversation. Its leaf is the last thing said; `ask` may move it to another branch."""
+
+    trace: Trace
+    renderer: Renderer
+    store: MediaStore
+    client: GenerateClient
+    modality: str
+    temperature: float
+    max_tokens: int
+    rng: random.Random
+    seed: int
+    exchanged: tuple[MediaRef, ...] = ()
+    """Shown in place of the images that are put, in order."""
+    num_put: int = 0
+    leaf: int = field(default=ROOT)
+    num_turns: int = 0
+
+    def put(self, image: Any) -> MediaRef:
+        if self.exchanged:
+            self.num_put += 1
+            return self.exchanged[(self.num_put - 1) % len(self.exchanged)]
+        return self.store.put(image)
+
+    async def send(self, new_messages: Messages) -> AssistantMessage:
+        return await self._call(self.trace.extend(self.leaf, new_messages, self.renderer))
+
+    async def ask(self, all_messages: Messages) -> AssistantMessage:
+        return await self._call(self.trace.prepare(all_messages, self.renderer))
+
+    async def _call(self, turn: Turn) -> AssistantMessage:
+        params = SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            # A seed of its own for every turn makes a rollout the same whatever runs beside it.
+            seed=(self.seed * 1_000_003 + self.num_turns) % (1 << 62),
+            stop_token_ids=self.renderer.stop_token_ids,
+        )
+        self.num_turns += 1
+        request = GenerateRequest.of(
+            turn.prompt_ids, turn.slots, params, self.modality, request_id=self.trace.id
+        )
+        response = await self.client.generate(request)
+        choice = response.choices[0]
+        if choice.logprobs is None or choice.weight_versions is None:
+            raise EngineError(
+                "the server gave no logprobs or no weight versions",
+                "train against a server started by sightline",
+                kind="incomplete",
+            )
+        said = [entry.token_id for entry in choice.logprobs.content]
+        if said != choice.token_ids:
+            raise Misaligned(
+                f"trace {self.trace.id}: the server's logprobs are not those of its tokens",
+                "the rollout is dropped; look at the server's log",
+            )
+        message = self.renderer.parse(choice.token_ids)
+        node = turn.commit(
+            completion_ids=choice.token_ids,
+            logprobs=[entry.logprob for entry in choice.logprobs.content],
+            versions=[PolicySpan.of(span) for span in choice.weight_versions],
+            finish_reason=choice.finish_reason,
+            pixel_digests=response.sightline.pixel_digests if response.sightline else None,
+            message=message,
+        )
+        self.leaf = node.id
+        return message

@@ -1,0 +1,134 @@
+"""Speaks the generate protocol: references out, tokens back. Retries only what may heal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+
+from sightline.errors import EngineError
+from sightline.wire.generate import (
+    AdoptRequest,
+    ErrorAnswer,
+    GenerateRequest,
+    GenerateResponse,
+)
+
+_encoder = msgspec.json.Encoder()
+_responses = msgspec.json.Decoder(GenerateResponse)
+_errors = msgspec.json.Decoder(ErrorAnswer)
+_FIRST_WAIT_S = 0.05
+_LONGEST_WAIT_S = 5.0
+
+
+@dataclass
+class WireCounts:
+    """Bytes that crossed the wire to the server, by what they were."""
+
+    requests: int = 0
+    retries: int = 0
+    sent_bytes: int = 0
+    reference_bytes: int = 0
+    """Of `sent_bytes`, those that name images."""
+    received_bytes: int = 0
+
+
+@dataclass
+class GenerateClient:
+    """One per process. `deadline_s` bounds retries, not a generation that is under way."""
+
+    base_url: str
+    deadline_s: float = 60.0
+    connections: int = 0
+    counts: WireCounts = field(default_factory=WireCounts)
+
+    def __post_init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        body = _encoder.encode(request)
+        if request.features is not None:
+            self.counts.reference_bytes += sum(
+                len(raw) for raws in request.features.kwargs_data.values() for raw in raws
+            )
+        return _responses.decode(await self._post("/inference/v1/generate", body))
+
+    async def adopt(self, manifest: str) -> None:
+        await self._post("/sightline/v1/adopt", _encoder.encode(AdoptRequest(manifest)))
+
+    async def get(self, path: str) -> bytes:
+        async with self._open().get(self.base_url + path) as answer:
+            return await answer.read()
+
+    async def wait_healthy(self) -> None:
+        """Returns when the server answers; the launcher ends the run if it never will."""
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with self._open().get(self.base_url + "/health") as answer:
+                    if answer.status == 200:
+                        return
+            await asyncio.sleep(0.1)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self.connections),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
+            )
+        return self._session
+
+    async def _post(self, path: str, body: bytes) -> bytes:
+        give_up = time.monotonic() + self.deadline_s
+        wait_s = _FIRST_WAIT_S
+        while True:
+            error = await self._try(path, body)
+            if isinstance(error, bytes):
+                return error
+            if error.status != 503 or time.monotonic() + wait_s > give_up:
+                raise error
+            self.counts.retries += 1
+            await asyncio.sleep(wait_s * (0.5 + random.random()))
+            wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
+
+    async def _try(self, path: str, body: bytes) -> bytes | EngineError:
+        self.counts.requests += 1
+        self.counts.sent_bytes += len(body)
+        try:
+            async with self._open().post(
+                self.base_url + path, data=body, headers={"Content-Type": "application/json"}
+            ) as answer:
+                data = await answer.read()
+                self.counts.received_bytes += len(data)
+                return data if answer.status == 200 else _error_of(answer.status, data)
+        except aiohttp.ClientError as error:
+            return EngineError(
+                f"the inference server at {self.base_url} does not answer: {error}",
+                "look at logs/server.log",
+                kind="unreachable",
+                status=503,
+            )
+
+
+def _error_of(status: int, data: bytes) -> EngineError:
+    try:
+        body = _errors.decode(data).error
+    except msgspec.MsgspecError:
+        text = data[:200].decode(errors="replace")
+        return EngineError(
+            f"the inference server answered {status}: {text}",
+            "look at the server's log",
+            kind="foreign",
+            status=status,
+        )
+    return EngineError(
+        body.message, body.fix or "see docs/serving.md", kind=body.type, status=status
+    )

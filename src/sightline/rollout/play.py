@@ -1,0 +1,110 @@
+"""Plays one task once: makes the chat, runs the environment's code, records what it earned."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+import traceback
+from dataclasses import dataclass
+
+from sightline.envs import Environment, Outcome
+from sightline.errors import EnvironmentFailed, SightlineError
+from sightline.media import MediaStore
+from sightline.render import Renderer
+from sightline.rollout.chat import RolloutChat
+from sightline.rollout.client import GenerateClient
+from sightline.trace import Trace, encode
+from sightline.wire.control import Play, Played
+
+
+@dataclass
+class Player:
+    """Everything that a rollout needs, shared by all rollouts of a worker."""
+
+    env: Environment
+    renderer: Renderer
+    store: MediaStore
+    client: GenerateClient
+    modality: str
+    max_tokens: int
+    timeout_s: float
+
+    async def play(self, play: Play) -> Played:
+        trace = Trace(
+            id=play.rollout_id,
+            group_id=play.group_id,
+            env=self.env.name,
+            task=play.task,
+            split=play.split,
+            seed=play.seed,
+            temperature=play.temperature,
+            started=time.time(),
+        )
+        error, kind = "", ""
+        try:
+            outcome = await asyncio.wait_for(self._rollout(play, trace), self.timeout_s)
+            _record(trace, outcome)
+        except TimeoutError:
+            error, kind = f"took more than {self.timeout_s} s", "timeout"
+        except SightlineError as problem:
+            error, kind = str(problem), type(problem).__name__
+        except Exception:  # user code: whatever it does costs this rollout only
+            error, kind = traceback.format_exc(), EnvironmentFailed.__name__
+        trace.error = error
+        trace.ended = time.time()
+        return Played(
+            rollout_id=play.rollout_id,
+            group_id=play.group_id,
+            trace=encode(trace),
+            error=error,
+            error_kind=kind,
+        )
+
+    async def _rollout(self, play: Play, trace: Trace) -> Outcome:
+        chat = RolloutChat(
+            trace=trace,
+            renderer=self.renderer,
+            store=self.store,
+            client=self.client,
+            modality=self.modality,
+            temperature=play.temperature,
+            max_tokens=self.max_tokens,
+            rng=random.Random(play.seed),
+            seed=play.seed,
+            exchanged=play.exchanged,
+        )
+        return _outcome(
+            await self.env.rollout(self.env.task(play.task, play.split), chat), self.env.name
+        )
+
+
+def _outcome(result: object, name: str) -> Outcome:
+    if isinstance(result, Outcome):
+        outcome = result
+    elif isinstance(result, dict):
+        outcome = Outcome(reward=float(sum(result.values())), parts=dict(result))
+    elif isinstance(result, (int, float)):
+        outcome = Outcome(reward=float(result))
+    else:
+        raise EnvironmentFailed(
+            f"environment {name!r} returned a {type(result).__name__}",
+            "return a number, a dict of named numbers, or an Outcome",
+        )
+    if not math.isfinite(outcome.reward):
+        raise EnvironmentFailed(
+            f"environment {name!r} returned reward {outcome.reward}", "return a finite number"
+        )
+    return outcome
+
+
+def _record(trace: Trace, outcome: Outcome) -> None:
+    if outcome.per_turn is not None and len(outcome.per_turn) != len(trace.turns):
+        raise EnvironmentFailed(
+            f"{len(outcome.per_turn)} per_turn rewards for {len(trace.turns)} model calls",
+            "give one per call, in order",
+        )
+    trace.reward = outcome.reward
+    trace.rewards = {name: float(value) for name, value in outcome.parts.items()}
+    trace.per_turn = outcome.per_turn

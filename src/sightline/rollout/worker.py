@@ -1,0 +1,69 @@
+"""A worker process: plays what the orchestrator asks for, many rollouts at a time.
+
+    orchestrator --Play--> worker --generate--> server
+      worker waits for: plays, answers of the server    unblocked by: orchestrator, server
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+
+from sightline.config import RunFile
+from sightline.envs import load_environment
+from sightline.families import load_family, load_renderer
+from sightline.media import Ingest, MediaStore
+from sightline.rollout.client import GenerateClient
+from sightline.rollout.play import Player
+from sightline.transport.zmq_channel import AsyncSpoke
+from sightline.wire import control
+from sightline.wire.control import Cancel, Play, Quit, Ready
+
+
+def build_player(config: RunFile, media_root: Path, server: str) -> Player:
+    store = MediaStore(media_root)
+    model = config.model
+    return Player(
+        env=load_environment(config.env.name, config.env.args),
+        renderer=load_renderer(model.path, store, **model.overrides()),
+        store=store,
+        client=GenerateClient(server),
+        modality=load_family(model.path, **model.overrides()).modality,
+        max_tokens=config.rollout.max_tokens,
+        timeout_s=config.rollout.timeout_s,
+    )
+
+
+async def main(config: RunFile, media_root: Path, hub: str, server: str, name: str) -> None:
+    player = build_player(config, media_root, server)
+    spoke = AsyncSpoke(hub, name)
+    await spoke.send(control.encode(Ready(name)))
+    running: dict[str, asyncio.Task[None]] = {}
+
+    async def play(request: Play) -> None:
+        try:
+            played = await player.play(request)
+            await spoke.send(control.encode(played))
+        finally:
+            running.pop(request.rollout_id, None)
+
+    while True:
+        message = control.decode(await spoke.receive())
+        match message:
+            case Play():
+                running[message.rollout_id] = asyncio.create_task(play(message))
+            case Cancel():
+                for rollout_id in message.rollout_ids or tuple(running):
+                    if (task := running.get(rollout_id)) is not None:
+                        task.cancel()
+            case Quit():
+                break
+    for task in list(running.values()):
+        task.cancel()
+    await player.client.close()
+    spoke.close()
+
+
+def wire_counts(player: Player) -> dict[str, int]:
+    return asdict(player.client.counts)

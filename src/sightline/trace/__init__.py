@@ -1,0 +1,28 @@
+"""What happened, as a graph: every token exactly as the engine saw it, every image by reference.
+
+A model call is prepared, sent and committed; what was committed can be trained on:
+
+    turn = trace.extend(leaf, new_messages, renderer)    # or trace.prepare(history, renderer)
+    ... turn.prompt_ids and turn.slots go to an engine ...
+    node = turn.commit(completion_ids, logprobs, versions, finish_reason, pixel_digests)
+    samples = flatten(trace, {node.id: advantage})
+"""
+
+from sightline.trace.codec import decode, encode, read_traces, write_traces
+from sightline.trace.node import Node, NodeSlot, PolicySpan
+from sightline.trace.sample import flatten
+from sightline.trace.trace import Trace
+from sightline.trace.turn import Turn
+
+__all__ = [
+    "Node",
+    "NodeSlot",
+    "PolicySpan",
+    "Trace",
+    "Turn",
+    "decode",
+    "encode",
+    "flatten",
+    "read_traces",
+    "write_traces",
+]

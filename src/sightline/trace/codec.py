@@ -1,0 +1,85 @@
+"""Traces as bytes and as files: strict when written, every older schema read.
+
+A file is a line that names its format, then traces one after another, each behind its length in
+four bytes, most significant first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from sightline.errors import WireError
+from sightline.trace.trace import TRACE_SCHEMA, Trace
+from sightline.wire.file import write_atomic
+
+FILE_MAGIC = b"sightline traces 1\n"
+
+
+class _Head(msgspec.Struct):
+    """The one field that all schemas share."""
+
+    schema: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_heads = msgspec.msgpack.Decoder(_Head)
+_readers: dict[int, Callable[[bytes], Trace]] = {1: msgspec.msgpack.Decoder(Trace).decode}
+
+
+def encode(trace: Trace) -> bytes:
+    trace.check()
+    return _encoder.encode(trace)
+
+
+def decode(data: bytes, what: str = "data") -> Trace:
+    """The trace in `data`; `what` names the data in errors."""
+    try:
+        schema = _heads.decode(data).schema
+    except msgspec.MsgspecError as error:
+        raise WireError(
+            f"{what} is not a trace: {error}", "read traces that sightline wrote"
+        ) from error
+    reader = _readers.get(schema)
+    if reader is None:
+        raise WireError(
+            f"{what} is a trace of schema {schema}; this sightline reads {min(_readers)} to "
+            f"{TRACE_SCHEMA}",
+            "upgrade sightline to the version that wrote it, or a later one",
+        )
+    try:
+        return reader(data)
+    except msgspec.MsgspecError as error:
+        raise WireError(
+            f"{what} says it is a trace of schema {schema} and is not: {error}",
+            "the trace is foreign or damaged: roll out again; tokens and references are read, "
+            "processed pixels never",
+        ) from error
+
+
+def write_traces(path: Path | str, traces: Iterable[Trace]) -> None:
+    """Writes all of `traces` to `path`, or leaves it as it was."""
+    parts = [FILE_MAGIC]
+    for trace in traces:
+        data = encode(trace)
+        parts += [len(data).to_bytes(4, "big"), data]
+    write_atomic(Path(path), b"".join(parts))
+
+
+def read_traces(path: Path | str) -> Iterator[Trace]:
+    """The traces of a file, one at a time."""
+    with open(path, "rb") as file:
+        if file.read(len(FILE_MAGIC)) != FILE_MAGIC:
+            raise WireError(f"{path} is not a file of traces", "read files of a run's traces/")
+        number = 0
+        while size := file.read(4):
+            data = file.read(int.from_bytes(size, "big"))
+            if len(size) < 4 or len(data) < int.from_bytes(size, "big"):
+                raise WireError(
+                    f"{path} ends inside trace {number}",
+                    "the file was cut off while it was copied; copy it again",
+                )
+            yield decode(data, f"{path}, trace {number}")
+            number += 1

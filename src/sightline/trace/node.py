@@ -1,0 +1,143 @@
+"""One message of a trace, with exactly the tokens that the engine saw or said for it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from sightline.errors import Misaligned
+from sightline.message import Message
+from sightline.wire import Array, MediaItem
+from sightline.wire.generate import VersionSpan
+from sightline.wire.weights import version_of_label
+
+ROOT = -1
+"""The parent of a first message."""
+NO_TOOLS = -1
+
+
+def int32(values: Iterable[int]) -> Array:
+    """An int32 array of a list of ids; several times faster than through numpy."""
+    ids = array("i", values)
+    return Array(dtype="int32", shape=(len(ids),), data=ids.tobytes())
+
+
+def float32(values: Iterable[float]) -> Array:
+    numbers = array("f", values)
+    return Array(dtype="float32", shape=(len(numbers),), data=numbers.tobytes())
+
+
+class NodeSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """An image that the node's message brought."""
+
+    offset: int
+    """Counted from the start of the node."""
+    length: int
+    item: MediaItem
+    pixel_digest: str | None = None
+    """What the sampler says it saw there; None when the engine cannot say."""
+
+
+class PolicySpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sampled tokens [start, stop) of a node come from this policy version."""
+
+    version: int
+    epoch: int
+    start: int
+    """Counted from the first sampled token."""
+    stop: int
+
+    @classmethod
+    def of(cls, span: VersionSpan) -> PolicySpan:
+        """The span as the generate protocol writes it, its label taken apart."""
+        version, epoch = version_of_label(span.version)
+        return cls(version=version, epoch=epoch, start=span.start, stop=span.end)
+
+
+_NO_LOGPROBS = Array(dtype="float32", shape=(0,), data=b"")
+
+
+class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Concatenating `token_ids` from the root gives what the engine saw and said.
+
+    Sampled tokens are a suffix: what closes a turn that was cut off is not sampled, and stands at
+    the start of the next node. The header of an assistant's turn is not sampled either, and stands
+    at the start of the assistant's own node.
+    """
+
+    id: int
+    """Its place in the nodes of the trace."""
+    parent: int
+    """The id of the node before it, smaller than its own; -1 for none."""
+    message: Message
+    token_ids: Array
+    """int32."""
+    sampled_start: int
+    """Tokens from here on were sampled; the number of tokens when none was."""
+    logprobs: Array = _NO_LOGPROBS
+    """float32, of each sampled token."""
+    versions: tuple[PolicySpan, ...] = ()
+    """They tile the sampled tokens."""
+    slots: tuple[NodeSlot, ...] = ()
+    finish_reason: str = ""
+    """stop, length or what else the engine said; empty when nothing was sampled."""
+    tools: int = NO_TOOLS
+    """Which of the trace's toolsets the turn was asked with."""
+
+    def __post_init__(self) -> None:
+        num_tokens, num_sampled = len(self.token_ids), self.num_sampled
+        if not 0 <= self.sampled_start <= num_tokens or len(self.logprobs) != num_sampled:
+            raise Misaligned(
+                f"node {self.id}: {len(self.logprobs)} logprobs for {num_tokens} tokens, sampled "
+                f"from {self.sampled_start} on",
+                "drop the rollout; its producer is broken",
+            )
+        if bool(self.finish_reason) != bool(num_sampled):
+            raise Misaligned(
+                f"node {self.id}: {num_sampled} sampled tokens, finish reason "
+                f"{self.finish_reason!r}",
+                "a node has both or neither",
+            )
+        check_tiled(self.versions, num_sampled, f"node {self.id}")
+        last = 0
+        for slot in self.slots:
+            if slot.offset < last or slot.length < 1:
+                raise Misaligned(
+                    f"node {self.id}: slot at {slot.offset}+{slot.length}, after {last}",
+                    "slots are sorted and do not overlap",
+                )
+            last = slot.offset + slot.length
+        if last > self.sampled_start:
+            raise Misaligned(
+                f"node {self.id}: a slot ends at {last}, sampled tokens start at "
+                f"{self.sampled_start}",
+                "an image lies in the tokens of one message, and is never sampled",
+            )
+
+    @property
+    def is_turn(self) -> bool:
+        """Whether the model said it in this trace."""
+        return self.sampled_start < len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.token_ids) - self.sampled_start
+
+
+def check_tiled(versions: Sequence[PolicySpan], num_sampled: int, what: str) -> None:
+    """Spans follow one another from the first sampled token to the last."""
+    last = 0
+    for span in versions:
+        if span.start != last or span.stop <= span.start:
+            break
+        last = span.stop
+    else:
+        if last == num_sampled:
+            return
+    raise Misaligned(
+        f"{what}: versions cover {[(s.start, s.stop) for s in versions]} of {num_sampled} "
+        "sampled tokens",
+        "the engine must name the version of every token, in order, once",
+    )

@@ -1,0 +1,99 @@
+"""Branches made trainable: each sampled node trains in exactly one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from sightline.errors import Misaligned
+from sightline.trace.node import Node
+from sightline.trace.trace import Trace
+from sightline.wire import Array, MediaItem
+from sightline.wire.sample import Sample, SampleSlot, Segment
+
+Advantages = Mapping[int, float] | Callable[[Node], float | None]
+
+
+def flatten(trace: Trace, advantages: Advantages) -> list[Sample]:
+    """Samples of `trace` that train every turn once.
+
+    `advantages` gives the advantage of a turn by its node id, or from its node; None leaves the
+    turn out of training, as context. Branches come longest first, then by the id of their leaf. A
+    node trains in the first branch that holds it and is context in the others; a branch ends at
+    its last node that trains, and one without such a node gives no sample.
+    """
+    advantage_of = _by_node(trace, advantages)
+    branches = sorted(trace.branches(), key=lambda path: (-trace.graph.end(path[-1]), path[-1]))
+    samples, taken = [], set[int]()
+    for path in branches:
+        trained = [n for n in path if n in advantage_of and n not in taken]
+        if trained:
+            taken.update(trained)
+            upto = path[: path.index(trained[-1]) + 1]
+            samples.append(_sample(trace, upto, {n: advantage_of[n] for n in trained}))
+    return samples
+
+
+def _by_node(trace: Trace, advantages: Advantages) -> dict[int, float]:
+    """The advantage of every turn that trains."""
+    found: dict[int, float] = {}
+    for node in trace.turns:
+        if callable(advantages):
+            advantage = advantages(node)
+        elif node.id in advantages:
+            advantage = advantages[node.id]
+        else:
+            raise Misaligned(
+                f"trace {trace.id}: no advantage for turn {node.id}",
+                "give one for each of trace.turns; a function may return None to leave a turn out",
+            )
+        if advantage is not None:
+            found[node.id] = float(advantage)
+    return found
+
+
+def _sample(trace: Trace, path: Sequence[int], advantage_of: dict[int, float]) -> Sample:
+    if trace.reward is None:
+        raise Misaligned(
+            f"trace {trace.id} has no reward", "a rollout that did not end does not train"
+        )
+    trained, advantages, versions, logprobs = [], list[float](), list[int](), list[bytes]()
+    segments, start = list[Segment](), 0
+    items, slots = dict[tuple[str, str], tuple[int, MediaItem]](), list[SampleSlot]()
+    for node in (trace.nodes[n] for n in path):
+        for slot in node.slots:
+            # The two that an item's key is made of; hashing them again would tell no more.
+            key = (slot.item.ref.digest, slot.item.fingerprint)
+            place, _ = items.setdefault(key, (len(items), slot.item))
+            slots.append(SampleSlot(start + slot.offset, slot.length, place, slot.pixel_digest))
+        stop = start + len(node.token_ids)
+        if node.id in advantage_of:
+            first = start + node.sampled_start
+            trained.append(np.arange(first, stop, dtype=np.int32))
+            logprobs.append(node.logprobs.data)
+            advantages += [advantage_of[node.id]] * node.num_sampled
+            for span in node.versions:
+                versions += [span.version] * (span.stop - span.start)
+            segments.append(Segment(node=node.id, start=first, stop=stop))
+        start = stop
+    return Sample(
+        trace_id=trace.id,
+        group_id=trace.group_id,
+        env=trace.env,
+        reward=trace.reward,
+        token_ids=_joined("int32", [trace.nodes[n].token_ids.data for n in path]),
+        trained=Array.of(np.concatenate(trained), "int32"),
+        logprobs=_joined("float32", logprobs),
+        advantages=Array.of(advantages, "float32"),
+        versions=Array.of(versions, "int32"),
+        segments=segments,
+        items=[item for _, item in items.values()],
+        slots=slots,
+        temperature=trace.temperature,
+    )
+
+
+def _joined(dtype: str, parts: Sequence[bytes]) -> Array:
+    data = b"".join(parts)
+    return Array(dtype=dtype, shape=(len(data) // 4,), data=data)

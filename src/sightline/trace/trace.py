@@ -1,0 +1,236 @@
+"""What happened in a rollout, as a graph of message nodes.
+
+    prepare (a whole history) --.                     .-- bridge: only new tokens
+                                 >-- find the path --<                            >-- Turn -- commit
+    extend (new messages) ------'                     '-- render whole, fork where
+                                                          tokens first differ
+
+Compaction, sub-agents, windows and edited history are all just forks. Nodes are only ever added,
+by `Turn.commit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from sightline.errors import MessageError, Misaligned
+from sightline.message import Message
+from sightline.render import Refused, Renderer
+from sightline.render.protocol import Messages, Tools
+from sightline.trace.branch import Branches
+from sightline.trace.node import NO_TOOLS, ROOT, Node
+from sightline.trace.turn import Place, Turn
+from sightline.wire import Slot
+from sightline.wire.item import check_slots
+
+TRACE_SCHEMA = 1
+TOOLS_CHANGED = "tools_changed"
+"""The turn offers other tools than the one that it goes on from."""
+
+
+class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True):
+    id: str
+    group_id: str = ""
+    env: str = ""
+    task: int = 0
+    """Index of the task in its environment and split."""
+    split: str = "train"
+    seed: int = 0
+    nodes: list[Node] = []
+    toolsets: list[str] = []
+    """The distinct lists of tools that turns were asked with, as JSON."""
+    forks: dict[str, int] = {}
+    """Turns that did not simply go on from the last one of their path, by reason."""
+    reward: float | None = None
+    rewards: dict[str, float] = {}
+    """The named parts of the reward."""
+    per_turn: list[float] | None = None
+    """The credit of each committed turn, in their order; None when the reward is for all alike."""
+    temperature: float = 1.0
+    truncated: bool = False
+    """The rollout was ended by a limit, not by its environment."""
+    error: str = ""
+    """Why the rollout failed; empty when it did not."""
+    door_errors: list[str] = []
+    """Requests of the rollout's own agent that were refused."""
+    started: float = 0.0
+    """Seconds since 1970."""
+    ended: float = 0.0
+    schema: int = TRACE_SCHEMA
+
+    def __post_init__(self) -> None:
+        self.check()
+        self.graph = Branches(self.nodes)
+
+    def check(self) -> None:
+        """Raises Misaligned when nodes or credits do not line up."""
+        num_turns = 0
+        for i, node in enumerate(self.nodes):
+            if node.id != i or not ROOT <= node.parent < i:
+                raise Misaligned(
+                    f"trace {self.id}: node {node.id} with parent {node.parent} at place {i}",
+                    "nodes are numbered by their place and follow their parents",
+                )
+            if not NO_TOOLS <= node.tools < len(self.toolsets):
+                raise Misaligned(
+                    f"trace {self.id}: node {i} names toolset {node.tools} of {len(self.toolsets)}",
+                    "commit turns with Turn.commit",
+                )
+            num_turns += node.is_turn
+        if self.per_turn is not None and len(self.per_turn) != num_turns:
+            raise Misaligned(
+                f"trace {self.id}: {len(self.per_turn)} per_turn credits for {num_turns} turns",
+                "give one credit a turn, in the order in which they were committed",
+            )
+
+    # -- asking ------------------------------------------------------------------------------
+
+    def prepare(self, messages: Messages, renderer: Renderer, tools: Tools | None = None) -> Turn:
+        """The turn that follows a whole history, of which the trace may know the beginning."""
+        history = renderer.messages(messages)
+        if not history:
+            raise MessageError.at("messages", "an empty list", "pass at least one message")
+        last = self.graph.last_turn(self.graph.match(history))
+        return self._turn(last, history, history[len(self.graph.path(last)) :], renderer, tools)
+
+    def extend(
+        self, leaf: int, new_messages: Messages, renderer: Renderer, tools: Tools | None = None
+    ) -> Turn:
+        """The turn that follows `new_messages` behind node `leaf`, or at the root for -1.
+
+        Costs the new messages only: nothing behind them is rendered or compared again.
+        """
+        if not ROOT <= leaf < len(self.nodes):
+            raise Misaligned(
+                f"trace {self.id} has no node {leaf}", "pass the id of a committed node, or -1"
+            )
+        new = renderer.messages(new_messages)
+        last = self.graph.last_turn(leaf)
+        if last != leaf:
+            new = [self.nodes[n].message for n in self.graph.path(leaf) if n > last] + new
+        return self._turn(last, None, new, renderer, tools)
+
+    def _turn(
+        self,
+        last: int,
+        history: list[Message] | None,
+        new: list[Message],
+        renderer: Renderer,
+        tools: Tools | None,
+    ) -> Turn:
+        """The turn with messages `new` behind turn `last`; `history` is both, where known."""
+        toolset = "" if not tools else msgspec.json.encode(tools).decode()
+        refused = ""
+        if last != ROOT:
+            asked_with = self.nodes[last].tools
+            if toolset == ("" if asked_with == NO_TOOLS else self.toolsets[asked_with]):
+                turn = self._bridged(last, new, renderer, tools, toolset)
+                if isinstance(turn, Turn):
+                    return turn
+                refused = turn.reason
+            else:
+                refused = TOOLS_CHANGED
+        if history is None:
+            history = [self.nodes[n].message for n in self.graph.path(last)] + new
+        return self._rendered(last, history, refused, renderer, tools, toolset)
+
+    def _bridged(
+        self, last: int, new: list[Message], renderer: Renderer, tools: Tools | None, toolset: str
+    ) -> Turn | Refused:
+        tip = self.graph.tip(last)
+        bridged = renderer.bridge(tip.prompt_ids, tip.completion_ids, new, tools)
+        if isinstance(bridged, Refused):
+            return bridged
+        end = self.graph.end(last)
+        place = Place(last, end, tip.pixel_digests, last)
+        prompt_ids = [*tip.prompt_ids, *tip.completion_ids, *bridged.token_ids]
+        slots = [*tip.slots, *bridged.slots]
+        check_slots(slots[max(len(tip.slots) - 1, 0) :], len(prompt_ids))
+        return Turn(self, renderer, place, prompt_ids, slots, new, bridged.spans, toolset)
+
+    def _rendered(
+        self,
+        last: int,
+        history: list[Message],
+        refused: str,
+        renderer: Renderer,
+        tools: Tools | None,
+        toolset: str,
+    ) -> Turn:
+        rendered = renderer.render(history, tools)
+        check_slots(rendered.slots, len(rendered.token_ids))
+        walked = self.graph.walk(history, rendered)
+        known = self.graph.pixel_digests(self.graph.path(walked.node))
+        place = Place(walked.node, walked.num_tokens, known, last, refused)
+        num_old = walked.num_messages
+        return Turn(
+            self,
+            renderer,
+            place,
+            rendered.token_ids,
+            rendered.slots,
+            history[num_old:],
+            rendered.spans[num_old:],
+            toolset,
+        )
+
+    def toolset(self, tools: str) -> int:
+        """The number of a toolset, which is added when it is new."""
+        if not tools:
+            return NO_TOOLS
+        if tools not in self.toolsets:
+            self.toolsets.append(tools)
+        return self.toolsets.index(tools)
+
+    # -- looking -----------------------------------------------------------------------------
+
+    def branches(self) -> list[list[int]]:
+        """The paths from the root to every leaf, as node ids, in the order of the leaves."""
+        return [self.graph.path(node.id) for node in self.nodes if not self.graph.children(node.id)]
+
+    def path(self, node: int) -> list[int]:
+        """The ids from the root to the node."""
+        return self.graph.path(node)
+
+    def tokens(self, path: Sequence[int]) -> list[int]:
+        """The tokens of a path, one after another."""
+        return self.graph.tokens(path)
+
+    def slots(self, path: Sequence[int]) -> list[Slot]:
+        """The slots of a path, counted from its first token."""
+        return self.graph.slots(path)
+
+    @property
+    def turns(self) -> list[Node]:
+        """The nodes that the model said, in the order in which they were committed."""
+        return [node for node in self.nodes if node.is_turn]
+
+    @property
+    def num_images_shown(self) -> int:
+        """Image slots of committed nodes; a node that several turns saw counts once."""
+        return sum(len(node.slots) for node in self.nodes)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(node.num_sampled for node in self.nodes)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all nodes, each node once."""
+        return sum(len(node.token_ids) for node in self.nodes)
+
+    @property
+    def policies(self) -> set[tuple[int, int]]:
+        """Version and epoch of every policy that sampled a token."""
+        return {(span.version, span.epoch) for node in self.nodes for span in node.versions}
+
+    @property
+    def oldest_version(self) -> int | None:
+        """None while nothing is sampled."""
+        return min((version for version, _ in self.policies), default=None)
+
+    @property
+    def newest_version(self) -> int | None:
+        return max((version for version, _ in self.policies), default=None)

@@ -1,0 +1,226 @@
+"""One model call: a prompt that is ready to be sent, and its commit when the answer is there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sightline.errors import Misaligned, PixelMismatch
+from sightline.message import AssistantMessage, Message
+from sightline.render import Renderer, Span
+from sightline.trace.branch import Tip
+from sightline.trace.node import Node, NodeSlot, PolicySpan, check_tiled, float32, int32
+from sightline.wire import Slot
+
+if TYPE_CHECKING:
+    from sightline.trace.trace import Trace
+
+RESAMPLED = "resampled"
+"""The same prompt was asked again."""
+DIVERGED = "diverged"
+"""The messages leave a path that already went on in another way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a turn hangs on the trace, and why it had to be rendered whole."""
+
+    parent: int
+    """The node that the new ones follow."""
+    start: int
+    """Tokens of the prompt before this are the path to the parent."""
+    pixel_digests: list[str | None]
+    """Of the slots before `start`, as recorded."""
+    last_turn: int
+    """The turn that the conversation goes on from."""
+    refused: str = ""
+    """Why bridging was refused; empty when it was not, or not tried."""
+
+
+class Turn:
+    """Changes nothing until `commit`, so that a request that fails loses nothing.
+
+    `prompt_ids` and `slots` are what the engine must see; they are shared with the trace and not
+    to be changed.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        renderer: Renderer,
+        place: Place,
+        prompt_ids: list[int],
+        slots: list[Slot],
+        new_messages: Sequence[Message],
+        spans: Sequence[Span],
+        tools: str,
+    ) -> None:
+        self.trace = trace
+        self.prompt_ids = prompt_ids
+        self.slots = slots
+        self._renderer = renderer
+        self._place = place
+        self._new_messages = new_messages
+        self._tools = tools
+        self._stops = self._check_spans(spans)
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The ids of the prompt that the trace does not hold."""
+        return self.prompt_ids[self._place.start :]
+
+    def commit(
+        self,
+        completion_ids: Sequence[int],
+        logprobs: Sequence[float],
+        versions: Sequence[PolicySpan],
+        finish_reason: str,
+        pixel_digests: Sequence[str | None] | None = None,
+        message: AssistantMessage | None = None,
+    ) -> Node:
+        """Adds the new messages and the model's own to the trace; returns the latter's node.
+
+        `pixel_digests` has one entry per slot of the whole prompt, or is None when the engine
+        cannot say; `message` is the completion, parsed. Raises before anything is added.
+        """
+        completion = list(completion_ids)
+        self._check_completion(completion, logprobs, versions, finish_reason)
+        digests = self._check_digests(pixel_digests)
+        parent, fresh = self._lay_messages(digests)
+        reason = self._place.refused or self._fork(parent, resampled=not fresh)
+
+        header = self.prompt_ids[self._stops[-1] if self._stops else self._place.start :]
+        said = message if message is not None else self._renderer.parse(completion)
+        node = Node(
+            id=len(self.trace.nodes) + len(fresh),
+            parent=fresh[-1].id if fresh else parent,
+            message=said.as_message(),
+            token_ids=int32(header + completion),
+            sampled_start=len(header),
+            logprobs=float32(logprobs),
+            versions=tuple(versions),
+            finish_reason=finish_reason,
+            tools=self.trace.toolset(self._tools),
+        )
+        branches = self.trace.graph
+        for new in (*fresh, node):
+            branches.add(new)
+        if reason:
+            self.trace.forks[reason] = self.trace.forks.get(reason, 0) + 1
+        tip = Tip(self.prompt_ids, completion, self.slots, digests)
+        branches.keep_tip(node.id, tip, instead_of=self._place.last_turn)
+        return node
+
+    def _lay_messages(self, digests: list[str | None]) -> tuple[int, list[Node]]:
+        """The last node that is already there, and nodes for the messages that are not.
+
+        Another turn with the same prompt may have been committed since this one was prepared.
+        """
+        parent, fresh = self._place.parent, list[Node]()
+        start, next_slot = self._place.start, len(self._place.pixel_digests)
+        for message, stop in zip(self._new_messages, self._stops, strict=True):
+            slots = []
+            while next_slot < len(self.slots) and self.slots[next_slot].offset < stop:
+                slot = self.slots[next_slot]
+                slots.append(
+                    NodeSlot(slot.offset - start, slot.length, slot.item, digests[next_slot])
+                )
+                next_slot += 1
+            ids = int32(self.prompt_ids[start:stop])
+            start = stop
+            twin = None if fresh else self.trace.graph.find_child(parent, message, ids.data, slots)
+            if twin is not None:
+                for new, old in zip(slots, twin.slots, strict=True):
+                    self._check_digest(new.item.ref.digest, new.pixel_digest, old.pixel_digest)
+                parent = twin.id
+                continue
+            fresh.append(
+                Node(
+                    id=len(self.trace.nodes) + len(fresh),
+                    parent=fresh[-1].id if fresh else parent,
+                    message=message,
+                    token_ids=ids,
+                    sampled_start=len(ids),
+                    slots=tuple(slots),
+                )
+            )
+        return parent, fresh
+
+    def _fork(self, parent: int, resampled: bool) -> str:
+        """Why the turn is a fork; empty when it just goes on."""
+        siblings = self.trace.graph.children(parent)
+        if not siblings:
+            return ""
+        if resampled and any(self.trace.nodes[node].is_turn for node in siblings):
+            return RESAMPLED
+        return DIVERGED
+
+    def _check_spans(self, spans: Sequence[Span]) -> list[int]:
+        """Where each new message ends. Spans tile the new tokens, slots lie inside them."""
+        stops = [span.stop for span in spans]
+        ends = [self._place.start, *stops]
+        if (
+            len(stops) == len(self._new_messages)
+            and ends == sorted(ends)
+            and 0 < len(self.prompt_ids) >= ends[-1]
+            and (not self.slots or self.slots[-1].end <= ends[-1])
+        ):
+            return stops
+        raise Misaligned(
+            f"trace {self.trace.id}: {len(self._new_messages)} new messages end at {stops}, in "
+            f"{len(self.prompt_ids)} tokens from {self._place.start} on, the last slot at "
+            f"{self.slots[-1].end if self.slots else None}",
+            "this is a bug of the renderer: one span a message, images inside, then the header "
+            "of the assistant's turn",
+        )
+
+    def _check_completion(
+        self,
+        completion: list[int],
+        logprobs: Sequence[float],
+        versions: Sequence[PolicySpan],
+        finish_reason: str,
+    ) -> None:
+        who = f"turn of trace {self.trace.id}"
+        if not completion or len(logprobs) != len(completion) or not finish_reason:
+            raise Misaligned(
+                f"{who}: {len(completion)} tokens, {len(logprobs)} logprobs, finish reason "
+                f"{finish_reason!r}",
+                "the engine must give tokens, one logprob each, and why it ended; ask it again",
+            )
+        if not math.isfinite(sum(logprobs)):
+            raise Misaligned(
+                f"{who}: a logprob is not finite", "look for NaN in the engine's weights"
+            )
+        check_tiled(versions, len(completion), who)
+        if pads := set(self._renderer.pad_token_ids).intersection(completion):
+            raise Misaligned(
+                f"{who}: image pads {sorted(pads)} were sampled",
+                "the engine must mask the renderer's pad_token_ids out of its logits",
+            )
+
+    def _check_digests(self, given: Sequence[str | None] | None) -> list[str | None]:
+        """One digest per slot; those of old slots are the ones recorded when they were new."""
+        digests: list[str | None] = [None] * len(self.slots) if given is None else list(given)
+        if len(digests) != len(self.slots):
+            raise Misaligned(
+                f"turn of trace {self.trace.id}: {len(digests)} pixel digests for "
+                f"{len(self.slots)} slots",
+                "the engine must give one digest a slot of the prompt, in their order",
+            )
+        known = self._place.pixel_digests
+        if digests[: len(known)] != known:
+            for i, recorded in enumerate(known):
+                self._check_digest(self.slots[i].item.ref.digest, digests[i], recorded)
+        return known + digests[len(known) :]
+
+    def _check_digest(self, image: str, given: str | None, recorded: str | None) -> None:
+        if None not in (given, recorded) and given != recorded:
+            raise PixelMismatch(
+                f"trace {self.trace.id}: the engine now makes pixels {given} of image "
+                f"{image[:12]}, earlier {recorded}",
+                "all engines of a run must have the same version of sightline and Pillow, and "
+                "the same processor settings",
+            )

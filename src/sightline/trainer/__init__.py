@@ -1,0 +1,1 @@
+"""PROCESS: batches of samples in, weights out. `build` constructs, `loop` runs."""

@@ -1,0 +1,87 @@
+"""Constructs the trainer's parts from a run file. No flow here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from sightline.compute.model import load_model, pick_device
+from sightline.config import Model, RunFile, Trainer
+from sightline.families import load_family, load_renderer
+from sightline.media import MediaStore
+from sightline.monitor import EventLog, RunDir
+from sightline.pack import Cost
+from sightline.pixels import Materializer
+from sightline.trainer.checkpoint import Checkpoints, Ledger
+from sightline.trainer.feed import Feed, Preparer
+from sightline.trainer.keeper import Keeper
+from sightline.trainer.learner import Learner
+from sightline.trainer.loop import Parts
+from sightline.trainer.optimizer import build_optimizer
+from sightline.wire.control import Announce, Control
+
+MEGABYTE = 1 << 20
+
+
+def build_learner(model: Model, trainer: Trainer, store: MediaStore, steps: int) -> Learner:
+    device = torch.device(pick_device(trainer.device))
+    family = load_family(model.path, **model.overrides())
+    renderer = load_renderer(model.path, store, **model.overrides())
+    forward = load_model(model.path, family, str(device), model.dtype)
+    forward.model.train()
+    reference = None
+    if trainer.kl_weight > 0:
+        reference = load_model(model.path, family, str(device), model.dtype)
+        reference.model.eval().requires_grad_(False)
+    return Learner(
+        forward=forward,
+        reference=reference,
+        optimizer=build_optimizer(forward, trainer, model.train_vision),
+        family=family,
+        config=trainer,
+        steps=steps,
+        pad_ids=renderer.pad_token_ids,
+        vocab_size=renderer.vocab_size,
+        device=device,
+    )
+
+
+def build(
+    config: RunFile,
+    run_dir: RunDir,
+    announcements: Callable[[], Announce | None],
+    send: Callable[[Control], None],
+) -> Parts:
+    store = MediaStore(Path(config.media.root or run_dir.media))
+    learner = build_learner(config.model, config.trainer, store, config.run.steps)
+    checkpoints = Checkpoints(run_dir.checkpoints, config.trainer.keep_checkpoints)
+    state = checkpoints.load(learner.forward.model, learner.optimizer)
+    preparer = Preparer(
+        family=learner.family,
+        materializer=Materializer(
+            learner.family, store, config.trainer.pixel_cache_mb * MEGABYTE
+        ),
+        limit=Cost(config.trainer.micro_batch_tokens, config.trainer.micro_batch_patches),
+        max_bad_fraction=config.media.max_bad_fraction,
+    )
+    keeper = Keeper(
+        run_dir=run_dir,
+        learner=learner,
+        checkpoints=checkpoints,
+        ledger=Ledger(run_dir.ledger, state.step),
+        events=EventLog(run_dir.metrics, "trainer"),
+        send=send,
+        source=Path(config.model.path),
+        checkpoint_every=config.trainer.checkpoint_every,
+        train_vision=config.model.train_vision,
+        checkpoint_step=state.step,
+        materializer=preparer.materializer,
+    )
+    return Parts(
+        feed=Feed(announcements, preparer, state.step + 1),
+        learner=learner,
+        keeper=keeper,
+        first_step=state.step,
+    )

@@ -1,0 +1,224 @@
+"""One optimizer step: forward, loss and backward over micro-batches, then the update.
+
+Letters: T tokens, S trained tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from sightline.compute.attention import pattern_of
+from sightline.compute.logprobs import chunked_log_softmax
+from sightline.config import Trainer
+from sightline.errors import Misaligned
+from sightline.families import Family, Forward
+from sightline.trainer import loss as losses
+from sightline.trainer.checks import check_micro_batch
+from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
+from sightline.trainer.optimizer import learning_rate
+from sightline.wire.array import Array
+from sightline.wire.micro_batch import MicroBatch, Origin
+from sightline.wire.score import StepScores
+
+
+@dataclass(slots=True)
+class Stepped:
+    """What a step did."""
+
+    metrics: dict[str, float | None]
+    scores: StepScores
+
+
+def hidden_of(
+    forward: Forward, ready: ReadyMicroBatch, family: Family, device: torch.device
+) -> torch.Tensor:
+    """The hidden states (S, H) that predict the trained tokens. Each image is encoded once."""
+    batch = ready.batch
+    token_ids = torch.from_numpy(batch.token_ids.numpy().astype(np.int64)).to(device)[None]
+    positions = torch.from_numpy(batch.positions.numpy().astype(np.int64)).to(device)[:, None]
+    features = places = None
+    if ready.patches is not None:
+        patches = torch.from_numpy(ready.patches).to(device)
+        encoded = forward.encode(patches, [entry.item.grid for entry in batch.items])
+        index, where = _places(batch, family)
+        if int(index.max()) >= len(encoded):
+            raise Misaligned(
+                f"micro-batch of step {batch.step}: {len(encoded)} features for "
+                f"{int(index.max()) + 1} visual tokens",
+                "the family's num_tokens and its vision tower disagree",
+            )
+        features = encoded[torch.from_numpy(index).to(device)]
+        places = torch.from_numpy(where).to(device)
+    pattern = pattern_of(batch.subtree_end.numpy(), device)
+    hidden = forward.hidden(token_ids, positions, features, places, pattern)[0]
+    predicting = batch.parent.numpy()[batch.trained.numpy()].astype(np.int64)
+    return hidden[torch.from_numpy(predicting).to(device)]
+
+
+def _places(batch: MicroBatch, family: Family) -> tuple[np.ndarray, np.ndarray]:
+    """For each visual token of the pack the row of its feature, and its place, ascending."""
+    counts = [family.num_tokens(entry.item) for entry in batch.items]
+    firsts = np.cumsum([0, *counts])
+    slots = sorted(batch.slots, key=lambda slot: slot.offset)
+    index = np.concatenate([firsts[s.item] + np.arange(s.length) for s in slots])
+    where = np.concatenate([s.offset + np.arange(s.length) for s in slots])
+    return index.astype(np.int64), where.astype(np.int64)
+
+
+@dataclass
+class Learner:
+    """Holds the model, its optimizer and, where the loss wants one, a frozen reference."""
+
+    forward: Forward
+    reference: Forward | None
+    optimizer: torch.optim.AdamW
+    family: Family
+    config: Trainer
+    steps: int
+    pad_ids: tuple[int, ...]
+    vocab_size: int
+    device: torch.device
+    banned: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.banned = torch.tensor(self.pad_ids, dtype=torch.long, device=self.device)
+
+    def step(self, ready: ReadyBatch) -> Stepped:
+        """Turns policy version step-1 into version step."""
+        began = time.monotonic()
+        sums: defaultdict[str, float] = defaultdict(float)
+        scored: list[tuple[MicroBatch, np.ndarray]] = []
+        self.optimizer.zero_grad(set_to_none=True)
+        for micro_batch in ready.micro_batches:
+            check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
+            if len(micro_batch.batch.trained):
+                scored.append((micro_batch.batch, self._backward(micro_batch, ready.step, sums)))
+        norm = self.update(ready.step)
+        metrics = self._metrics(ready, sums)
+        metrics["grad_norm"] = norm
+        metrics["compute_s"] = time.monotonic() - began
+        return Stepped(metrics, _scores(ready.step, scored))
+
+    def _backward(
+        self, ready: ReadyMicroBatch, step: int, sums: defaultdict[str, float]
+    ) -> np.ndarray:
+        batch = ready.batch
+        hidden = hidden_of(self.forward, ready, self.family, self.device)
+        reference = None
+        if self.reference is not None:
+            with torch.no_grad():
+                reference = hidden_of(self.reference, ready, self.family, self.device)
+        tokens = _tensor(batch.token_ids.numpy()[batch.trained.numpy()], self.device).long()
+        old = _tensor(batch.logprobs.numpy(), self.device)
+        advantages = _tensor(batch.advantages.numpy(), self.device)
+        weight = _tensor(batch.loss_weight.numpy(), self.device)
+        own = _tensor(batch.versions.numpy(), self.device) == step - 1
+        total = hidden.new_zeros((), dtype=torch.float32)
+        chosen: list[torch.Tensor] = []
+        for part, log_p in chunked_log_softmax(
+            self.forward, hidden, self.banned, batch.temperature
+        ):
+            logprobs = log_p.gather(-1, tokens[part, None]).squeeze(-1)
+            token_loss, clipped = losses.clipped_policy_loss(
+                logprobs, old[part], advantages[part], self.config.clip_low, self.config.clip_high
+            )
+            if self.reference is not None and reference is not None:
+                with torch.no_grad():
+                    logits = self.reference.logits(reference[part]).float()
+                    logits = logits.index_fill(-1, self.banned, float("-inf"))
+                    log_q = torch.log_softmax(logits / batch.temperature, dim=-1)
+                kl = losses.exact_kl(log_p, log_q, self.banned)
+                token_loss = token_loss + self.config.kl_weight * kl
+                sums["kl_ref"] += float(kl.detach().sum())
+            total = total + (token_loss * weight[part]).sum()
+            _measure(sums, log_p, logprobs, old[part], own[part], clipped, self.banned)
+            chosen.append(logprobs.detach())
+        if not torch.isfinite(total):
+            raise Misaligned(
+                f"step {step}: the loss is {float(total)}",
+                "lower [trainer] lr; the last checkpoint is whole",
+            )
+        total.backward()  # type: ignore[no-untyped-call]
+        sums["loss"] += float(total.detach())
+        return torch.cat(chosen).cpu().numpy()
+
+    def update(self, step: int) -> float:
+        """Clips and applies the gradients, and returns their norm before clipping."""
+        parameters = [p for p in self.forward.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.config, step, self.steps)
+        self.optimizer.step()
+        return float(norm)
+
+    def _metrics(
+        self, ready: ReadyBatch, sums: defaultdict[str, float]
+    ) -> dict[str, float | None]:
+        num = max(sums["tokens"], 1.0)
+        fresh, older = sums["fresh_tokens"], sums["older_tokens"]
+        packed = [m.batch for m in ready.micro_batches]
+        return {
+            "loss": sums["loss"],
+            "entropy": sums["entropy"] / num,
+            "clip_fraction": sums["clipped"] / num,
+            "kl_ref": sums["kl_ref"] / num if self.reference is not None else None,
+            # Null, not 0, when no token was sampled by the version that the trainer holds.
+            "mismatch_kl": sums["fresh_kl"] / fresh if fresh else None,
+            "lag_kl": sums["older_kl"] / older if older else None,
+            "lr": learning_rate(self.config, ready.step, self.steps),
+            "trained_tokens": sums["tokens"],
+            "tokens": float(sum(len(batch.token_ids) for batch in packed)),
+            "micro_batches": float(len(packed)),
+            "samples": float(ready.num_samples),
+            "images": float(ready.num_slots),
+            "distinct_images": float(ready.num_images),
+        }
+
+
+def _measure(
+    sums: defaultdict[str, float],
+    log_p: torch.Tensor,
+    logprobs: torch.Tensor,
+    old: torch.Tensor,
+    own: torch.Tensor,
+    clipped: torch.Tensor,
+    banned: torch.Tensor,
+) -> None:
+    with torch.no_grad():
+        kl = losses.mismatch_kl(logprobs, old)
+        sums["tokens"] += len(logprobs)
+        sums["entropy"] += float(losses.entropy(log_p, banned).sum())
+        sums["clipped"] += float(clipped.sum())
+        sums["fresh_tokens"] += float(own.sum())
+        sums["older_tokens"] += float((~own).sum())
+        sums["fresh_kl"] += float(kl[own].sum())
+        sums["older_kl"] += float(kl[~own].sum())
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array.copy()).to(device)
+
+
+def _scores(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -> StepScores:
+    origins: list[Origin] = []
+    at = 0
+    for batch, logprobs in scored:
+        for o in batch.origins:
+            origins.append(Origin(o.trace_id, o.node, o.start + at, o.stop + at))
+        at += len(logprobs)
+    trainer = np.concatenate([lp for _, lp in scored]) if scored else np.zeros(0)
+    sampler = [batch.logprobs.numpy() for batch, _ in scored]
+    advantages = [batch.advantages.numpy() for batch, _ in scored]
+    empty = np.zeros(0, dtype=np.float32)
+    return StepScores(
+        step=step,
+        origins=origins,
+        logprobs=Array.of(trainer, "float32"),
+        ratios=Array.of(np.exp(trainer - np.concatenate(sampler or [empty])), "float32"),
+        advantages=Array.of(np.concatenate(advantages or [empty]), "float32"),
+    )

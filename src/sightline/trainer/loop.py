@@ -1,0 +1,66 @@
+"""The trainer's flow. Step k turns policy version k-1 into version k.
+
+    orchestrator --batch k--> feed --ready k--> loop --weights k--> disk --published k--> orchestrator
+      feed waits for: the announcement of batch k     unblocked by: the orchestrator
+      loop waits for: ready batch k                   unblocked by: feed (pixels made ahead)
+
+A batch stays on disk until a checkpoint covers it. After a kill the trainer starts from its last
+checkpoint and the orchestrator announces the later batches again, in their order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from sightline.trainer.feed import ReadyBatch
+from sightline.trainer.learner import Stepped
+
+
+class Learns(Protocol):
+    def step(self, ready: ReadyBatch) -> Stepped: ...
+
+
+class Keeps(Protocol):
+    """What outlasts the process: ledger, scores, weights, checkpoints."""
+
+    def record(self, ready: ReadyBatch, stepped: Stepped) -> None: ...
+
+    def publish(self, step: int) -> None: ...
+
+    def announce(self, metrics: dict[str, float | None] | None = None) -> None: ...
+
+    def checkpoint(self, step: int, last: bool = False) -> None: ...
+
+    def report(
+        self, ready: ReadyBatch, stepped: Stepped, busy: tuple[float, float], publish_s: float
+    ) -> None: ...
+
+    def finish(self, step: int) -> None: ...
+
+
+@dataclass
+class Parts:
+    feed: Iterable[ReadyBatch]
+    learner: Learns
+    keeper: Keeps
+    first_step: int
+    """The step of the checkpoint that the run goes on from; 0 at the start."""
+
+
+def run(parts: Parts) -> None:
+    """Trains until the orchestrator announces no more."""
+    step = parts.first_step
+    for ready in parts.feed:
+        began = time.time()
+        stepped = parts.learner.step(ready)
+        step = ready.step
+        trained = time.time()
+        parts.keeper.record(ready, stepped)
+        parts.keeper.publish(step)
+        parts.keeper.checkpoint(step)
+        parts.keeper.report(ready, stepped, (began, trained), time.time() - trained)
+    parts.keeper.checkpoint(step, last=True)
+    parts.keeper.finish(step)

@@ -1,0 +1,126 @@
+"""Channels over ZMQ: ROUTER at the hub, DEALER at the spokes.
+
+A spoke says hello first, so the hub knows it before it sends: there is no slow joiner.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import zmq
+import zmq.asyncio
+
+from sightline.errors import ConfigError, ProcessFailed
+
+_NO_LIMIT = 0
+
+
+class AsyncHub:
+    """The hub of an asyncio process."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._socket.set(zmq.SNDHWM, _NO_LIMIT)
+        self._socket.set(zmq.RCVHWM, _NO_LIMIT)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"cannot bind {address}: {error}", "stop what uses the port, or choose another"
+            ) from error
+
+    async def send(self, peer: str, data: bytes) -> None:
+        try:
+            await self._socket.send_multipart([peer.encode(), data])
+        except zmq.ZMQError as error:
+            raise ProcessFailed(
+                f"no process {peer!r} is connected: {error}", "look at its log in logs/"
+            ) from error
+
+    async def receive(self) -> tuple[str, bytes]:
+        peer, data = await self._socket.recv_multipart()
+        return peer.decode(), data
+
+    def close(self) -> None:
+        self._socket.close(linger=1000)
+
+
+class AsyncSpoke:
+    """A spoke of an asyncio process."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        _set_up(self._socket, name)
+        self._socket.connect(address)
+
+    async def send(self, data: bytes) -> None:
+        await self._socket.send(data)
+
+    async def receive(self) -> bytes:
+        return await self._socket.recv()
+
+    def close(self) -> None:
+        self._socket.close(linger=1000)
+
+
+class Spoke:
+    """A spoke of a process with threads. A thread of its own holds the socket."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self._context = zmq.Context()
+        self._in: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._wake_address = f"inproc://wake-{id(self)}"
+        self._wake_lock = threading.Lock()
+        listener = self._context.socket(zmq.PAIR)
+        listener.bind(self._wake_address)
+        self._wake = self._context.socket(zmq.PAIR)
+        self._wake.connect(self._wake_address)
+        self._thread = threading.Thread(
+            target=self._carry, args=(address, name, listener), daemon=True, name="spoke"
+        )
+        self._thread.start()
+
+    def send(self, data: bytes) -> None:
+        with self._wake_lock:
+            self._wake.send(data)
+
+    def receive(self, timeout_s: float | None = None) -> bytes | None:
+        """The next message, or None when `timeout_s` has passed."""
+        try:
+            return self._in.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """Sends what is waiting, then ends."""
+        with self._wake_lock:
+            self._wake.send(b"")
+        self._thread.join(timeout=5)
+        self._wake.close(linger=0)
+
+    def _carry(self, address: str, name: str, listener: zmq.Socket[bytes]) -> None:
+        socket = self._context.socket(zmq.DEALER)
+        _set_up(socket, name)
+        socket.connect(address)
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(listener, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if listener in ready:
+                data = listener.recv()
+                if not data:
+                    break
+                socket.send(data)
+            if socket in ready:
+                self._in.put(socket.recv())
+        socket.close(linger=2000)
+        listener.close(linger=0)
+
+
+def _set_up(socket: zmq.Socket[bytes], name: str) -> None:
+    socket.set(zmq.IDENTITY, name.encode())
+    socket.set(zmq.SNDHWM, _NO_LIMIT)
+    socket.set(zmq.RCVHWM, _NO_LIMIT)

@@ -1,0 +1,99 @@
+"""Short messages between the processes of a run."""
+
+from __future__ import annotations
+
+from typing import Any, Union
+
+import msgspec
+
+from sightline.media import MediaRef
+
+
+class Announce(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="announce"):
+    """Orchestrator to trainer: the batch of `step` is on disk."""
+
+    step: int
+    path: str
+    digest: str
+
+
+class Finish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finish"):
+    """Orchestrator to trainer: no batch follows; write a checkpoint and end."""
+
+    last_step: int
+
+
+class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="published"):
+    """Trainer to orchestrator: the weights of `version` are on disk."""
+
+    version: int
+    epoch: int
+    manifest: str
+    metrics: dict[str, float | None]
+    checkpoint_step: int
+    """The newest step that a checkpoint covers; batches up to it may go."""
+
+
+class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
+    """A worker or the trainer has started and listens."""
+
+    who: str
+    version: int = 0
+
+
+class Finished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finished"):
+    """Trainer to orchestrator: the last checkpoint is written."""
+
+    step: int
+
+
+class Play(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="play"):
+    """Orchestrator to worker: play one task once."""
+
+    rollout_id: str
+    group_id: str
+    task: int
+    """Index of the task."""
+    split: str
+    """`train` or `eval`."""
+    seed: int
+    temperature: float
+    exchanged: tuple[MediaRef, ...] = ()
+    """Images to show in place of the task's own, in order: tells whether a model looks."""
+
+
+class Played(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="played"):
+    """Worker to orchestrator: the trace of a rollout, finished or broken."""
+
+    rollout_id: str
+    group_id: str
+    trace: bytes
+    """An encoded trace; its images are references."""
+    error: str = ""
+    """Why the rollout broke; empty when it did not."""
+    error_kind: str = ""
+    stats: dict[str, Any] = {}
+
+
+class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cancel"):
+    """Orchestrator to worker: these rollouts are of no use any more; empty means all."""
+
+    rollout_ids: tuple[str, ...] = ()
+
+
+class Quit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="quit"):
+    """End in order."""
+
+
+Control = Union[Announce, Finish, Published, Ready, Finished, Play, Played, Cancel, Quit]
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Control)
+
+
+def encode(message: Control) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Control:
+    return _decoder.decode(data)

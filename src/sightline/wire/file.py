@@ -1,0 +1,33 @@
+"""Files are a wire too: written whole or not at all, so that no reader meets a half."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Temporary file in the same folder, fsync, rename."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with open(part, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """One whole line by one write; a kill can tear at most the last line of the file."""
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(handle, line + b"\n")
+    finally:
+        os.close(handle)
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """The whole lines of an appended file; a torn last one is left out."""
+    if not path.is_file():
+        return []
+    data = path.read_bytes()
+    return data[: data.rfind(b"\n") + 1].splitlines()

@@ -1,0 +1,160 @@
+"""The generate protocol: vLLM's `/inference/v1/generate` shape, with references for pixels."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sightline.errors import Misaligned
+from sightline.wire.item import MediaItem, Slot, check_slots
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 or -1: off."""
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = 0
+    """0: of the sampled token only; null: none."""
+    n: int = 1
+    detokenize: bool = False
+    skip_reading_prefix_cache: bool | None = None
+
+
+class Placeholder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    offset: int
+    length: int
+
+
+class Features(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Lists per modality, in step with one another: hash, place and reference of each slot."""
+
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[Placeholder]]
+    kwargs_data: dict[str, list[str]]
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    token_ids: list[int]
+    sampling_params: SamplingParams
+    features: Features | None = None
+    request_id: str = ""
+    model: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: list[int],
+        slots: list[Slot],
+        params: SamplingParams,
+        modality: str = "image",
+        request_id: str = "",
+    ) -> GenerateRequest:
+        features = None
+        if slots:
+            features = Features(
+                mm_hashes={modality: [slot.item.key for slot in slots]},
+                mm_placeholders={modality: [Placeholder(s.offset, s.length) for s in slots]},
+                kwargs_data={modality: [slot.item.to_raw() for slot in slots]},
+            )
+        return cls(
+            token_ids=token_ids, sampling_params=params, features=features, request_id=request_id
+        )
+
+    def slots(self) -> list[Slot]:
+        """The slots of the request, checked: counts, order, bounds and keys."""
+        if self.features is None:
+            return []
+        hashes, places, raws = (
+            self.features.mm_hashes,
+            self.features.mm_placeholders,
+            self.features.kwargs_data,
+        )
+        if not (hashes.keys() == places.keys() == raws.keys()):
+            raise Misaligned(
+                "features name different modalities in their three lists", "send the same in each"
+            )
+        slots: list[Slot] = []
+        for modality in hashes:
+            counts = (len(hashes[modality]), len(places[modality]), len(raws[modality]))
+            if len(set(counts)) != 1:
+                raise Misaligned(
+                    f"features.*.{modality} hold {counts} entries", "send one entry a slot in each"
+                )
+            for i, (key, place, raw) in enumerate(
+                zip(hashes[modality], places[modality], raws[modality], strict=True)
+            ):
+                item = MediaItem.from_raw(raw)
+                if key != item.key:
+                    raise Misaligned(
+                        f"features.mm_hashes.{modality}[{i}] is not the key of its item",
+                        "send MediaItem.key: SHA-256 over media digest and fingerprint",
+                    )
+                slots.append(Slot(place.offset, place.length, item))
+        check_slots(slots, len(self.token_ids))
+        return slots
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    token_id: int
+    logprob: float
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    content: list[TokenLogprob]
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Output tokens [start, end) were sampled by the weights called `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Choice(msgspec.Struct, frozen=True):
+    index: int
+    token_ids: list[int]
+    finish_reason: str
+    """stop, length or abort."""
+    logprobs: Logprobs | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
+class SightlineAnswer(msgspec.Struct, frozen=True):
+    """What stands beside vLLM's own fields."""
+
+    pixel_digests: list[str]
+    """One per slot of the request, in their order."""
+    cached_tokens: int = 0
+    """Prompt tokens whose keys and values the engine still had."""
+
+
+class GenerateResponse(msgspec.Struct, frozen=True):
+    """Read leniently: an engine may say more than we know."""
+
+    request_id: str
+    choices: list[Choice]
+    sightline: SightlineAnswer | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    """Stable; listed in docs/serving.md."""
+    code: int
+    fix: str = ""
+
+
+class ErrorAnswer(msgspec.Struct, frozen=True):
+    error: ErrorBody
+
+
+class AdoptRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tells an engine to take the weights of a manifest."""
+
+    manifest: str
+    """Path of the manifest file, as the server sees it."""

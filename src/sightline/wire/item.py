@@ -1,0 +1,84 @@
+"""The descriptor of an image that travels, and the run of tokens that it fills."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from sightline.errors import Misaligned, WireError
+from sightline.media import MediaRef
+
+ITEM_SCHEMA = 1
+RAW_PREFIX = "mmraw:"
+
+
+class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An image as one family lays it out. Holds no pixels, and cannot: unknown fields are refused."""
+
+    ref: MediaRef
+    family: str
+    grid: tuple[int, int, int]
+    """Patches along time, height and width."""
+    fingerprint: str
+    """Names the processor settings that turn the image into exactly these patches."""
+    schema: int = ITEM_SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.schema != ITEM_SCHEMA:
+            raise WireError(
+                f"media item of schema {self.schema}, this is {ITEM_SCHEMA}",
+                "run the same version of sightline on both sides",
+            )
+        if min(self.grid) < 1:
+            raise Misaligned(f"media item with grid {self.grid}", "make items with family.item")
+
+    @property
+    def key(self) -> str:
+        """Binds content and processing: SHA-256 over media digest and fingerprint."""
+        return hashlib.sha256(f"{self.ref.digest}:{self.fingerprint}".encode()).hexdigest()
+
+    def to_raw(self) -> str:
+        return RAW_PREFIX + _encoder.encode(self).decode()
+
+    @classmethod
+    def from_raw(cls, raw: str) -> MediaItem:
+        if not raw.startswith(RAW_PREFIX):
+            raise WireError(
+                f"a media item that starts {raw[:12]!r}", f"send {RAW_PREFIX!r} and the item's JSON"
+            )
+        try:
+            return _decoder.decode(raw[len(RAW_PREFIX) :])
+        except msgspec.MsgspecError as error:
+            raise WireError(f"not a media item: {error}", "make it with MediaItem.to_raw") from error
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(MediaItem)
+
+
+class Slot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The run of tokens that one image fills: the pads only, not the marks around them."""
+
+    offset: int
+    length: int
+    item: MediaItem
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+    def moved(self, by: int) -> Slot:
+        return Slot(offset=self.offset + by, length=self.length, item=self.item)
+
+
+def check_slots(slots: list[Slot], num_tokens: int) -> None:
+    """Slots are sorted, apart from one another and inside the tokens."""
+    last = 0
+    for i, slot in enumerate(slots):
+        if slot.length < 1 or slot.offset < last or slot.end > num_tokens:
+            raise Misaligned(
+                f"slot {i} covers tokens {slot.offset} to {slot.end}, after {last}, of {num_tokens}",
+                "slots must be sorted, must not overlap and must lie inside the tokens",
+            )
+        last = slot.end

@@ -1,0 +1,45 @@
+"""The manifest of a published set of weights: written last, so that what it names is whole."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sightline.errors import WireError
+
+WEIGHTS_SCHEMA = 1
+MANIFEST = "manifest.json"
+
+
+class WeightFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    nbytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: int
+    """Policy after so many optimizer steps."""
+    vision_version: int
+    """The version at which the vision tower last changed."""
+    files: list[WeightFile]
+    epoch: int = 0
+    """Grows when a version has to be made again and comes out with other bits."""
+    schema: int = WEIGHTS_SCHEMA
+
+    def __post_init__(self) -> None:
+        if self.schema != WEIGHTS_SCHEMA:
+            raise WireError(
+                f"weights of schema {self.schema}, this is {WEIGHTS_SCHEMA}",
+                "run the same version of sightline in trainer and server",
+            )
+
+    @property
+    def label(self) -> str:
+        """The name of the version on the generate protocol: `7`, or `7.1` for its epoch 1."""
+        return f"{self.version}.{self.epoch}" if self.epoch else str(self.version)
+
+
+def version_of_label(label: str) -> tuple[int, int]:
+    """Version and epoch of a label."""
+    version, _, epoch = label.partition(".")
+    return int(version), int(epoch or 0)

@@ -1,0 +1,109 @@
+"""Fixtures that every suite may use, and the rule about skipped tests in CI."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import settings as hypothesis_settings
+
+if TYPE_CHECKING:
+    from sightline.media import MediaStore
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Before torch or a tokenizer is imported, and inherited by the processes that tests start: two
+# cores are shared by everything here, and nothing may look for the network.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A busy machine is no failure of the code under test.
+hypothesis_settings.register_profile("sightline", deadline=None)
+hypothesis_settings.load_profile("sightline")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny Qwen-VL checkpoint, written once; do not change it."""
+    from sightline.families.registry import write_tiny
+
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    write_tiny("qwen_vl", path, seed=0)
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> MediaStore:
+    """An empty store."""
+    from sightline.media import MediaStore
+
+    return MediaStore(tmp_path / "media")
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of reference material beside the checkout."""
+    path = ROOT.parent / "shared"
+    if not path.is_dir():
+        pytest.skip("there is no folder `shared` beside the checkout")
+    return path
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+# In CI a skipped test is a failure, unless its reason names what CI cannot have.
+
+EXCUSES = ("gpu", "shared")
+
+
+class SkipJudge:
+    """Collects the skips that have no excuse and turns them into a failed session."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def saw(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if not report.skipped or hasattr(report, "wasxfail"):
+            return
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not any(excuse in reason.lower() for excuse in EXCUSES):
+            self.found.append(f"{report.nodeid}: {reason}")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.saw(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.saw(report)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+        yield
+        if self.found and session.exitstatus in (
+            pytest.ExitCode.OK,
+            pytest.ExitCode.NO_TESTS_COLLECTED,
+        ):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.found:
+            terminalreporter.section("skipped in CI without an excuse", red=True)
+            for line in self.found:
+                terminalreporter.write_line(line)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("CI"):
+        config.pluginmanager.register(SkipJudge(), "skip-judge")

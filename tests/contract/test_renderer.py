@@ -1,0 +1,450 @@
+"""What every renderer promises, on every checkpoint of conftest.
+
+1. Its tokens are those of the chat template, each image pad repeated for its image.
+2. Spans tile the tokens, slots lie on pads, and trained tokens are the assistant's own.
+3. `bridge` appends to what was sampled and never changes it.
+4. `parse` gives back what `render` wrote.
+5. What it cannot express it refuses, with the path.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from sightline import MediaRefused, MessageError
+from sightline.message import assistant, system, user
+from sightline.render import Bridged, Refused
+from sightline.wire.item import check_slots
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "tokens.json"
+
+many = settings(max_examples=200, deadline=None)
+some = settings(max_examples=60, deadline=None)
+
+# Letters whole and with combining accents, blanks and newlines that merge, quotes, an emoji.
+# Without ">" no text spells an added token: there we differ from the template on purpose.
+ALPHABET = string.ascii_letters + string.digits + " \n\t.,:;'\"{}<|/\\_-" + "ée\u0301漢字🙂ß"
+texts = st.text(ALPHABET, max_size=24)
+words = st.text(string.ascii_lowercase + "_", min_size=1, max_size=8)
+
+
+@st.composite
+def parts(draw: st.DrawFn, num_images: int = 6) -> str | list[dict[str, Any]]:
+    """The content of a message, as text or as parts with images of conftest's sizes."""
+    if draw(st.booleans()):
+        return draw(texts)
+    image = st.integers(0, num_images - 1).map(lambda i: {"type": "image_url", "image_url": i})
+    words = st.text(ALPHABET, min_size=1, max_size=12).map(lambda t: {"type": "text", "text": t})
+    return draw(st.lists(image | words, min_size=1, max_size=4))
+
+
+@st.composite
+def assistants(draw: st.DrawFn) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": draw(texts)}
+    arguments = st.dictionaries(words, texts | st.integers(), max_size=2)
+    calls = draw(st.lists(st.tuples(words, arguments), max_size=2))
+    if calls:
+        message["tool_calls"] = [
+            {"type": "function", "function": {"name": name, "arguments": values}}
+            for name, values in calls
+        ]
+    return message
+
+
+asked = st.builds(lambda content: {"role": "user", "content": content}, parts())
+answered = st.builds(lambda content: {"role": "tool", "content": content}, parts())
+systems = st.builds(lambda content: {"role": "system", "content": content}, texts)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+    head = draw(st.lists(systems, max_size=1))
+    return head + draw(st.lists(asked | assistants() | answered, min_size=not head, max_size=6))
+
+
+toolboxes = st.lists(
+    st.fixed_dictionaries(
+        {
+            "type": st.just("function"),
+            "function": st.fixed_dictionaries({"name": words, "description": texts}),
+        }
+    ),
+    max_size=2,
+)
+
+
+def placed(messages: list[dict[str, Any]], checkpoint: Any) -> list[dict[str, Any]]:
+    """The messages with the url of a stored image in the place of its number."""
+
+    def part(given: dict[str, Any]) -> dict[str, Any]:
+        if given["type"] == "text":
+            return given
+        return {"type": "image_url", "image_url": {"url": checkpoint.refs[given["image_url"]].url}}
+
+    return [
+        {**m, "content": [part(p) for p in m["content"]]} if isinstance(m["content"], list) else m
+        for m in messages
+    ]
+
+
+# -- tokens
+
+
+@many
+@given(messages=conversations(), tools=toolboxes, prompt=st.booleans())
+def test_tokens_are_those_of_the_checkpoints_own_template(
+    checkpoint: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]], prompt: bool
+) -> None:
+    messages = placed(messages, checkpoint)
+    rendered = checkpoint.renderer.render(messages, tools, generation_prompt=prompt)
+    assert rendered.token_ids == checkpoint.template_ids(messages, tools, prompt)
+
+
+@many
+@given(messages=conversations(), tools=toolboxes, prompt=st.booleans())
+def test_tokens_are_those_of_the_published_template(
+    checkpoint: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]], prompt: bool
+) -> None:
+    published = checkpoint.case.published_template
+    if published is None or not published.is_file():
+        pytest.skip("the published chat template is not on this machine")
+    messages = placed(messages, checkpoint)
+    rendered = checkpoint.renderer.render(messages, tools, generation_prompt=prompt)
+    want = checkpoint.template_ids(messages, tools, prompt, published.read_text())
+    assert rendered.token_ids == want
+
+
+def test_tokens_are_those_written_down(checkpoint: Any) -> None:
+    golden = json.loads(GOLDEN.read_text())[checkpoint.case.name]
+    for entry in golden:
+        messages = placed(entry["messages"], checkpoint)
+        assert checkpoint.renderer.render(messages).token_ids == entry["token_ids"]
+
+
+@some
+@given(messages=conversations(), tools=toolboxes)
+def test_spans_tile_the_tokens(
+    checkpoint: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
+) -> None:
+    messages = placed(messages, checkpoint)
+    rendered = checkpoint.renderer.render(messages, tools, generation_prompt=False)
+    assert len(rendered.spans) == len(messages)
+    edges = [0, *(span.stop for span in rendered.spans)]
+    assert edges[:-1] == [span.start for span in rendered.spans]
+    assert edges[-1] == len(rendered.token_ids)
+    prompted = checkpoint.renderer.render(messages, tools)
+    assert prompted.spans == rendered.spans
+    assert prompted.token_ids[: edges[-1]] == rendered.token_ids
+
+
+@some
+@given(messages=conversations())
+def test_slots_cover_the_pads_and_nothing_else(
+    checkpoint: Any, messages: list[dict[str, Any]]
+) -> None:
+    rendered = checkpoint.renderer.render(placed(messages, checkpoint))
+    check_slots(rendered.slots, len(rendered.token_ids))
+    pad = checkpoint.renderer.pad_token_ids[0]
+    covered = [i for slot in rendered.slots for i in range(slot.offset, slot.end)]
+    assert covered == [i for i, token in enumerate(rendered.token_ids) if token == pad]
+    for slot in rendered.slots:
+        checkpoint.family.check_item(slot.item)
+        assert slot.length == checkpoint.family.num_tokens(slot.item)
+
+
+@some
+@given(messages=conversations())
+def test_trained_tokens_decode_to_what_the_assistant_says(
+    checkpoint: Any, messages: list[dict[str, Any]]
+) -> None:
+    rendered = checkpoint.renderer.render(placed(messages, checkpoint))
+    said = [m for m in messages if m["role"] == "assistant"]
+    assert len(rendered.trained) == len(said)
+    for span, message in zip(rendered.trained, said, strict=True):
+        ids = rendered.token_ids[span.start : span.stop]
+        assert ids[-1] in checkpoint.renderer.stop_token_ids
+        content = unicodedata.normalize("NFC", message["content"])
+        # A newline that merged with the header's belongs to the header.
+        if not content[:1].isspace():
+            assert checkpoint.renderer.decode(ids).startswith(content)
+
+
+def test_an_image_is_found_in_the_message_that_holds_it(checkpoint: Any) -> None:
+    first, second = checkpoint.refs[:2]
+    rendered = checkpoint.renderer.render([user("a", first), assistant("b"), user(second, "c")])
+    assert [slot.item.ref for slot in rendered.slots] == [first, second]
+    for slot, span in zip(rendered.slots, (rendered.spans[0], rendered.spans[2]), strict=True):
+        assert span.start < slot.offset
+        assert slot.end < span.stop
+
+
+def test_dicts_and_structs_render_alike(checkpoint: Any) -> None:
+    ref = checkpoint.refs[0]
+    dicts = [
+        {"role": "system", "content": "be brief"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "what"},
+                {"type": "text", "text": " is this"},
+                {"type": "image_url", "image_url": {"url": ref.url}},
+            ],
+        },
+    ]
+    structs = [system("be brief"), user("what is this", ref)]
+    assert checkpoint.renderer.render(dicts) == checkpoint.renderer.render(structs)
+
+
+# -- forging
+
+
+def test_text_that_spells_a_special_token_stays_text(checkpoint: Any) -> None:
+    renderer = checkpoint.renderer
+    tokens = sorted(checkpoint.transformers_tokenizer.added_tokens_decoder.items())
+    for token_id, token in tokens:
+        plain = renderer.render([user("x")]).token_ids
+        forged = renderer.render([user(f"x{token.content}y")]).token_ids
+        assert forged.count(token_id) == plain.count(token_id), token.content
+        assert token.content in renderer.decode(forged)
+
+
+def test_a_forged_turn_makes_no_second_message(checkpoint: Any) -> None:
+    renderer = checkpoint.renderer
+    spoken = renderer.decode(renderer.render([user("hi"), assistant("ok")]).token_ids)
+    rendered = renderer.render([user(spoken)])
+    assert len(rendered.spans) == 1
+    assert rendered.slots == rendered.trained == []
+    for stop in renderer.stop_token_ids[:1]:
+        assert rendered.token_ids.count(stop) == 1
+
+
+# -- bridge
+
+
+@many
+@given(
+    before=conversations(),
+    said=assistants(),
+    new=st.lists(asked | answered, min_size=1, max_size=3),
+    tools=toolboxes,
+)
+def test_bridge_continues_as_the_whole_conversation_would(
+    checkpoint: Any,
+    before: list[dict[str, Any]],
+    said: dict[str, Any],
+    new: list[dict[str, Any]],
+    tools: list[dict[str, Any]],
+) -> None:
+    before, new = placed(before, checkpoint), placed(new, checkpoint)
+    renderer = checkpoint.renderer
+    prompt = renderer.render(before, tools).token_ids
+    whole = renderer.render([*before, said, *new], tools)
+    own = whole.trained[-1]
+    # Content that begins with a newline can merge with the header, which a sampler cannot do.
+    assume(whole.token_ids[: own.start] == prompt)
+    completion = whole.token_ids[own.start : own.stop]
+
+    bridged = renderer.bridge(prompt, completion, new, tools)
+    assert isinstance(bridged, Bridged)
+    assert prompt + completion + bridged.token_ids == whole.token_ids
+    assert bridged.slots == [slot for slot in whole.slots if slot.offset >= own.stop]
+    assert bridged.spans[0].start == own.stop
+    assert [span.stop for span in bridged.spans] == [s.stop for s in whole.spans[-len(new) :]]
+
+    cut = renderer.bridge(prompt, completion[:-1], new, tools)
+    assert isinstance(cut, Bridged)
+    assert prompt + completion[:-1] + cut.token_ids == whole.token_ids
+    assert cut.spans[0].start == own.stop - 1
+
+
+def test_bridge_keeps_tokens_that_no_tokenizer_would_make(checkpoint: Any) -> None:
+    renderer = checkpoint.renderer
+    prompt = renderer.render([user("hi")]).token_ids
+    # "user", letter by letter: rendering the message again would merge them.
+    completion = [renderer.render([user(c)]).token_ids[3] for c in "user"]
+    completion.append(renderer.stop_token_ids[0])
+    assert renderer.parse(completion).text == "user"
+    bridged = renderer.bridge(prompt, completion, [user("go on")])
+    assert isinstance(bridged, Bridged)
+    said = renderer.decode(prompt + completion + bridged.token_ids)
+    assert said == renderer.decode(
+        renderer.render([user("hi"), assistant("user"), user("go on")]).token_ids
+    )
+
+
+def test_bridge_closes_a_turn_that_ended_in_the_other_stop_token(checkpoint: Any) -> None:
+    renderer = checkpoint.renderer
+    prompt = renderer.render([user("hi")]).token_ids
+    close, *others = renderer.stop_token_ids
+    for stop in others:
+        bridged = renderer.bridge(prompt, [stop], [user("go on")])
+        assert isinstance(bridged, Bridged)
+        assert bridged.token_ids[0] == close
+
+
+@pytest.mark.parametrize(
+    ("new", "reason"),
+    [
+        ([], "no_new_messages"),
+        ([assistant("me")], "assistant_among_new"),
+        ([user("a"), {"role": "assistant", "content": "me"}], "assistant_among_new"),
+        ([{"role": "wizard", "content": "x"}], "unknown_role"),
+        ([system("late")], "system_among_new"),
+    ],
+)
+def test_bridge_refuses_rather_than_guesses(checkpoint: Any, new: Any, reason: str) -> None:
+    renderer = checkpoint.renderer
+    prompt = renderer.render([user("hi")]).token_ids
+    assert renderer.bridge(prompt, [renderer.stop_token_ids[0]], new) == Refused(reason)
+
+
+def test_bridge_refuses_a_history_that_is_no_single_turn(checkpoint: Any) -> None:
+    renderer = checkpoint.renderer
+    stop, pad = renderer.stop_token_ids[0], renderer.pad_token_ids[0]
+    prompt = renderer.render([user("hi")]).token_ids
+    closed = renderer.render([user("hi")], generation_prompt=False).token_ids
+    new = [user("go on")]
+    assert renderer.bridge(prompt, [stop, stop], new) == Refused("stop_inside_completion")
+    assert renderer.bridge(prompt, [pad, stop], new) == Refused("media_in_completion")
+    assert renderer.bridge(closed, [stop], new) == Refused("prompt_without_header")
+
+
+# -- parse
+
+
+@some
+@given(said=assistants())
+def test_parse_gives_back_what_render_wrote(checkpoint: Any, said: dict[str, Any]) -> None:
+    assume(not said["content"][:1].isspace())
+    renderer = checkpoint.renderer
+    rendered = renderer.render([user("hi"), said], generation_prompt=False)
+    own = rendered.trained[0]
+    parsed = renderer.parse(rendered.token_ids[own.start : own.stop])
+    assert parsed.stopped
+    assert parsed.text == unicodedata.normalize("NFC", said["content"])
+    calls = [call["function"] for call in said.get("tool_calls", [])]
+    assert [call.name for call in parsed.tool_calls] == [call["name"] for call in calls]
+    for call, want in zip(parsed.tool_calls, calls, strict=True):
+        arguments = json.dumps(want["arguments"], ensure_ascii=False)
+        assert call.arguments == unicodedata.normalize("NFC", arguments)
+
+
+def test_parse_says_whether_the_model_stopped(checkpoint: Any) -> None:
+    renderer = checkpoint.renderer
+    ids = renderer.render([user("x")]).token_ids[3:4]
+    assert not renderer.parse([]).stopped
+    assert not renderer.parse(ids).stopped
+    for stop in renderer.stop_token_ids:
+        message = renderer.parse([*ids, stop, *ids])
+        assert message.stopped
+        assert message.text == "x"
+
+
+def test_parse_is_not_fooled_by_text_that_spells_a_stop_token(checkpoint: Any) -> None:
+    renderer = checkpoint.renderer
+    spelled = renderer.decode([renderer.stop_token_ids[0]])
+    rendered = renderer.render([user("hi"), assistant(f"a{spelled}b")], generation_prompt=False)
+    own = rendered.trained[0]
+    assert renderer.parse(rendered.token_ids[own.start : own.stop]).text == f"a{spelled}b"
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize("role", ["system", "assistant"])
+def test_an_image_where_the_template_would_drop_it_is_refused_by_path(
+    checkpoint: Any, role: str
+) -> None:
+    url = checkpoint.refs[0].url
+    content = [
+        {"type": "text", "text": "a"},
+        {"type": "text", "text": "b"},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    messages = [{"role": role, "content": content}, {"role": "user", "content": "c"}]
+    with pytest.raises(MessageError, match=r"messages\[0\]\.content\[2\].*" + role):
+        checkpoint.renderer.render(messages)
+
+
+def test_a_shape_that_cannot_be_laid_out_is_refused_by_path(checkpoint: Any) -> None:
+    from PIL import Image
+
+    ref = checkpoint.store.put(Image.new("RGB", (402, 2)))
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": ref.url}}]},
+    ]
+    with pytest.raises(MediaRefused, match=r"messages\[1\]\.content\[0\]: .*402x2"):
+        checkpoint.renderer.render(messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "path"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        ([user("a"), 3], r"messages\[1\]"),
+        ([{"role": "wizard", "content": "a"}], r"messages\[0\]\.role"),
+        ([user("a"), system("late")], r"messages\[1\]\.role"),
+        ([user("a"), assistant("b", reasoning="c")], r"messages\[1\]\.reasoning"),
+        ([user("\ud800")], r"messages\[0\]\.content"),
+        (
+            [{"role": "user", "content": "a", "tool_calls": [{"name": "f"}]}],
+            r"messages\[0\]\.tool_calls",
+        ),
+        ([{"role": "user", "content": [{"type": "video"}]}], r"messages\[0\]\.content\[0\]\.type"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused_by_path(
+    checkpoint: Any, messages: Any, path: str
+) -> None:
+    with pytest.raises(MessageError, match="^" + path + ": ") as caught:
+        checkpoint.renderer.render(messages)
+    assert caught.value.fix
+
+
+def test_bridge_names_the_path_in_the_new_messages(checkpoint: Any) -> None:
+    renderer = checkpoint.renderer
+    prompt = renderer.render([user("hi")]).token_ids
+    new = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}]}]
+    with pytest.raises(MessageError, match=r"new_messages\[0\]\.content\[0\]\.image_url"):
+        renderer.bridge(prompt, [renderer.stop_token_ids[0]], new)
+
+
+# -- what it loads
+
+
+def test_ids_to_ban_and_to_stop_at_are_of_the_vocabulary(checkpoint: Any) -> None:
+    renderer = checkpoint.renderer
+    ids = renderer.pad_token_ids + renderer.stop_token_ids
+    assert len(set(ids)) == len(ids)
+    assert all(0 <= token < renderer.vocab_size for token in ids)
+
+
+def test_rendering_loads_neither_torch_nor_transformers(checkpoint: Any, tmp_path: Path) -> None:
+    program = """
+import sys
+from sightline import MediaStore, load_renderer
+from sightline.message import user
+model, root, url = sys.argv[1:]
+renderer = load_renderer(model, MediaStore(root))
+content = [{"type": "image_url", "image_url": {"url": url}}]
+rendered = renderer.render([{"role": "user", "content": content}])
+assert rendered.slots
+renderer.bridge(rendered.token_ids, [renderer.stop_token_ids[0]], [user("go on")])
+renderer.parse(rendered.token_ids)
+heavy = {"torch", "transformers", "torchvision"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    arguments = [str(checkpoint.path), str(checkpoint.store.root), checkpoint.refs[0].url]
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, cwd=tmp_path)

@@ -1,0 +1,410 @@
+"""The architecture is a test: import rows, addresses of libraries, sizes, settings, the map.
+
+Rows and addresses are those of the design. Each test collects every breach and shows them all.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import sightline
+from sightline import config, errors
+from sightline.cli.config import markdown
+from sightline.cli.main import build_parser, main
+
+ROOT = Path(__file__).resolve().parents[1]
+SRC = ROOT / "src" / "sightline"
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 80
+
+ROWS = (
+    ("errors",),
+    ("config", "media"),
+    ("message", "wire"),
+    ("render",),
+    ("families", "trace"),
+    ("envs", "pack", "transport", "pixels", "compute"),
+    ("rollout",),
+    ("monitor",),
+    ("inference", "orchestrator", "trainer"),
+    ("launch",),
+    ("cli",),
+)
+ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
+LAST_PUBLIC_ROW = ROW_OF["envs"]
+"""`sightline/__init__.py` shows names from here upwards."""
+
+TORCH_ADDRESSES = (
+    "compute/*",
+    "trainer/*",
+    "inference/torch_engine/*",
+    "families/*/forward.py",
+    "families/*/tiny.py",
+)
+ADDRESSES = {
+    "torch": TORCH_ADDRESSES,
+    "transformers": TORCH_ADDRESSES,
+    "vllm": ("inference/vllm_plugin/*",),
+    "zmq": ("transport/*",),
+    "PIL": ("media/decode.py", "families/*/vision.py", "envs/*", "monitor/*"),
+}
+ENVIRONMENT_READERS = ("launch.py",)
+"""Files that may touch os.environ: the thread budget of a child is set before it imports."""
+
+
+@dataclass(frozen=True)
+class Import:
+    file: str
+    line: int
+    module: str
+    names: tuple[str, ...]
+    for_types: bool
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.module}"
+
+    @property
+    def library(self) -> str:
+        """`safetensors.torch` and the like bring the library that they are named after."""
+        parts = self.module.split(".")
+        return next((part for part in parts if part in ADDRESSES), parts[0])
+
+
+def files() -> list[Path]:
+    return sorted(SRC.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(SRC).as_posix()
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imports_of(path: Path) -> Iterator[Import]:
+    package = ["sightline", *path.relative_to(SRC).parts[:-1]]
+
+    def visit(node: ast.AST, for_types: bool) -> Iterator[Import]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for child in node.body:
+                yield from visit(child, True)
+            for child in node.orelse:
+                yield from visit(child, for_types)
+            return
+        for module, names in imported(node, package):
+            yield Import(name_of(path), node.lineno, module, names, for_types)  # type: ignore[attr-defined]
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, for_types)
+
+    yield from visit(tree_of(path), False)
+
+
+def imported(node: ast.AST, package: list[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield alias.name, ()
+    elif isinstance(node, ast.ImportFrom):
+        start = package[: len(package) - node.level + 1] if node.level else []
+        module = ".".join([*start, *([node.module] if node.module else [])])
+        yield module, tuple(alias.name for alias in node.names)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        first = node.args[0]
+        start = first.values[0] if isinstance(first, ast.JoinedStr) else first
+        if isinstance(start, ast.Constant) and isinstance(start.value, str):
+            yield start.value.rstrip("."), ()
+
+
+def rooms_used(found: Import) -> list[str]:
+    """Rooms that an import reaches; '' is the package's own public face."""
+    parts = found.module.split(".")
+    if parts[0] != "sightline":
+        return []
+    if len(parts) > 1:
+        return [parts[1]]
+    return [name if name in ROW_OF else "" for name in found.names if name != "__version__"]
+
+
+def test_a_package_imports_only_from_rows_above_its_own() -> None:
+    breaches = []
+    for path in files():
+        room = name_of(path).split("/")[0].removesuffix(".py")
+        if room in ("__init__", "__main__"):
+            continue
+        for found in imports_of(path):
+            for used in rooms_used(found):
+                if used != room and (used == "" or ROW_OF[used] >= ROW_OF[room]):
+                    breaches.append(str(found))
+    assert breaches == []
+
+
+def test_every_file_lives_in_a_room_of_the_design() -> None:
+    rooms = {name_of(path).split("/")[0].removesuffix(".py") for path in files()}
+    assert rooms - set(ROW_OF) == {"__init__", "__main__"}
+    assert set(ROW_OF) - rooms == set()
+
+
+def test_the_public_face_shows_no_process() -> None:
+    used = [room for found in imports_of(SRC / "__init__.py") for room in rooms_used(found)]
+    assert [room for room in used if ROW_OF[room] > LAST_PUBLIC_ROW] == []
+
+
+def test_one_family_does_not_import_another() -> None:
+    breaches = []
+    for path in (SRC / "families").glob("*/**/*.py"):
+        own = path.relative_to(SRC / "families").parts[0]
+        for found in imports_of(path):
+            parts = found.module.split(".")
+            other = parts[2] if parts[:2] == ["sightline", "families"] and len(parts) > 2 else own
+            if other in family_folders() and other != own:
+                breaches.append(str(found))
+    assert breaches == []
+
+
+def test_heavy_libraries_are_imported_at_their_addresses_only() -> None:
+    breaches = [
+        str(found)
+        for path in files()
+        for found in imports_of(path)
+        if found.library in ADDRESSES and not found.for_types
+        if not any(fnmatch(found.file, address) for address in ADDRESSES[found.library])
+    ]
+    assert breaches == []
+
+
+def family_folders() -> list[str]:
+    return sorted(path.parent.name for path in (SRC / "families").glob("*/__init__.py"))
+
+
+def test_no_shared_file_names_a_family() -> None:
+    breaches = []
+    for family in family_folders():
+        word = re.compile(re.escape(family.split("_")[0]), re.IGNORECASE)
+        for path in files():
+            if name_of(path).startswith(f"families/{family}/"):
+                continue
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                if word.search(line):
+                    breaches.append(f"{name_of(path)}:{number}: {line.strip()}")
+    assert breaches == []
+
+
+def loaded_after(code: str, libraries: tuple[str, ...]) -> list[str]:
+    script = f"import sys\n{code}\nprint([m for m in {libraries!r} if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        capture_output=True, text=True, timeout=60, cwd=ROOT / "tests",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return list(ast.literal_eval(done.stdout.splitlines()[-1]))
+
+
+HEAVY = tuple(ADDRESSES)
+
+
+@pytest.mark.parametrize(
+    ("code", "libraries"),
+    [
+        ("import sightline", HEAVY),
+        ("import sightline.rollout.worker", ("torch", "transformers", "vllm")),
+        ("import sightline.cli.main as m; m.build_parser()", HEAVY),
+    ],
+    ids=["the public names", "an environment worker", "the command line"],
+)
+def test_importing_loads_no_heavy_library(code: str, libraries: tuple[str, ...]) -> None:
+    assert loaded_after(code, libraries) == []
+
+
+ACTING = {"open", "os", "print", "random", "socket", "subprocess", "threading", "torch", "warnings"}
+
+
+def acts(statement: ast.stmt) -> bool:
+    """Whether a statement at the top of a module does more than name something."""
+    match statement:
+        case ast.Import() | ast.ImportFrom() | ast.FunctionDef() | ast.AsyncFunctionDef():
+            return False
+        case ast.ClassDef(body=body):
+            return any(acts(inner) for inner in body)
+        case ast.Expr(value=ast.Constant()) | ast.Pass():
+            return False
+        case ast.If(test=test, body=body, orelse=orelse):
+            guards = ("TYPE_CHECKING", "__name__ == '__main__'", "sys.version_info")
+            guarded = any(guard in ast.unparse(test) for guard in guards)
+            return not guarded or any(acts(inner) for inner in orelse)
+        case ast.Assign(value=value) | ast.AnnAssign(value=value) if value is not None:
+            calls = (node for node in ast.walk(value) if isinstance(node, ast.Call))
+            return any(re.split(r"\W", ast.unparse(call.func))[0] in ACTING for call in calls)
+        case ast.AnnAssign():
+            return False
+    return True
+
+
+def test_nothing_happens_at_import() -> None:
+    breaches = [
+        f"{name_of(path)}:{statement.lineno}: {ast.unparse(statement).splitlines()[0]}"
+        for path in files()
+        for statement in tree_of(path).body
+        if acts(statement)
+    ]
+    assert breaches == []
+
+
+def test_settings_do_not_travel_through_the_environment() -> None:
+    breaches = [
+        f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}"
+        for path in files()
+        if name_of(path) not in ENVIRONMENT_READERS
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv")
+    ]
+    assert breaches == []
+
+
+def test_files_and_functions_stay_small() -> None:
+    breaches = []
+    for path in files():
+        if (lines := len(path.read_text().splitlines())) > MAX_FILE_LINES:
+            breaches.append(f"{name_of(path)} has {lines} lines")
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    breaches.append(f"{name_of(path)}: {node.name} has {lines} lines")
+    assert breaches == []
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    assert [name_of(path) for path in files() if not ast.get_docstring(tree_of(path))] == []
+
+
+def test_there_is_no_second_centre() -> None:
+    names = {"common", "helper", "helpers", "misc", "util", "utils"}
+    assert [str(path) for path in SRC.rglob("*") if path.stem in names] == []
+
+
+def test_every_package_folder_is_a_package() -> None:
+    folders = {path.parent for path in files()}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def test_a_note_of_work_to_do_carries_an_issue_number() -> None:
+    note = re.compile(r"\b(TODO|FIXME|HACK)\b(?!\s*\(#\d+\))")
+    breaches = []
+    for folder in ("src", "tests", "bench", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path == Path(__file__).resolve():
+                continue
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                if note.search(line):
+                    breaches.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert breaches == []
+
+
+def every_setting() -> dict[str, str | None]:
+    """`section.key` with its description."""
+    return {
+        f"{section}.{name}": field.description
+        for kind in (config.RunFile, config.SftFile)
+        for section, name, field in config.settings(kind)
+    }
+
+
+def test_the_settings_are_frozen() -> None:
+    frozen = (ROOT / "tests" / "golden" / "settings.txt").read_text().splitlines()
+    assert sorted(every_setting()) == frozen, (
+        "a setting was added or removed: can another one leave? Then edit tests/golden/settings.txt"
+    )
+
+
+def test_every_setting_is_described() -> None:
+    assert [key for key, description in every_setting().items() if not description] == []
+
+
+def test_every_setting_is_read_somewhere() -> None:
+    read = {
+        node.attr
+        for path in files()
+        if name_of(path) not in ("config.py", "cli/config.py")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    read |= {"min_pixels", "max_pixels"} if "overrides" in read else set()
+    assert [key for key in every_setting() if key.split(".")[1] not in read] == []
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text()
+    assert page == markdown(), "run `make docs`"
+
+
+def test_the_tree_of_errors_is_drawn_in_their_module() -> None:
+    drawn: dict[str, str] = {}
+    path: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        if found := re.match(r"    ((?:[│ ]   )*)([├└]── )?([A-Z]\w+) {2,}\S", line):
+            depth = len(found[1]) // 4 + bool(found[2])
+            path = [*path[:depth], found[3]]
+            drawn[found[3]] = path[-2] if len(path) > 1 else "Exception"
+    classes = {
+        name: kind.__bases__[0].__name__
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, BaseException)
+    }
+    assert drawn == classes
+
+
+def test_the_readme_maps_every_room() -> None:
+    readme = (ROOT / "README.md").read_text()
+    missing = [room for room in ROW_OF if not re.search(rf"\b{room}(/|\.py)", readme)]
+    assert missing == []
+
+
+def test_the_changelog_has_an_entry() -> None:
+    assert "\n- " in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_public_names_are_those_of_the_design() -> None:
+    design = {"MediaStore", "MediaRef", "MediaItem", "load_family", "load_renderer", "Trace"}
+    assert design | {"Environment", "Chat", "SightlineError"} <= set(sightline.__all__)
+    assert list(sightline.__all__) == sorted(sightline.__all__)
+    assert [name for name in sightline.__all__ if not hasattr(sightline, name)] == []
+
+
+def command_paths() -> list[tuple[str, ...]]:
+    """Every command and subcommand, as the words that a user types."""
+
+    def visit(parser: object, words: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        yield words
+        for action in parser._actions:  # type: ignore[attr-defined]
+            if isinstance(action.choices, dict):
+                for name, inner in action.choices.items():
+                    yield from visit(inner, (*words, name))
+
+    return list(visit(build_parser(), ()))
+
+
+def test_the_help_of_each_command_works(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in command_paths():
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--help"])
+        assert ended.value.code == 0
+        assert f"usage: {' '.join(('sightline', *words))}" in capsys.readouterr().out
+
+
+def test_each_command_is_explained() -> None:
+    listed = build_parser().format_help()
+    commands = [words[0] for words in command_paths() if len(words) == 1]
+    silent = [name for name in commands if not re.search(rf"^    {name}\s+\S", listed, re.M)]
+    assert silent == []

@@ -1,0 +1,72 @@
+"""What is shipped: dependencies, tested versions, licence."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def requirements() -> list[Requirement]:
+    extras = PROJECT["optional-dependencies"].values()
+    lines = [*PROJECT["dependencies"], *(line for extra in extras for line in extra)]
+    return [Requirement(line) for line in lines]
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    found = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert len(found) == len([line for line in lines if not line.startswith("#")])
+    return found
+
+
+def test_no_dependency_is_a_path_or_an_address() -> None:
+    assert [str(found) for found in requirements() if found.url] == []
+
+
+def test_every_dependency_of_the_package_has_an_upper_bound() -> None:
+    open_ended = [line for line in PROJECT["dependencies"] if "<" not in line]
+    assert open_ended == []
+
+
+def test_the_tested_versions_are_plain() -> None:
+    for name, version in constraints().items():
+        assert name == canonicalize_name(name)
+        assert re.fullmatch(r"[0-9]+(\.[0-9]+)*(\.post[0-9]+)?", version), name
+
+
+def test_the_tested_versions_fit_the_ranges() -> None:
+    versions = constraints()
+    for found in requirements():
+        name = canonicalize_name(found.name)
+        if name != "sightline":
+            assert found.specifier.contains(versions[name]), f"{found} but {versions[name]}"
+
+
+def test_the_licence_is_apache_2() -> None:
+    licence = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in licence and "Version 2.0, January 2004" in licence
+    assert PROJECT["license"] == "Apache-2.0"
+
+
+def test_the_makefile_lists_what_it_can_do() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.M)
+    assert phony
+    targets = [name for name in phony[1].split() if name != "$(VENV)"]
+    silent = [name for name in targets if not re.search(rf"^{name}:.*## \w", makefile, re.M)]
+    assert silent == []
+
+
+def test_ci_runs_targets_that_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    stages = re.search(r"^stages=\((.*)\)$", (ROOT / ".ci" / "run").read_text(), re.M)
+    assert stages
+    assert {"check", "test", "test-wheel"} <= set(stages[1].split())
+    assert [name for name in stages[1].split() if f"\n{name}:" not in makefile] == []

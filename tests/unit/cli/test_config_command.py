@@ -1,0 +1,60 @@
+"""`sightline config`."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from sightline import config
+from sightline.cli.main import main
+
+RL = '[model]\npath = "m"\n[env]\nname = "e"\n'
+
+
+def test_show_prints_the_file_with_every_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RL)
+    assert main(["config", "show", str(path), "run.seed=7"]) == 0
+    shown = tomllib.loads(capsys.readouterr().out)
+    assert shown["run"]["seed"] == 7
+    assert config.check(config.RunFile, shown, "shown") == config.load(
+        config.RunFile, path, ["run.seed=7"]
+    )
+
+
+def test_show_knows_a_warm_up_file_by_its_section(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "warmup.toml"
+    path.write_text(RL + '[sft]\noutput = "o"\n')
+    assert main(["config", "show", str(path)]) == 0
+    assert tomllib.loads(capsys.readouterr().out)["sft"]["output"] == "o"
+
+
+def test_schema_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema"]) == 0
+    page = capsys.readouterr().out
+    for kind in (config.RunFile, config.SftFile):
+        for section, name, _ in config.settings(kind):
+            body = page.split(f"## [{section}]")[1].split("\n## ")[0]
+            assert f"| `{name}` |" in body
+
+
+def test_schema_spells_types_bounds_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["config", "schema"])
+    page = capsys.readouterr().out
+    assert "| `path` | str | required |" in page
+    assert "| `steps` | int ≥ 1 | `100` | free |" in page
+    assert '| `advantage` | "grpo" or "no_std" | `"grpo"` |' in page
+    assert "| `min_pixels` | int or none | none |" in page
+
+
+def test_schema_as_json_describes_both_kinds_of_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema", "--json"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert {"RunFile", "SftFile", "Trainer"} <= set(schema["$defs"])

@@ -1,0 +1,51 @@
+"""`sightline model tiny`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sightline.cli.main import main
+
+
+def test_tiny_writes_a_checkpoint_and_says_how_large_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "models" / "tiny"
+    assert main(["model", "tiny", str(folder)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert "parameters" in first and second == f"model: {folder}"
+    assert json.loads((folder / "config.json").read_text())["model_type"]
+    assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
+
+
+def test_tiny_replaces_a_checkpoint_only_by_force(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "tiny"
+    assert main(["model", "tiny", str(folder)]) == 0
+    (folder / "mine.txt").write_text("kept unless forced")
+    assert main(["model", "tiny", str(folder)]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert (folder / "mine.txt").exists()
+    assert main(["model", "tiny", str(folder), "--force", "--seed", "1"]) == 0
+    assert not (folder / "mine.txt").exists()
+
+
+def test_tiny_never_replaces_a_folder_that_is_no_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert main(["model", "tiny", str(tmp_path), "--force"]) == 2
+    assert "is no checkpoint" in capsys.readouterr().err
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["model", "tiny", str(tmp_path / "x"), "--family", "nope"])
+    assert "qwen_vl" in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""MRoPE positions against transformers' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sightline.families import PlacedSlot
+from sightline.families.qwen_vl.positions import positions
+
+MERGE = 2
+sides = st.integers(1, 12).map(lambda side: side * MERGE)
+# An image never touches another: its marks stand between.
+images = st.lists(st.tuples(st.integers(1, 20), sides, sides), max_size=5)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    text = {**small, "vocab_size": 8, "intermediate_size": 8, "num_key_value_heads": 1}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 1, "spatial_merge_size": MERGE}
+    config = Qwen3VLConfig(
+        text_config=text, vision_config={**vision, "deepstack_visual_indexes": [0]}
+    )
+    with torch.device("meta"):
+        return Qwen3VLModel(config)
+
+
+@settings(max_examples=200, deadline=None)
+@given(images=images, tail=st.integers(1, 20))
+def test_positions_are_those_of_transformers(
+    model: Any, images: list[tuple[int, int, int]], tail: int
+) -> None:
+    import torch
+
+    slots, kinds = [], []
+    for text, height, width in images:
+        length = height * width // MERGE**2
+        slots.append(PlacedSlot(len(kinds) + text, length, (1, height, width)))
+        kinds += [0] * text + [1] * length
+    kinds += [0] * tail
+    found, end = positions(len(kinds), slots, MERGE)
+
+    want, delta = model.get_rope_index(
+        input_ids=torch.zeros(1, len(kinds), dtype=torch.long),
+        mm_token_type_ids=torch.tensor([kinds]),
+        image_grid_thw=torch.tensor([(1, h, w) for _, h, w in images]) if images else None,
+    )
+    assert np.array_equal(found, want[:, 0].numpy())
+    assert end == len(kinds) + int(delta)
+
+
+def test_an_image_takes_the_longer_side_of_its_merged_grid() -> None:
+    # Two tokens of text, an image of 2x3 tokens, one token of text.
+    found, end = positions(9, [PlacedSlot(2, 6, (1, 4, 6))], MERGE, start=10)
+    assert found.tolist() == [
+        [10, 11, 12, 12, 12, 12, 12, 12, 15],
+        [10, 11, 12, 12, 12, 13, 13, 13, 15],
+        [10, 11, 12, 13, 14, 12, 13, 14, 15],
+    ]
+    assert end == 16
+
+
+def test_an_image_may_be_the_last_token() -> None:
+    found, end = positions(3, [PlacedSlot(2, 1, (1, 2, 2))], MERGE)
+    assert found[:, -1].tolist() == [2, 2, 2]
+    assert end == 3

@@ -1,0 +1,92 @@
+"""Where the processor settings of a Qwen-VL checkpoint come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sightline import FamilyError
+from sightline.families.qwen_vl import claims, load_family
+
+VISION = {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
+PROCESSOR = {
+    "patch_size": 16,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 65536, "longest_edge": 16777216},
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": 0.25,
+}
+
+
+def folder(path: Path, **changes: Any) -> Path:
+    config = {"model_type": "qwen3_vl", "vision_config": VISION}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, **changes}))
+    return path
+
+
+def test_only_qwen3_vl_is_claimed() -> None:
+    assert claims({"model_type": "qwen3_vl"})
+    assert not claims({"model_type": "llama"})
+    assert not claims({})
+
+
+def test_limits_come_from_size(tmp_path: Path) -> None:
+    settings = load_family(folder(tmp_path), {}).settings
+    assert (settings["min_pixels"], settings["max_pixels"]) == (65536, 16777216)
+    assert settings["std"] == (0.25, 0.25, 0.25)
+
+
+def test_min_pixels_and_max_pixels_win_over_size(tmp_path: Path) -> None:
+    settings = load_family(folder(tmp_path, min_pixels=1024, max_pixels=None), {}).settings
+    assert (settings["min_pixels"], settings["max_pixels"]) == (1024, 16777216)
+
+
+def test_overrides_win_over_the_files(tmp_path: Path) -> None:
+    settings = load_family(folder(tmp_path, min_pixels=1024), {"min_pixels": 2048}).settings
+    assert settings["min_pixels"] == 2048
+
+
+def test_the_nested_processor_file_wins_as_in_transformers(tmp_path: Path) -> None:
+    folder(tmp_path)
+    nested = {"image_processor": {**PROCESSOR, "size": {"shortest_edge": 7, "longest_edge": 8}}}
+    (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+    assert load_family(tmp_path, {}).settings["max_pixels"] == 8
+
+
+def test_a_patch_size_that_the_tower_does_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FamilyError, match="patch_size = 16"):
+        load_family(folder(tmp_path, patch_size=14), {})
+
+
+@pytest.mark.parametrize("key", ["do_resize", "do_convert_rgb"])
+def test_a_processor_without_a_needed_step_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(FamilyError, match=key):
+        load_family(folder(tmp_path, **{key: False}), {})
+
+
+def test_every_setting_is_in_the_fingerprint(tmp_path: Path) -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"min_pixels": 1},
+        {"max_pixels": 1 << 20},
+        {"resample": 2},
+        {"rescale_factor": 1 / 127.5},
+        {"do_rescale": False},
+        {"do_normalize": False},
+        {"image_mean": [0.5, 0.5, 0.4]},
+        {"image_std": [0.5, 0.5, 0.4]},
+    ]
+    families = [load_family(folder(tmp_path, **change), {}) for change in changes]
+    assert len({family.fingerprint for family in families}) == len(changes)
+    assert all(len(family.fingerprint) == 32 for family in families)
+
+
+def test_a_checkpoint_without_a_vision_tower_shows_no_images(tmp_path: Path) -> None:
+    folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl"}))
+    assert not load_family(tmp_path, {}).shows_images

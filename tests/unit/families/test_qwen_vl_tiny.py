@@ -1,0 +1,140 @@
+"""The tiny checkpoint: whole, small, the same from the same seed, and read by transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sightline import FamilyError, MediaStore, load_family, load_renderer
+from sightline.families.registry import write_tiny
+from sightline.message import user
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny("qwen_vl", folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(path: Path) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(path, local_files_only=True)
+
+
+def test_transformers_auto_classes_load_it(path: Path, model: Any) -> None:
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    images = AutoImageProcessor.from_pretrained(path, backend="pil", local_files_only=True)
+    assert config.model_type == "qwen3_vl"
+    assert len(tokenizer) == config.text_config.vocab_size
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.pad_token == "<|endoftext|>"
+    assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == config.image_token_id
+    assert images.size["shortest_edge"] == 1024
+    assert type(model).__name__ == "Qwen3VLForConditionalGeneration"
+
+
+def test_the_processor_finds_all_its_files(path: Path) -> None:
+    pytest.importorskip("torchvision", reason="the video processor needs torchvision")
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(path, local_files_only=True)
+    assert processor.image_token == "<|image_pad|>"
+    assert processor.chat_template
+
+
+def test_it_is_small_and_vllm_can_serve_it(model: Any) -> None:
+    total = sum(p.numel() for p in model.parameters())
+    assert 400_000 < total < 500_000
+    assert model.config.text_config.head_dim >= 32
+    vision = model.config.vision_config
+    assert vision.hidden_size // vision.num_heads >= 32
+    rope = model.config.text_config.rope_parameters
+    assert sum(rope["mrope_section"]) == model.config.text_config.head_dim // 2
+    assert not model.config.tie_word_embeddings
+    head, embedding = model.lm_head.weight, model.get_input_embeddings().weight
+    assert head.data_ptr() != embedding.data_ptr()
+
+
+def test_weights_are_spread_as_asked(model: Any) -> None:
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1:
+            assert 0.045 < float(weight.detach().std()) < 0.055, name
+
+
+def test_a_seed_gives_the_same_bytes_and_another_seed_others(path: Path, tmp_path: Path) -> None:
+    import torch
+
+    state = torch.random.get_rng_state()
+    write_tiny("qwen_vl", tmp_path / "same", seed=0)
+    write_tiny("qwen_vl", tmp_path / "other", seed=1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    names = sorted(file.name for file in path.iterdir())
+    assert names == sorted(file.name for file in (tmp_path / "same").iterdir())
+    differing = []
+    for name in names:
+        assert (path / name).read_bytes() == (tmp_path / "same" / name).read_bytes(), name
+        if (path / name).read_bytes() != (tmp_path / "other" / name).read_bytes():
+            differing.append(name)
+    assert differing == ["model.safetensors"]
+
+
+def test_writing_again_replaces_the_checkpoint_and_leaves_nothing_else(tmp_path: Path) -> None:
+    write_tiny("qwen_vl", tmp_path, seed=0)
+    names = sorted(file.name for file in tmp_path.iterdir())
+    write_tiny("qwen_vl", tmp_path, seed=1, hidden=32, vision_layers=1)
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    assert json.loads((tmp_path / "config.json").read_text())["text_config"]["hidden_size"] == 32
+
+
+def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FamilyError, match="depth"):
+        write_tiny("qwen_vl", tmp_path, seed=0, depth=3)
+    with pytest.raises(FamilyError, match="deepstack"):
+        write_tiny("qwen_vl", tmp_path, seed=0, deepstack=(2,))
+    with pytest.raises(FamilyError, match="qwen_vl"):
+        write_tiny("no_such_family", tmp_path, seed=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_role_is_one_token_and_every_byte_has_one(path: Path, tmp_path: Path) -> None:
+    renderer = load_renderer(path, MediaStore(tmp_path))
+    ids = renderer.render([user("A")]).token_ids
+    assert [renderer.decode([token]) for token in ids] == [
+        "<|im_start|>", "user", "\n", "A", "<|im_end|>", "\n", "<|im_start|>", "assistant", "\n",
+    ]  # fmt: skip
+    text = "".join(map(chr, range(1, 0x250))) + "漢🙂"
+    rendered = renderer.render([user(text)]).token_ids
+    assert text in renderer.decode(rendered)
+
+
+def test_it_answers_a_prompt_with_an_image(path: Path, model: Any, tmp_path: Path) -> None:
+    import torch
+
+    store = MediaStore(tmp_path)
+    family, renderer = load_family(path), load_renderer(path, store)
+    ref = store.put(Image.new("RGB", (64, 32), "red"))
+    rendered = renderer.render([user(ref, "which colour?")])
+    item = rendered.slots[0].item
+    rows = family.rows(family.patches(store.image(ref), item))  # type: ignore[attr-defined]
+    ids = torch.tensor([rendered.token_ids])
+    kinds = (ids == renderer.pad_token_ids[0]).int()
+    with torch.no_grad():
+        out = model(
+            input_ids=ids,
+            mm_token_type_ids=kinds,
+            pixel_values=torch.from_numpy(np.ascontiguousarray(rows)),
+            image_grid_thw=torch.tensor([item.grid]),
+        )
+    assert out.logits.shape == (1, len(rendered.token_ids), renderer.vocab_size)
+    assert torch.isfinite(out.logits).all()

@@ -1,0 +1,397 @@
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+import zlib
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+
+from sightline.errors import MediaError, MediaRefused, MediaUndecodable
+from sightline.media.decode import encode_png, inspect, open_rgb
+from sightline.media.header import Limits, exif_orientation
+
+Picture = Callable[..., Image.Image]
+Encode = Callable[..., bytes]
+
+
+def png_chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+def png_header(width: int, height: int, depth: int = 8, colour: int = 2) -> bytes:
+    return b"\x89PNG\r\n\x1a\n" + png_chunk(
+        b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    )
+
+
+def with_orientation(value: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = value
+    return exif
+
+
+# --- sizes and formats
+
+
+def test_every_format_is_known_by_its_bytes(every_format: dict[str, bytes]) -> None:
+    for name, data in every_format.items():
+        header = inspect(data)
+        assert header.mime == f"image/{name.split('_')[0]}"
+        assert (header.width, header.height) == ((24, 40) if "exif" in name else (40, 24))
+
+
+def test_the_header_and_the_decoded_picture_agree_in_size(every_format: dict[str, bytes]) -> None:
+    for data in every_format.values():
+        header = inspect(data)
+        image = open_rgb(data)
+        assert (image.mode, image.size) == ("RGB", (header.width, header.height))
+
+
+@pytest.mark.parametrize("data", [b"", b"text", b"%PDF-1.7", b"BM" + b"\0" * 60, b"<svg/>"])
+def test_bytes_of_no_known_format_are_refused(data: bytes) -> None:
+    with pytest.raises(MediaRefused, match="no PNG, JPEG, WebP or GIF"):
+        inspect(data)
+
+
+def test_the_first_frame_of_an_animation_counts(picture: Picture, encode: Encode) -> None:
+    first, second = picture(seed=0).quantize(40), picture(seed=99).quantize(40)
+    data = encode(first, "GIF", save_all=True, append_images=[second])
+    assert open_rgb(data).tobytes() == first.convert("RGB").tobytes()
+
+
+def test_a_gif_frame_that_reaches_over_the_canvas_widens_it(
+    picture: Picture, encode: Encode
+) -> None:
+    data = bytearray(encode(picture(9, 5).quantize(16), "GIF"))
+    data[6:10] = struct.pack("<HH", 4, 4)
+    header = inspect(bytes(data))
+    assert (header.width, header.height) == open_rgb(bytes(data)).size == (9, 5)
+
+
+def test_bytes_behind_the_end_mark_do_not_matter(every_format: dict[str, bytes]) -> None:
+    for data in every_format.values():
+        assert inspect(data + b"trailer \xff\xd8") == inspect(data)
+
+
+# --- whole files
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut=st.data())
+def test_a_file_cut_anywhere_is_refused(every_format: dict[str, bytes], cut: st.DataObject) -> None:
+    for data in every_format.values():
+        length = cut.draw(st.integers(0, len(data) - 1))
+        with pytest.raises(MediaRefused):
+            inspect(data[:length])
+
+
+def test_a_refusal_says_what_was_cut_and_where(every_format: dict[str, bytes]) -> None:
+    expected = {
+        "png": (100, r"truncated PNG: chunk 'IDAT' at byte 33 needs \d+ bytes, 59 follow"),
+        "jpeg": (-2, r"truncated JPEG: the scan at byte \d+ has no end mark"),
+        "webp": (-7, r"truncated WebP: its header says \d+ bytes, the file has \d+"),
+        "gif": (-1, r"truncated GIF: the file ends at byte \d+, before its trailer"),
+    }
+    for name, (end, message) in expected.items():
+        with pytest.raises(MediaRefused, match=message):
+            inspect(every_format[name][:end])
+
+
+@settings(max_examples=60, deadline=None)
+@given(change=st.data())
+def test_a_changed_byte_never_gives_a_picture_of_another_size_than_the_header(
+    every_format: dict[str, bytes], change: st.DataObject
+) -> None:
+    name = change.draw(st.sampled_from(sorted(every_format)))
+    data = bytearray(every_format[name])
+    data[change.draw(st.integers(0, len(data) - 1))] = change.draw(st.integers(0, 255))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's, about EXIF that cannot be read
+        try:
+            header = inspect(bytes(data))
+            image = open_rgb(bytes(data))
+        except MediaError:
+            return
+    assert image.size == (header.width, header.height)
+
+
+def test_a_png_chunk_with_a_wrong_checksum_is_refused(every_format: dict[str, bytes]) -> None:
+    data = bytearray(every_format["png"])
+    data[60] ^= 1
+    with pytest.raises(MediaRefused, match=r"'IDAT' at byte 33 does not match its checksum"):
+        inspect(bytes(data))
+
+
+def test_a_png_without_pixels_or_with_an_unknown_colour_type_is_refused() -> None:
+    with pytest.raises(MediaRefused, match="no IDAT"):
+        inspect(png_header(2, 2) + png_chunk(b"IEND", b""))
+    with pytest.raises(MediaRefused, match="colour type 5"):
+        inspect(png_header(2, 2, colour=5) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b""))
+
+
+def test_a_thumbnail_inside_a_jpeg_does_not_hide_a_missing_end(
+    picture: Picture, encode: Encode
+) -> None:
+    thumbnail = encode(picture(4, 4), "JPEG")
+    block = b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0" + thumbnail
+    segment = b"\xff\xe1" + struct.pack(">H", len(block) + 2) + block
+    whole = encode(picture(), "JPEG")
+    data = whole[:2] + segment + whole[2:]
+    assert inspect(data)[:3] == ("image/jpeg", 9, 5)
+    with pytest.raises(MediaRefused):
+        inspect(data[:-2])
+
+
+def test_a_jpeg_with_an_index_of_further_pictures_decodes_as_its_first(
+    picture: Picture, encode: Encode
+) -> None:
+    data = encode(picture(), "MPO", save_all=True, append_images=[picture(20, 20)])
+    assert inspect(data)[:3] == ("image/jpeg", 9, 5)
+    assert open_rgb(data).size == (9, 5)
+
+
+# --- limits
+
+
+def test_limits_are_checked_from_the_header_before_any_pixel() -> None:
+    bomb = png_header(30_000, 30_000) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b"")
+    with pytest.raises(MediaRefused, match="900000000 pixels"):
+        inspect(bomb)
+    with pytest.raises(MediaRefused, match="900000000 pixels"):
+        open_rgb(bomb)
+
+
+@pytest.mark.parametrize(
+    "limits", [Limits(max_bytes=50), Limits(max_pixels=44), Limits(max_side=8)]
+)
+def test_each_limit_refuses_alone(picture: Picture, encode: Encode, limits: Limits) -> None:
+    data = encode(picture(9, 5), "PNG")
+    inspect(data)
+    with pytest.raises(MediaRefused, match="limit"):
+        inspect(data, limits)
+
+
+def test_an_image_exactly_at_the_limits_is_taken(picture: Picture, encode: Encode) -> None:
+    data = encode(picture(9, 5), "PNG")
+    inspect(data, Limits(max_bytes=len(data), max_pixels=45, max_side=9))
+
+
+def test_an_image_of_no_pixels_is_refused(picture: Picture, encode: Encode) -> None:
+    with pytest.raises(MediaRefused, match="0x4"):
+        inspect(png_header(0, 4) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b""))
+    no_height = bytearray(encode(picture(), "JPEG"))
+    frame = no_height.index(b"\xff\xc0")
+    no_height[frame + 5 : frame + 7] = b"\0\0"
+    with pytest.raises(MediaRefused, match="9x0"):
+        inspect(bytes(no_height))
+
+
+def test_a_pixel_limit_that_pillow_would_warn_about_is_refused() -> None:
+    with pytest.raises(MediaError, match="max_pixels"):
+        Limits(max_pixels=200_000_000)
+
+
+def test_the_pixel_limit_of_pillow_plays_no_part(
+    picture: Picture, encode: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    for format_name in ("PNG", "JPEG", "WEBP"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert open_rgb(encode(picture(), format_name)).size == (9, 5)
+
+
+# --- orientation
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("format_name", ["JPEG", "PNG", "WEBP"])
+def test_orientation_is_applied_as_pillow_would(
+    picture: Picture, encode: Encode, format_name: str, orientation: int
+) -> None:
+    lossless = {"WEBP": {"lossless": True}}.get(format_name, {})
+    data = encode(picture(), format_name, exif=with_orientation(orientation), **lossless)
+    header = inspect(data)
+    assert header.orientation == orientation
+    assert (header.width, header.height) == ((5, 9) if orientation >= 5 else (9, 5))
+
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    assert open_rgb(data).tobytes() == expected.tobytes()
+    assert open_rgb(data).size == expected.size
+
+
+@pytest.mark.parametrize("byte_order", ["<", ">"])
+@pytest.mark.parametrize(("kind", "code"), [(1, "B3x"), (3, "H2x"), (4, "I")])
+def test_orientation_is_read_in_both_byte_orders_and_whole_number_types(
+    byte_order: str, kind: int, code: str
+) -> None:
+    magic = b"II*\0" if byte_order == "<" else b"MM\0*"
+    entries = struct.pack(byte_order + "HHI4s", 0x010F, 2, 4, b"cam\0") + struct.pack(
+        byte_order + "HHI" + code, 0x0112, kind, 1, 8
+    )
+    block = magic + struct.pack(byte_order + "IH", 8, 2) + entries
+    assert exif_orientation(block) == exif_orientation(b"Exif\0\0" + block) == 8
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        b"",
+        b"Exif\0\0",
+        b"II*\0",
+        b"II*\0\xff\xff\xff\xff",
+        b"II*\0\x08\0\0\0\xff\xff",
+        b"XX*\0\x08\0\0\0\0\0",
+        b"II*\0\x08\0\0\0\x01\0" + struct.pack("<HHIHH", 0x0112, 3, 1, 9, 0),
+        b"II*\0\x08\0\0\0\x01\0" + struct.pack("<HHIHH", 0x0112, 3, 1, 0, 0),
+    ],
+)
+def test_exif_that_cannot_be_read_turns_nothing(block: bytes) -> None:
+    assert exif_orientation(block) == 1
+
+
+@given(block=st.binary(max_size=60))
+@settings(deadline=None)
+def test_any_exif_block_gives_an_orientation_from_1_to_8(block: bytes) -> None:
+    assert 1 <= exif_orientation(b"MM\0*" + block) <= 8
+
+
+def test_png_orientation_counts_behind_the_pixels_too(picture: Picture, encode: Encode) -> None:
+    data = encode(picture(), "PNG")
+    at = data.index(b"IEND") - 4
+    tiff = b"II*\0\x08\0\0\0\x01\0" + struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0) + b"\0\0\0\0"
+    data = data[:at] + png_chunk(b"eXIf", tiff) + data[at:]
+    assert inspect(data)[1:3] == open_rgb(data).size == (5, 9)
+
+
+def test_a_decoded_picture_carries_no_orientation_to_be_applied_again(
+    picture: Picture, encode: Encode
+) -> None:
+    data = encode(picture(), "JPEG", exif=with_orientation(6))
+    upright = open_rgb(data)
+    assert open_rgb(encode_png(upright)).tobytes() == upright.tobytes()
+
+
+# --- colours
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
+def test_every_png_mode_becomes_rgb_as_convert_does(
+    picture: Picture, encode: Encode, mode: str
+) -> None:
+    image = picture(mode=mode)
+    assert open_rgb(encode(image, "PNG")).tobytes() == image.convert("RGB").tobytes()
+
+
+def test_alpha_is_dropped_and_not_laid_over_a_background(encode: Encode) -> None:
+    clear_red = Image.new("RGBA", (2, 2), (200, 10, 20, 0))
+    assert open_rgb(encode(clear_red, "PNG")).getpixel((0, 0)) == (200, 10, 20)
+    clear_grey = Image.new("LA", (2, 2), (77, 0))
+    assert open_rgb(encode(clear_grey, "PNG")).getpixel((0, 0)) == (77, 77, 77)
+
+
+@pytest.mark.parametrize("transparency", [3, bytes(range(0, 160, 10))])
+def test_a_transparent_palette_colour_keeps_its_colour_without_a_warning(
+    picture: Picture, encode: Encode, transparency: int | bytes
+) -> None:
+    image = picture().quantize(16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        seen = open_rgb(encode(image, "PNG", transparency=transparency))
+    assert seen.tobytes() == image.convert("RGB").tobytes()
+
+
+def test_a_transparent_colour_out_of_range_does_not_stop_decoding() -> None:
+    data = (
+        png_header(2, 1, colour=0)
+        + png_chunk(b"tRNS", b"\xff\xff")
+        + png_chunk(b"IDAT", zlib.compress(b"\0\x10\x20"))
+        + png_chunk(b"IEND", b"")
+    )
+    assert open_rgb(data).getpixel((1, 0)) == (32, 32, 32)
+
+
+def test_16_bit_grey_keeps_the_high_byte_of_each_value(encode: Encode) -> None:
+    values = (0, 255, 256, 0x7FFF, 0x8000, 0xFFFF)
+    image = Image.new("I;16", (len(values), 1))
+    for x, value in enumerate(values):
+        image.putpixel((x, 0), value)
+    for seen in (open_rgb(encode(image, "PNG")), open_rgb(encode_png(image))):
+        assert [seen.getpixel((x, 0)) for x in range(6)] == [(v >> 8,) * 3 for v in values]
+
+
+def test_16_bit_colour_keeps_the_high_byte_too() -> None:
+    row = struct.pack(">6H", 0x12FF, 0x3400, 0x56AA, 0xFF00, 0x00FF, 0x8001)
+    data = (
+        png_header(2, 1, depth=16)
+        + png_chunk(b"IDAT", zlib.compress(b"\0" + row))
+        + png_chunk(b"IEND", b"")
+    )
+    seen = open_rgb(data)
+    assert [seen.getpixel((x, 0)) for x in range(2)] == [(0x12, 0x34, 0x56), (0xFF, 0, 0x80)]
+
+
+def test_a_cmyk_jpeg_becomes_rgb(picture: Picture, encode: Encode) -> None:
+    assert open_rgb(encode(picture(mode="CMYK"), "JPEG")).size == (9, 5)
+
+
+# --- what only decoding finds
+
+
+def test_pixels_that_do_not_decode_are_undecodable_not_a_white_square() -> None:
+    data = png_header(4, 4) + png_chunk(b"IDAT", b"not zlib") + png_chunk(b"IEND", b"")
+    inspect(data)
+    with pytest.raises(MediaUndecodable, match="image/png"):
+        open_rgb(data)
+
+
+def test_pixels_that_end_early_are_undecodable() -> None:
+    half = zlib.compress(bytes(range(52)))[:30]
+    data = png_header(4, 4) + png_chunk(b"IDAT", half) + png_chunk(b"IEND", b"")
+    inspect(data)
+    with pytest.raises(MediaUndecodable):
+        open_rgb(data)
+
+
+# --- PIL images
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "PA"])
+def test_a_pil_image_is_stored_as_it_would_be_seen(picture: Picture, mode: str) -> None:
+    image = picture(mode=mode)
+    assert open_rgb(encode_png(image)).tobytes() == image.convert("RGB").tobytes()
+
+
+def test_a_png_made_from_a_pil_image_has_no_metadata_and_is_always_the_same(
+    picture: Picture,
+) -> None:
+    plain, full = picture(), picture()
+    full.info = {
+        "dpi": (72, 72),
+        "icc_profile": b"profile",
+        "transparency": (1, 2, 3),
+        "comment": b"c",
+    }
+    before = dict(full.info)
+    assert encode_png(plain) == encode_png(full)
+    assert full.info == before
+
+
+def test_a_pil_image_opened_from_a_turned_file_is_stored_upright(
+    picture: Picture, encode: Encode
+) -> None:
+
+    data = encode(picture(), "JPEG", exif=with_orientation(8))
+    lazy = Image.open(io.BytesIO(data))
+    assert open_rgb(encode_png(lazy)).tobytes() == open_rgb(data).tobytes()
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_a_pil_image_without_a_known_range_is_refused(mode: str) -> None:
+    with pytest.raises(MediaRefused, match=f"mode {mode}"):
+        encode_png(Image.new(mode, (3, 3)))

@@ -1,0 +1,328 @@
+from __future__ import annotations
+
+import base64
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sightline.errors import MediaError, MediaMissing, MediaRefused, MessageError
+from sightline.media import Ingest, MediaStore, fetch
+
+Picture = Callable[..., Image.Image]
+Encode = Callable[..., bytes]
+WHERE = "messages[3].content[1].image_url.url"
+
+
+@pytest.fixture
+def png(picture: Picture, encode: Encode) -> bytes:
+    return encode(picture(), "PNG")
+
+
+def data_url(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def refused(ingest: Ingest, url: object, error: type[Exception] = MediaRefused) -> str:
+    with pytest.raises(error) as caught:
+        ingest.resolve(url, WHERE)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(f"{WHERE}: "), "every error names the JSON path"
+    assert type(caught.value) is error
+    return str(caught.value)
+
+
+# --- data:
+
+
+def test_a_data_url_is_put_as_its_bytes(store: MediaStore, png: bytes) -> None:
+    ref = Ingest(store).resolve(data_url(png), WHERE)
+    assert store.get(ref) == png
+
+
+def test_the_bytes_say_what_they_are_and_not_the_url(store: MediaStore, png: bytes) -> None:
+    for kind in ("image/jpeg", "image/x-anything", "IMAGE/PNG", "image/png;charset=utf-8"):
+        assert Ingest(store).resolve(data_url(png, kind), WHERE).mime == "image/png"
+
+
+def test_white_space_and_percent_signs_in_base64_are_understood(
+    store: MediaStore, png: bytes
+) -> None:
+    lines = base64.encodebytes(png).decode()
+    escaped = base64.b64encode(png).decode().replace("+", "%2B").replace("=", "%3D")
+    for text in (lines, escaped):
+        assert store.get(Ingest(store).resolve("data:image/png;base64," + text, WHERE)) == png
+
+
+def test_bad_base64_is_refused(store: MediaStore, png: bytes) -> None:
+    good = data_url(png)
+    for url in (good + "!", good[:-3], good + "é", "data:image/png;base64,====", good + "AAAA="):
+        assert "base64" in refused(Ingest(store), url)
+
+
+def test_base64_of_no_image_or_of_half_an_image_is_refused(store: MediaStore, png: bytes) -> None:
+    refused(Ingest(store), data_url(b"hello"))
+    assert "truncated" in refused(Ingest(store), data_url(png[:-6]))
+    refused(Ingest(store), "data:image/png;base64,")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:",
+        "data:,x",
+        "data:text/plain;base64,aGk=",
+        "data:image/png,x",
+        "data:image/png;base64",
+    ],
+)
+def test_a_data_url_of_another_shape_is_a_message_error(store: MediaStore, url: str) -> None:
+    refused(Ingest(store), url, MessageError)
+
+
+def test_a_data_url_above_the_limit_is_refused_before_it_is_decoded(
+    store: MediaStore, png: bytes
+) -> None:
+    ingest = Ingest(store, max_bytes=len(png))
+    ingest.resolve(data_url(png), WHERE)
+    assert "above the limit" in refused(ingest, data_url(png + b"x"))
+    assert "above the limit" in refused(ingest, "data:image/png;base64," + "!" * 4 * len(png))
+
+
+def test_a_data_url_seen_before_is_not_put_again(
+    store: MediaStore, png: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ingest = Ingest(store)
+    ref = ingest.resolve(data_url(png), WHERE)
+    monkeypatch.setattr(store, "put", lambda data: pytest.fail("put again"))
+    assert ingest.resolve(data_url(png), WHERE) == ref
+
+
+def test_a_data_url_seen_before_is_put_again_when_its_image_was_swept(
+    store: MediaStore, png: bytes
+) -> None:
+    ingest = Ingest(store)
+    ref = ingest.resolve(data_url(png), WHERE)
+    store.path(ref.digest).unlink()
+    assert ingest.resolve(data_url(png), WHERE) == ref
+    assert store.has(ref)
+
+
+# --- media:
+
+
+def test_a_media_url_leads_to_the_stored_image(store: MediaStore, png: bytes) -> None:
+    ref = store.put(png)
+    assert Ingest(MediaStore(store.root)).resolve(ref.url, WHERE) == ref
+
+
+def test_a_media_url_of_a_missing_image_says_so_with_its_place(store: MediaStore) -> None:
+    refused(Ingest(store), "media:sha256:" + "0" * 64, MediaMissing)
+
+
+@pytest.mark.parametrize("url", ["media:", "media:sha256:zz", "media:md5:" + "0" * 64])
+def test_a_media_url_of_another_shape_is_a_message_error(store: MediaStore, url: str) -> None:
+    refused(Ingest(store), url, MessageError)
+
+
+# --- everything else
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "picture.png",
+        "/etc/passwd",
+        "ftp://host/a.png",
+        "blob:x",
+        "javascript:1",
+        " data:x",
+        "://",
+    ],
+)
+def test_every_other_url_is_a_message_error(store: MediaStore, url: str) -> None:
+    refused(Ingest(store), url, MessageError)
+
+
+@pytest.mark.parametrize("url", [None, 5, b"data:", {"url": "x"}, []])
+def test_a_url_that_is_no_text_is_a_message_error(store: MediaStore, url: object) -> None:
+    assert type(url).__name__ in refused(Ingest(store), url, MessageError)
+
+
+# --- file:
+
+
+@pytest.fixture
+def roots(tmp_path: Path, png: bytes) -> Path:
+    """An allowed root with an image, beside a place that is not allowed."""
+    (tmp_path / "allowed" / "deep").mkdir(parents=True)
+    (tmp_path / "allowed" / "deep" / "a b.png").write_bytes(png)
+    (tmp_path / "allowed-not").mkdir()
+    (tmp_path / "allowed-not" / "secret.png").write_bytes(png)
+    return tmp_path
+
+
+def test_a_file_under_an_allowed_root_is_taken(store: MediaStore, roots: Path, png: bytes) -> None:
+    ingest = Ingest(store, file_roots=[roots / "allowed"])
+    for host in ("", "localhost"):
+        ref = ingest.resolve(f"file://{host}{roots}/allowed/deep/a%20b.png", WHERE)
+        assert store.get(ref) == png
+
+
+def test_no_file_is_taken_by_default(store: MediaStore, roots: Path) -> None:
+    assert "no allowed" in refused(Ingest(store), f"file://{roots}/allowed/deep/a b.png")
+
+
+def test_no_way_leads_out_of_an_allowed_root(store: MediaStore, roots: Path) -> None:
+    allowed = roots / "allowed"
+    (allowed / "link.png").symlink_to(roots / "allowed-not" / "secret.png")
+    (allowed / "folder").symlink_to(roots / "allowed-not")
+    ingest = Ingest(store, file_roots=[allowed])
+    for name in (
+        "allowed-not/secret.png",
+        "allowed/../allowed-not/secret.png",
+        "allowed/%2e%2e/allowed-not/secret.png",
+        "allowed/link.png",
+        "allowed/folder/secret.png",
+        "allowed-not/there-is-no-such.png",
+    ):
+        assert "under no allowed file root" in refused(ingest, f"file://{roots}/{name}")
+
+
+def test_a_link_that_stays_under_the_root_is_taken(store: MediaStore, roots: Path) -> None:
+    (roots / "allowed" / "link.png").symlink_to(roots / "allowed" / "deep" / "a b.png")
+    (roots / "alias").symlink_to(roots / "allowed")
+    ingest = Ingest(store, file_roots=[roots / "alias"])
+    assert ingest.resolve(f"file://{roots}/alias/link.png", WHERE).width == 9
+
+
+@pytest.mark.parametrize(
+    "url", ["file:", "file://a.png", "file:a.png", "file://host/a.png", "file:///a%00b"]
+)
+def test_a_file_url_without_an_absolute_path_is_a_message_error(
+    store: MediaStore, roots: Path, url: str
+) -> None:
+    refused(Ingest(store, file_roots=["/"]), url, MessageError)
+
+
+def test_what_is_no_image_file_under_an_allowed_root_is_refused(
+    store: MediaStore, roots: Path
+) -> None:
+    os.mkfifo(roots / "allowed" / "pipe")
+    (roots / "allowed" / "text").write_text("x")
+    ingest = Ingest(store, file_roots=[roots / "allowed"])
+    for name in ("pipe", "deep", "text", "nothing"):
+        refused(ingest, f"file://{roots}/allowed/{name}")
+    small = Ingest(store, file_roots=[roots / "allowed"], max_bytes=10)
+    assert "above the limit" in refused(small, f"file://{roots}/allowed/deep/a b.png")
+
+
+def test_a_relative_file_root_is_refused(store: MediaStore) -> None:
+    with pytest.raises(MediaError, match="relative"):
+        Ingest(store, file_roots=["pictures"])
+
+
+# --- http:
+
+
+@pytest.fixture
+def server(png: bytes) -> Iterator[int]:
+    """A small web server on this machine; yields its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/moved":
+                self.send_response(302)
+                self.send_header("Location", "/a.png")
+                self.end_headers()
+                return
+            self.send_response(200 if self.path in ("/a.png?size=1", "/a.png", "/slow") else 404)
+            self.end_headers()
+            if self.path == "/slow":
+                try:
+                    for byte in png:
+                        self.wfile.write(bytes([byte]))
+                        self.wfile.flush()
+                        time.sleep(0.02)
+                except OSError:
+                    pass
+                return
+            self.wfile.write(png)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_an_image_from_an_allowed_address_is_taken(
+    store: MediaStore, server: int, png: bytes
+) -> None:
+    ingest = Ingest(store, http_hosts=[f"127.0.0.1:{server}"])
+    for path in ("/a.png", "/a.png?size=1#part"):
+        assert store.get(ingest.resolve(f"http://127.0.0.1:{server}{path}", WHERE)) == png
+
+
+def test_no_host_is_allowed_by_default(store: MediaStore, server: int) -> None:
+    for url in (f"http://127.0.0.1:{server}/a.png", "https://example.com/a.png"):
+        assert "not allowed" in refused(Ingest(store), url)
+
+
+def test_an_allowed_name_stands_for_its_own_port_only(store: MediaStore, server: int) -> None:
+    ingest = Ingest(store, http_hosts=["127.0.0.1", "example.com"])
+    for url in (
+        f"http://127.0.0.1:{server}/a.png",
+        "http://example.com.evil.test/a.png",
+        "http://example.com@evil.test/a.png",
+        "http://user@example.com/a.png",
+        "http:///a.png",
+    ):
+        assert "not allowed" in refused(ingest, url)
+
+
+def test_a_name_that_leads_to_a_private_address_is_refused(store: MediaStore, server: int) -> None:
+    ingest = Ingest(store, http_hosts=[f"localhost:{server}"])
+    assert "private address" in refused(ingest, f"http://localhost:{server}/a.png")
+
+
+def test_redirects_and_other_answers_are_refused(store: MediaStore, server: int) -> None:
+    ingest = Ingest(store, http_hosts=[f"127.0.0.1:{server}"])
+    assert "302" in refused(ingest, f"http://127.0.0.1:{server}/moved")
+    assert "404" in refused(ingest, f"http://127.0.0.1:{server}/nothing")
+
+
+def test_an_answer_above_the_limit_is_refused(store: MediaStore, server: int) -> None:
+    ingest = Ingest(store, http_hosts=[f"127.0.0.1:{server}"], max_bytes=20)
+    assert "above the limit" in refused(ingest, f"http://127.0.0.1:{server}/a.png")
+
+
+def test_an_answer_that_trickles_is_cut_at_the_time_limit(store: MediaStore, server: int) -> None:
+    ingest = Ingest(store, http_hosts=[f"127.0.0.1:{server}"], timeout_s=0.2)
+    began = time.monotonic()
+    assert "0.2 s" in refused(ingest, f"http://127.0.0.1:{server}/slow")
+    assert time.monotonic() - began < 1.5
+
+
+def test_a_host_that_does_not_answer_or_exist_is_refused(store: MediaStore) -> None:
+    ingest = Ingest(store, http_hosts=["127.0.0.1:1", "no-such-host.invalid"], timeout_s=1)
+    refused(ingest, "http://127.0.0.1:1/a.png")
+    refused(ingest, "http://no-such-host.invalid/a.png")
+    refused(ingest, "http://[::bad/a.png")
+
+
+def test_only_addresses_of_the_open_internet_or_of_the_list_are_taken() -> None:
+    for address in ("10.0.0.5", "192.168.1.1", "169.254.169.254", "127.0.0.1", "::1"):
+        with pytest.raises(MediaRefused, match="private"):
+            fetch._checked_address(address, 80, ["a.example"])
+        assert fetch._checked_address(address, 80, [address]) == address

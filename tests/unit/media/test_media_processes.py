@@ -1,0 +1,190 @@
+"""Many real processes on one store: writers of the same and of different images, readers that
+follow, a sweep among them, and writers that are killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+from sightline.media import MediaStore
+
+Python = Callable[..., "subprocess.Popen[str]"]
+
+# A PNG of a seed, small and without Pillow, so that processes start fast.
+MAKE = """
+import os, struct, sys, time, zlib
+from sightline.media import MediaStore
+from sightline.errors import MediaMissing
+
+def chunk(kind, body):
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+def image(seed, padding=0):
+    head = b"\\x89PNG\\r\\n\\x1a\\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 1, 8, 2, 0, 0, 0))
+    pixels = zlib.compress(b"\\0" + struct.pack(">I", seed) + b"\\7\\7")
+    return head + chunk(b"tEXt", b"p" * padding) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+store = MediaStore(sys.argv[1])
+"""
+
+WRITE = (
+    MAKE
+    + """
+own = int(sys.argv[2])
+for i in range(40):
+    assert store.get(store.put(image(i))) == image(i)
+    ref = store.put(image(1000 * own + i))
+    assert store.find(ref.digest) == ref
+"""
+)
+
+READ = (
+    MAKE
+    + """
+from hashlib import sha256
+seen = 0
+until = time.monotonic() + 20
+while seen < 40 and time.monotonic() < until:
+    digest = sha256(image(seen)).hexdigest()
+    try:
+        store.get(store.find(digest))
+        seen += 1
+    except MediaMissing:
+        time.sleep(0.001)
+assert seen == 40, seen
+"""
+)
+
+SWEEP = (
+    MAKE
+    + """
+for _ in range(30):
+    report = store.gc(set(), min_age_s=5)
+    assert not report.removed and not report.num_temporary, report
+"""
+)
+
+# Old images are put again while a sweep removes old images: put must never answer with a ref
+# to a file that the sweep then takes away. The sweep is told to take what is a minute old.
+REUSE = (
+    MAKE
+    + """
+from hashlib import sha256
+for i in range(300):
+    data = image(i % 5)
+    try:
+        os.utime(store.path(sha256(data).hexdigest()), (1, 1))
+        time.sleep(0.001)
+    except FileNotFoundError:
+        pass
+    assert store.get(store.put(data)) == data
+"""
+)
+
+SWEEP_OLD = (
+    MAKE
+    + """
+print("ready", flush=True)
+num_removed = 0
+until = time.monotonic() + 20
+while num_removed < 20 and time.monotonic() < until and not os.path.exists(sys.argv[2]):
+    num_removed += len(store.gc(set(), min_age_s=60).removed)
+print(num_removed)
+"""
+)
+
+FOREVER = (
+    MAKE
+    + """
+print("ready", flush=True)
+seed = 10_000 * int(sys.argv[2])
+while True:
+    store.put(image(seed, padding=300_000))
+    seed += 1
+"""
+)
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+
+
+def test_many_processes_put_the_same_and_different_images_while_others_read_and_sweep(
+    store: MediaStore, python: Python
+) -> None:
+    store.check_writable()
+    finish(
+        [python(WRITE, store.root, own) for own in (1, 2, 3, 4)]
+        + [python(READ, store.root) for _ in range(2)]
+        + [python(SWEEP, store.root)]
+    )
+    report = store.verify()
+    assert (report.num_files, report.corrupt, report.leftovers) == (5 * 40, [], [])
+
+
+def test_what_is_put_again_is_not_swept_away(
+    store: MediaStore, python: Python, tmp_path: Path
+) -> None:
+    store.check_writable()
+    done = tmp_path / "done"
+    sweeper = python(SWEEP_OLD, store.root, done)
+    assert sweeper.stdout is not None
+    sweeper.stdout.readline()
+    finish([python(REUSE, store.root)])
+    done.touch()
+    num_removed, errors = sweeper.communicate(timeout=60)
+    assert sweeper.returncode == 0, errors
+    assert int(num_removed) > 0
+    assert store.verify().corrupt == []
+
+
+def test_killed_writers_leave_no_half_file_that_can_be_read(
+    store: MediaStore, python: Python
+) -> None:
+    chance = random.Random(7)
+    for round_ in range(2):
+        writers = [python(FOREVER, store.root, 3 * round_ + own + 1) for own in range(3)]
+        for writer in writers:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+        time.sleep(0.05 + chance.random() / 10)
+        for writer in writers:
+            os.kill(writer.pid, signal.SIGKILL)
+            writer.communicate()
+    report = store.verify()
+    assert report.corrupt == []
+    assert report.num_files > 0
+    for digest in store.digests():
+        assert sha256(store.get(store.find(digest))).hexdigest() == digest
+    for leftover in report.leftovers:
+        os.utime(store.root / leftover, (1, 1))
+    in_use = set(store.digests())
+    assert store.gc(in_use).num_temporary == len(report.leftovers)
+    assert set(store.digests()) == in_use
+
+
+def test_a_killed_writer_does_not_keep_the_lock(store: MediaStore, python: Python) -> None:
+    store.check_writable()
+    code = (
+        MAKE
+        + """
+from sightline.media import files
+with files.locked(store.root):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    )
+    holder = python(code, store.root)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    holder.kill()
+    holder.communicate()
+    store.gc(set())

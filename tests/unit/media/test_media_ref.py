@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from hashlib import sha256
+
+import msgspec
+import pytest
+
+from sightline.errors import MediaCorrupt, MediaError
+from sightline.media import MediaRef
+from sightline.media.ref import digest_of_url
+
+DIGEST = sha256(b"bytes").hexdigest()
+
+
+def make(**changes: object) -> MediaRef:
+    fields = {"digest": DIGEST, "mime": "image/png", "width": 4, "height": 3, "nbytes": 5}
+    return MediaRef(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"digest": DIGEST.upper()},
+        {"digest": DIGEST[:-1]},
+        {"digest": DIGEST + "\n"},
+        {"digest": "../" + DIGEST[3:]},
+        {"digest": 5},
+        {"mime": "image/bmp"},
+        {"width": 0},
+        {"height": -3},
+        {"height": True},
+        {"width": 4.0},
+        {"nbytes": 0},
+    ],
+)
+def test_a_ref_that_names_no_image_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(MediaError) as caught:
+        make(**changes)
+    assert caught.value.fix
+
+
+def test_a_bad_ref_is_refused_when_it_is_decoded_with_its_place() -> None:
+    data = msgspec.json.encode([msgspec.to_builtins(make()) | {"width": 0}])
+    with pytest.raises(msgspec.ValidationError, match=r"\$\[0\]"):
+        msgspec.json.decode(data, type=list[MediaRef])
+
+
+def test_an_unknown_field_such_as_pixels_is_refused() -> None:
+    data = msgspec.json.encode(msgspec.to_builtins(make()) | {"pixel_values": [1]})
+    with pytest.raises(msgspec.ValidationError, match="pixel_values"):
+        msgspec.json.decode(data, type=MediaRef)
+
+
+def test_a_ref_survives_msgpack_and_stays_a_dictionary_key() -> None:
+    ref = make()
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(ref), type=MediaRef)
+    assert {ref: 1}[again] == 1
+
+
+def test_the_digest_is_plain_text_inside_msgpack() -> None:
+    assert DIGEST.encode() in msgspec.msgpack.encode(make())
+
+
+def test_a_url_leads_back_to_its_digest() -> None:
+    assert make().url == f"media:sha256:{DIGEST}"
+    assert digest_of_url(make().url) == DIGEST
+
+
+@pytest.mark.parametrize(
+    "url", ["", DIGEST, "media:" + DIGEST, "media:sha256:", "media:sha256:xyz"]
+)
+def test_a_url_of_another_shape_has_no_digest(url: str) -> None:
+    with pytest.raises(MediaError):
+        digest_of_url(url)
+
+
+def test_verify_returns_its_bytes_or_says_they_are_others() -> None:
+    assert make().verify(b"bytes") == b"bytes"
+    with pytest.raises(MediaCorrupt, match=DIGEST[:12]):
+        make().verify(b"Bytes")

@@ -1,0 +1,294 @@
+"""Ages, sweeping, room and rights of a store on disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sightline.errors import MediaError, MediaRefused, StoreFull
+from sightline.media import MediaStore, files
+from sightline.media import store as store_module
+from sightline.media.header import Limits
+
+Picture = Callable[..., Image.Image]
+
+
+def grow_old(store: MediaStore, digest: str, age_s: float = 10_000) -> None:
+    then = time.time() - age_s
+    os.utime(store.path(digest), (then, then))
+
+
+def age_of(store: MediaStore, digest: str) -> float:
+    return time.time() - store.path(digest).stat().st_mtime
+
+
+# --- last use
+
+
+def test_putting_again_renews_the_last_use(store: MediaStore, picture: Picture) -> None:
+    digest = store.put(picture()).digest
+    grow_old(store, digest)
+    store.put(picture())
+    assert age_of(store, digest) < 60
+
+
+def test_reading_renews_the_last_use_once_it_is_old(store: MediaStore, picture: Picture) -> None:
+    ref = store.put(picture())
+    uses = (
+        lambda: store.get(ref),
+        lambda: store.image(ref),
+        lambda: store.find(ref.digest),
+        lambda: MediaStore(store.root).find(ref.digest),
+        lambda: store.touch(ref.digest),
+    )
+    for use in uses:
+        grow_old(store, ref.digest)
+        use()
+        assert age_of(store, ref.digest) < 60
+
+
+def test_reading_leaves_a_recent_last_use_alone(store: MediaStore, picture: Picture) -> None:
+    ref = store.put(picture())
+    grow_old(store, ref.digest, age_s=300)
+    store.get(ref)
+    store.find(ref.digest)
+    assert age_of(store, ref.digest) > 250
+
+
+def test_a_last_use_in_the_future_is_renewed(store: MediaStore, picture: Picture) -> None:
+    ref = store.put(picture())
+    grow_old(store, ref.digest, age_s=-9_000)
+    store.get(ref)
+    assert abs(age_of(store, ref.digest)) < 60
+
+
+# --- gc
+
+
+def test_gc_removes_only_what_is_old_and_not_in_use(store: MediaStore, picture: Picture) -> None:
+    used, young, gone = (store.put(picture(seed=seed)) for seed in range(3))
+    grow_old(store, used.digest)
+    grow_old(store, gone.digest)
+    report = store.gc({used.digest})
+    assert report.removed == [gone.digest]
+    assert (report.removed_bytes, report.num_in_use, report.num_young) == (gone.nbytes, 1, 1)
+    assert set(store.digests()) == {used.digest, young.digest}
+    assert store.size_bytes() == used.nbytes + young.nbytes
+
+
+def test_a_dry_run_reports_and_removes_nothing(store: MediaStore, picture: Picture) -> None:
+    ref = store.put(picture())
+    grow_old(store, ref.digest)
+    assert store.gc(set(), dry_run=True).removed == [ref.digest]
+    assert store.has(ref)
+
+
+def test_gc_removes_half_written_files_of_dead_writers_when_old(
+    store: MediaStore, picture: Picture
+) -> None:
+    folder = store.path(store.put(picture()).digest).parent
+    old, young = folder / ".tmp-1-aa", folder / ".tmp-2-bb"
+    for path in (old, young):
+        path.write_bytes(b"half")
+    os.utime(old, (time.time() - 10_000,) * 2)
+    assert store.gc(set()).num_temporary == 1
+    assert (old.exists(), young.exists()) == (False, True)
+    store.gc(set(), min_age_s=0)
+    assert young.exists(), "its writer may be alive"
+
+
+def test_gc_leaves_files_alone_that_it_does_not_know(store: MediaStore, picture: Picture) -> None:
+    digest = store.put(picture()).digest
+    strays = [
+        store.root / "notes.txt",
+        store.path(digest).parent / "notes.txt",
+        store.root / digest,
+    ]
+    for stray in strays:
+        stray.write_bytes(b"x")
+        os.utime(stray, (0, 0))
+    store.gc(set(), min_age_s=0)
+    assert all(stray.exists() for stray in strays)
+
+
+@pytest.mark.parametrize("in_use", [{"media:sha256:" + "a" * 64}, {"abc"}, {1}])
+def test_gc_refuses_a_set_of_anything_but_digests(
+    store: MediaStore, picture: Picture, in_use: set[str]
+) -> None:
+    ref = store.put(picture())
+    grow_old(store, ref.digest)
+    with pytest.raises(MediaError, match="not a media digest"):
+        store.gc(in_use)
+    assert store.has(ref)
+
+
+def test_gc_of_a_store_that_is_not_there_makes_none(tmp_path: Path) -> None:
+    with pytest.raises(MediaError, match="no store"):
+        MediaStore(tmp_path / "nowhere").gc(set())
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_gc_waits_for_a_put_under_way_and_then_sees_its_time(
+    store: MediaStore, picture: Picture
+) -> None:
+    ref = store.put(picture())
+    grow_old(store, ref.digest)
+    with files.locked(store.root):
+        sweep = threading.Thread(target=store.gc, args=(set(),))
+        sweep.start()
+        sweep.join(0.2)
+        assert sweep.is_alive()
+        os.utime(store.path(ref.digest))
+    sweep.join(5)
+    assert store.has(ref)
+
+
+def test_a_put_waits_while_a_sweep_looks_at_times(store: MediaStore, picture: Picture) -> None:
+    store.put(picture())
+    for seed in (0, 1):  # there already, and new
+        with files.locked(store.root, exclusive=True):
+            put = threading.Thread(target=store.put, args=(picture(seed=seed),))
+            put.start()
+            put.join(0.2)
+            assert put.is_alive()
+        put.join(5)
+        assert not put.is_alive()
+    assert store.count() == 2
+
+
+# --- room
+
+
+def test_size_is_not_counted_anew_at_every_question(
+    store: MediaStore, picture: Picture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(picture())
+    size = store.size_bytes()
+    monkeypatch.setattr(store_module.files, "walk", lambda root: pytest.fail("counted again"))
+    assert store.size_bytes() == size
+    added = store.put(picture(seed=1))
+    store.put(picture(seed=1))
+    assert (store.size_bytes(), store.count()) == (size + added.nbytes, 2)
+
+
+def test_what_others_put_shows_at_the_next_count(
+    store: MediaStore, picture: Picture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store.size_bytes() == 0
+    ref = MediaStore(store.root).put(picture())
+    assert store.size_bytes() == 0
+    monkeypatch.setattr(store_module, "_SURVEY_EVERY_S", -1.0)
+    monkeypatch.setattr(store_module, "_SURVEY_SHARE", float("inf"))
+    assert store.size_bytes() == ref.nbytes
+
+
+def test_check_room_raises_above_the_limit_of_the_store(tmp_path: Path, picture: Picture) -> None:
+    store = MediaStore(tmp_path / "store", max_bytes=10, reserve_bytes=0)
+    store.check_room()
+    store.put(picture())
+    with pytest.raises(StoreFull, match="its limit is 10"):
+        store.check_room()
+
+
+def test_check_room_raises_when_the_disk_is_nearly_full(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    MediaStore(tmp_path / "a" / "b", reserve_bytes=free // 2).check_room()
+    with pytest.raises(StoreFull, match="kept in reserve"):
+        MediaStore(tmp_path / "a" / "b", reserve_bytes=free * 2).check_room()
+
+
+def test_a_full_disk_is_store_full_and_leaves_no_temporary_file(
+    store: MediaStore, picture: Picture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put(picture())
+
+    def no_space(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(StoreFull):
+        store.put(picture(seed=5))
+    assert store.verify().leftovers == []
+
+
+# --- rights
+
+
+def test_check_writable_makes_the_root_and_leaves_nothing_in_it(tmp_path: Path) -> None:
+    store = MediaStore(tmp_path / "deep" / "store")
+    assert not store.root.exists(), "making the object touches no disk"
+    store.check_writable()
+    assert [path.name for path in store.root.iterdir()] == [".lock"]
+
+
+def test_a_root_that_cannot_be_written_is_a_clear_error(tmp_path: Path, picture: Picture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    store = MediaStore(tmp_path / "file" / "store")
+    for act in (store.check_writable, lambda: store.put(picture())):
+        with pytest.raises(MediaError, match="cannot write to the store") as caught:
+            act()
+        assert "root" in caught.value.fix
+
+
+READ_ONLY = """
+import os, sys, tempfile
+from pathlib import Path
+from sightline.errors import MediaError
+from sightline.media import MediaStore
+
+with tempfile.TemporaryDirectory() as folder:
+    os.chmod(folder, 0o755)
+    store = MediaStore(folder + "/store")
+    ref = store.put(Path(sys.argv[1]))
+    os.utime(store.path(ref.digest), (1, 1))
+    inside = [store.root, *store.root.rglob("*")]
+    for path in inside:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    if os.geteuid() == 0:
+        os.seteuid(65534)  # root may write everywhere
+    assert store.get(ref) and store.find(ref.digest) == ref and store.touch(ref.digest)
+    for act in (store.check_writable, lambda: store.put(store.get(ref))):
+        try:
+            act()
+        except MediaError as error:
+            print(error.problem)
+    os.seteuid(os.getuid())
+    for path in inside:
+        path.chmod(0o755)
+"""
+
+
+def test_a_read_only_store_can_be_read_and_not_put_to(
+    python: Callable[..., Any], tmp_path: Path, picture: Picture
+) -> None:
+    picture().save(tmp_path / "p.png")
+    said, errors = python(READ_ONLY, tmp_path / "p.png").communicate()
+    assert errors == ""
+    assert said.count("cannot write to the store") == 2
+
+
+def test_the_limits_of_a_store_hold_for_bytes_paths_and_pil_images(
+    tmp_path: Path, picture: Picture
+) -> None:
+    store = MediaStore(tmp_path / "store", limits=Limits(max_side=8))
+    path = tmp_path / "p.png"
+    picture().save(path)
+    for source in (path.read_bytes(), path, picture()):
+        with pytest.raises(MediaRefused, match="limit of 8"):
+            store.put(source)
+    with pytest.raises(MediaRefused, match="limit of 5"):
+        MediaStore(tmp_path / "store", limits=Limits(max_bytes=5)).put(path)
+
+
+def test_importing_the_room_loads_no_pillow(python: Callable[..., Any]) -> None:
+    code = "import sys, sightline.media; print(sorted({'PIL', 'torch'} & set(sys.modules)))"
+    assert python(code).communicate() == ("[]\n", "")

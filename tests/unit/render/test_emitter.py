@@ -1,0 +1,97 @@
+"""Runs of text, spans and the seam before what the assistant says itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Split
+
+from sightline import FamilyError
+from sightline.render import Emitter, Span, Tokenizer
+
+# Letters a, b, c and the merge "ab"; "<s>" is an added token.
+A, B, C, AB, S = range(5)
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    full = tokenizers.Tokenizer(BPE(vocab={"a": A, "b": B, "c": C, "ab": AB}, merges=[("a", "b")]))
+    full.pre_tokenizer = Split(" ", "removed")
+    full.add_tokens([tokenizers.AddedToken("<s>", special=True)])
+    full.save(str(tmp_path / "tokenizer.json"))
+    return Tokenizer(tmp_path)
+
+
+def test_text_beside_text_is_one_run(tokenizer: Tokenizer) -> None:
+    emitter = Emitter(tokenizer)
+    emitter.text("a")
+    emitter.text("b")
+    emitter.special(S)
+    emitter.text("a")
+    assert emitter.position == 3
+    emitter.text("b")
+    assert emitter.rendered().token_ids == [AB, S, A, B]
+
+
+def test_a_token_across_the_seam_is_not_the_assistants(tokenizer: Tokenizer) -> None:
+    emitter = Emitter(tokenizer)
+    emitter.text("ca")
+    emitter.begin_trained()
+    emitter.text("bc")
+    emitter.special(S)
+    emitter.end_trained()
+    rendered = emitter.rendered()
+    assert rendered.token_ids == [C, AB, C, S]
+    assert rendered.trained == [Span(2, 4)]
+
+
+def test_what_is_trained_begins_where_the_text_does(tokenizer: Tokenizer) -> None:
+    emitter = Emitter(tokenizer, start=10)
+    emitter.text("c")
+    emitter.begin_trained()
+    emitter.text("ab")
+    emitter.special(S)
+    emitter.end_trained()
+    assert emitter.rendered().trained == [Span(11, 13)]
+
+
+def test_an_answer_without_text_trains_its_stop_alone(tokenizer: Tokenizer) -> None:
+    emitter = Emitter(tokenizer)
+    emitter.text("c")
+    emitter.begin_trained()
+    emitter.special(S)
+    emitter.end_trained()
+    emitter.special(S)
+    emitter.begin_trained()
+    emitter.special(S)
+    emitter.end_trained()
+    assert emitter.rendered().trained == [Span(1, 2), Span(3, 4)]
+
+
+def test_spans_count_from_the_start_that_was_given(tokenizer: Tokenizer) -> None:
+    emitter = Emitter(tokenizer, start=100)
+    begin = emitter.position
+    emitter.text("abc")
+    emitter.end_message(begin)
+    assert emitter.bridged().spans == [Span(100, 102)]
+
+
+def test_text_never_becomes_an_added_token(tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_id("<s>") == S
+    assert S not in tokenizer.encode("a<s>b")
+    assert tokenizer.encode("") == []
+    assert tokenizer.vocab_size == 5
+
+
+def test_a_token_that_is_not_there_is_named(tokenizer: Tokenizer) -> None:
+    assert tokenizer.find_token_id("<t>") is None
+    with pytest.raises(FamilyError, match="<t>"):
+        tokenizer.token_id("<t>")
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FamilyError, match="tokenizer.json"):
+        Tokenizer(tmp_path)

@@ -1,0 +1,122 @@
+"""Traces as bytes and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sightline.errors import WireError
+from sightline.message import ToolCall, assistant, system, user
+from sightline.trace import Trace, decode, encode, read_traces, write_traces
+from sightline.trace.node import ROOT
+from tests.unit.trace.toy import TOOL, ToyRenderer, picture, say, talk
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "trace_v1.traces"
+
+
+def example(name: str = "golden") -> Trace:
+    """A trace that uses every field: forks, images, tools, a cut-off turn and all outcomes."""
+    trace = Trace(id=name, group_id="group", env="toy", task=3, split="eval", seed=7)
+    toy = ToyRenderer()
+    opening = [system("be brief"), user("what is ", picture(1), picture(2), "?")]
+    first = say(trace.extend(ROOT, opening, toy, TOOL), "ab", version=4)
+    say(trace.extend(first.id, [user("and ", picture(1))], toy, TOOL), "c", False, version=5)
+    say(trace.extend(first.id, [user("?")], toy, TOOL), "d", version=5)
+    call = msgspec.structs.replace(assistant(""), tool_calls=(ToolCall("look", "{}", "1"),))
+    say(trace.prepare([user("hi"), call, user("go")], toy), "e", version=6)
+    trace.reward, trace.rewards = 0.5, {"letters": 0.5, "exact": 0.0}
+    trace.per_turn = [0.5, 0.0, 0.25, 0.0]
+    trace.temperature, trace.truncated = 0.75, True
+    trace.error, trace.door_errors = "gave up", ["messages[0].role: 'robot'"]
+    trace.started, trace.ended = 100.0, 101.5
+    return trace
+
+
+def test_encoding_and_decoding_gives_an_equal_trace() -> None:
+    trace = example()
+    back = decode(encode(trace))
+    assert back == trace
+    assert back.branches() == trace.branches()
+    assert encode(back) == encode(trace)
+
+
+def test_a_decoded_trace_goes_on_as_the_first_would() -> None:
+    trace = Trace(id="t")
+    leaf = talk(trace, ([user(picture(1))], "ab"), ([user(picture(2))], "b"))
+    back = decode(encode(trace))
+    for each in (trace, back):
+        talk(each, ([user("on")], "c"), leaf=leaf)
+    assert back == trace
+
+
+def test_a_prompt_costs_four_bytes_a_token_and_some_for_each_node() -> None:
+    trace = Trace(id="t")
+    talk(trace, ([user("x")], "y"))
+    small = len(encode(trace))
+    node = trace.nodes[0]
+    assert len(encode(Trace(id="t", nodes=[node]))) < 450
+    assert small < 900
+
+
+def test_the_golden_file_of_schema_1_is_read() -> None:
+    assert list(read_traces(GOLDEN)) == [example("golden"), Trace(id="empty")]
+
+
+def test_a_file_holds_traces_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "step_1.traces"
+    traces = [example("a"), Trace(id="b"), example("c")]
+    write_traces(path, traces)
+    assert list(read_traces(path)) == traces
+    assert list(tmp_path.iterdir()) == [path]
+    write_traces(path, [])
+    assert list(read_traces(path)) == []
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "step_1.traces"
+    write_traces(path, [example("a")])
+    broken = example("b")
+    broken.per_turn = [1.0]
+    with pytest.raises(ValueError, match="per_turn"):
+        write_traces(path, [example("a"), broken])
+    assert list(read_traces(path)) == [example("a")]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def changed(**fields: object) -> bytes:
+    return msgspec.msgpack.encode(msgspec.msgpack.decode(encode(example())) | fields)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "data is not a trace"),
+        (b"\x00\xffgarbage", "data is not a trace"),
+        (msgspec.msgpack.encode([1, 2]), "data is not a trace"),
+        (msgspec.msgpack.encode({"nodes": []}), "missing required field `schema`"),
+        (msgspec.msgpack.encode({"schema": 2}), "schema 2; this sightline reads 1 to 1"),
+        (msgspec.msgpack.encode({"schema": 1}), "missing required field `id`"),
+        (changed(pixel_values=[0.5]), "unknown field `pixel_values`"),
+        (changed(nodes=[{"id": 0}]), r"at `\$.nodes\[0\]`"),
+        (changed(per_turn=[1.0]), "1 per_turn credits for 4 turns"),
+    ],
+)
+def test_foreign_bytes_are_refused_in_words(data: bytes, says: str) -> None:
+    with pytest.raises(WireError, match=says):
+        decode(data)
+
+
+def test_a_foreign_or_cut_off_file_is_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "step_1.traces"
+    path.write_bytes(b"something else")
+    with pytest.raises(WireError, match="not a file of traces"):
+        list(read_traces(path))
+    write_traces(path, [example("a"), example("b")])
+    whole = path.read_bytes()
+    second = len(whole) - len(encode(example("b"))) - 4
+    for size in (second + 2, second + 4, second + 50, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(WireError, match="ends inside trace 1"):
+            list(read_traces(path))

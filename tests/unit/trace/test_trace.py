@@ -1,0 +1,391 @@
+"""Asking, committing and looking: where nodes go and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from msgspec.structs import replace
+
+from sightline.errors import MessageError, Misaligned, PixelMismatch
+from sightline.message import AssistantMessage, Message, assistant, system, text, user
+from sightline.render import Bridged, Rendered, Span
+from sightline.trace import Node, PolicySpan, Trace, encode
+from sightline.trace.node import ROOT, NodeSlot, int32
+from sightline.wire import Slot
+from tests.unit.trace.toy import (
+    AB,
+    END,
+    HEADER,
+    LETTER,
+    NEWLINE,
+    PAD,
+    START,
+    TOOL,
+    ToyRenderer,
+    digests,
+    item,
+    picture,
+    say,
+    talk,
+)
+
+TOY = ToyRenderer()
+
+
+def spans(count: int, version: int = 0) -> list[PolicySpan]:
+    return [PolicySpan(version, 0, 0, count)]
+
+
+def test_a_conversation_is_one_path_of_one_node_a_message() -> None:
+    trace = Trace(id="t")
+    first = talk(trace, ([system("s"), user("hi")], "yes"))
+    last = talk(trace, ([user("go", picture(2))], "no"), leaf=first)
+    assert trace.branches() == [[0, 1, 2, 3, 4]] == [trace.path(last)]
+    assert [node.message.role for node in trace.nodes] == [
+        "system", "user", "assistant", "user", "assistant",
+    ]  # fmt: skip
+    assert trace.nodes[4].message == assistant("no")
+    assert trace.forks == {}
+    assert (trace.num_images_shown, trace.num_sampled) == (1, 7)
+    assert trace.num_tokens == len(trace.tokens(trace.path(last)))
+
+
+def test_the_header_is_unsampled_and_opens_the_assistants_own_node() -> None:
+    trace = Trace(id="t")
+    node = trace.nodes[talk(trace, ([user("hi")], "a"))]
+    assert node.token_ids.numpy()[: node.sampled_start].tolist() == HEADER
+    assert node.num_sampled == len(node.logprobs) == 2
+
+
+def test_what_closes_a_cut_off_turn_opens_the_next_node() -> None:
+    trace = Trace(id="t")
+    cut = say(trace.extend(ROOT, [user("hi")], TOY), "abc", stop=False)
+    turn = trace.extend(cut.id, [user("go")], TOY)
+    say(turn, "b")
+    after = trace.nodes[cut.id + 1]
+    assert after.message == user("go")
+    assert after.token_ids.numpy().tolist()[:3] == [END, NEWLINE, START]
+    assert not after.is_turn
+
+
+def test_a_turn_that_is_not_committed_changes_nothing() -> None:
+    trace = Trace(id="t")
+    leaf = talk(trace, ([user("hi")], "yes"))
+    before = encode(trace)
+    trace.extend(leaf, [user("go")], TOY, TOOL)
+    trace.prepare([user("other")], TOY)
+    assert encode(trace) == before
+
+
+def test_extend_costs_the_new_messages_only() -> None:
+    class Counting(ToyRenderer):
+        seen = 0
+
+        def messages(self, messages):
+            self.seen += len(messages)
+            return super().messages(messages)
+
+        def render(self, messages, tools=None, generation_prompt=True):
+            assert not trace.nodes, "history is rendered again"
+            return super().render(messages, tools, generation_prompt)
+
+    renderer, trace = Counting(), Trace(id="t")
+    leaf, per_turn = ROOT, []
+    for _ in range(20):
+        renderer.seen = 0
+        turn = trace.extend(leaf, [user("go", picture(1))], renderer)
+        per_turn.append(renderer.seen)
+        assert turn.new_tokens == turn.prompt_ids[-len(turn.new_tokens) :]
+        leaf = say(turn, "ab").id
+    assert set(per_turn) == {2}  # read at the door, and by the bridge or the rendering
+
+
+def test_a_history_that_extends_a_path_is_bridged() -> None:
+    trace = Trace(id="t")
+    talk(trace, ([user("hi")], "ab"))
+    turn = trace.prepare([user("hi"), assistant("ab"), user("go")], TOY)
+    node = say(turn, "b")
+    assert trace.branches() == [[0, 1, 2, 3]]
+    assert node.id == 3 and trace.forks == {}
+    assert AB not in turn.prompt_ids  # the policy spelled it with two tokens
+
+
+def test_the_same_prompt_asked_again_shares_its_nodes() -> None:
+    trace = Trace(id="t")
+    first = talk(trace, ([user("hi")], "yes"))
+    talk(trace, ([user("go", picture(1))], "a"), leaf=first)
+    talk(trace, ([user("go", picture(1))], "b"), leaf=first)
+    say(trace.prepare([user("hi"), assistant("yes"), user("go", picture(1))], TOY), "c")
+    assert trace.branches() == [[0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 2, 5]]
+    assert trace.forks == {"resampled": 2}
+    assert trace.num_images_shown == 1
+
+
+def test_turns_prepared_side_by_side_share_their_prompt() -> None:
+    trace = Trace(id="t")
+    turns = [trace.extend(ROOT, [system("s"), user("hi", picture(0))], TOY) for _ in range(3)]
+    for i, turn in enumerate(turns):
+        say(turn, "abc"[i])
+    assert trace.branches() == [[0, 1, 2], [0, 1, 3], [0, 1, 4]]
+
+
+def test_an_edited_message_forks_where_it_differs() -> None:
+    trace = Trace(id="t")
+    first = talk(trace, ([system("s"), user("hi")], "yes"))
+    talk(trace, ([user("go")], "a"), leaf=first)
+    say(trace.prepare([system("s"), user("hi"), assistant("yes"), user("stop")], TOY), "b")
+    assert trace.branches() == [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6]]
+    say(trace.prepare([system("s"), user("ho")], TOY), "c")
+    assert trace.path(len(trace.nodes) - 1) == [0, 7, 8]
+    assert trace.forks == {"diverged": 2}
+
+
+def test_an_edited_answer_is_rendered_whole_and_shares_what_has_the_same_tokens() -> None:
+    trace = Trace(id="t")
+    first = talk(trace, ([user("hi")], "yes"))
+    talk(trace, ([user("go")], "a"), leaf=first)
+    history = [user("hi"), assistant("yes"), user("go"), assistant("edited"), user("on")]
+    node = say(trace.prepare(history, TOY), "b")
+    assert trace.path(node.id)[:3] == [0, 1, 2]
+    assert not trace.nodes[trace.path(node.id)[3]].is_turn
+    assert trace.forks == {"assistant_among_new": 1}
+
+
+def test_an_answer_that_renders_to_other_tokens_forks_there() -> None:
+    trace = Trace(id="t")
+    first = talk(trace, ([user("hi")], "ab"))
+    node = say(trace.extend(first, [user("?")], TOY), "b")
+    path = trace.path(node.id)
+    assert path[0] == 0 and path[1] != first
+    assert AB in trace.nodes[path[1]].token_ids.numpy()
+    assert trace.forks == {"history_rewritten": 1}
+
+
+def test_a_rendering_shares_sampled_nodes_with_the_same_tokens_and_images() -> None:
+    trace = Trace(id="t")
+    leaf = talk(trace, ([user(picture(1))], "x"), ([user(picture(2))], "y"))
+    node = say(trace.extend(leaf, [user("?", picture(1))], TOY), "z")
+    assert trace.path(node.id) == [0, 1, 2, 3, 4, 5]
+    assert trace.num_images_shown == 3
+
+
+def test_a_rendering_shares_the_whole_turn_rather_than_the_cut_off_one() -> None:
+    trace = Trace(id="t")
+    whole = say(trace.extend(ROOT, [user("hi")], TOY), "x")
+    cut = say(trace.extend(ROOT, [user("hi")], TOY), "x", stop=False)
+    for leaf in (whole.id, cut.id):
+        node = say(trace.extend(leaf, [user("?")], TOY), "y")
+        assert whole.id in trace.path(node.id)
+
+
+def test_a_history_that_two_paths_hold_goes_on_from_the_newest() -> None:
+    trace = Trace(id="t")
+    old, new = (say(trace.extend(ROOT, [user("hi")], TOY), "x") for _ in range(2))
+    node = say(trace.prepare([user("hi"), assistant("x"), user("go")], TOY), "y")
+    assert new.id in trace.path(node.id) and old.id not in trace.path(node.id)
+
+
+def test_messages_that_only_render_alike_are_two_nodes() -> None:
+    trace = Trace(id="t")
+    one, two = (Message(role="tool", content=text("4"), tool_call_id=name) for name in "ab")
+    first = talk(trace, ([user("hi")], "x"))
+    for result in (one, two):
+        talk(trace, ([result], "y"), leaf=first)
+        talk(trace, ([result, user("?")], "y"), leaf=first)
+    assert [node.message for node in trace.nodes if node.message.role == "tool"] == [one, two]
+    assert {trace.nodes[path[2]].message for path in trace.branches()} == {one, two}
+
+
+def test_images_of_other_settings_are_not_shared() -> None:
+    class Other(ToyRenderer):
+        def render(self, messages, tools=None, generation_prompt=True):
+            good = super().render(messages, tools, generation_prompt)
+            slots = [
+                replace(slot, item=replace(slot.item, fingerprint="toy-2")) for slot in good.slots
+            ]
+            return Rendered(good.token_ids, slots, good.spans, good.trained)
+
+    trace = Trace(id="t")
+    talk(trace, ([user(picture(1))], "x"))
+    turn = trace.extend(ROOT, [user(picture(1))], Other())
+    node = turn.commit([150], [-1], spans(1), "length", ["other pixels"])
+    assert trace.branches() == [[0, 1], [2, node.id]]
+    assert trace.slots(trace.path(node.id)) == turn.slots
+
+
+def test_a_turn_that_says_more_than_its_message_is_not_shared_with_its_rendering() -> None:
+    trace = Trace(id="t")
+    ids = [LETTER + ord("x"), END, NEWLINE, START]
+    said = AssistantMessage(role="assistant", content=text("x"))
+    turn = trace.extend(ROOT, [user("hi")], TOY)
+    node = turn.commit(ids, [-1.0] * 4, spans(4), "length", message=said)
+    after = say(trace.extend(node.id, [user("?")], TOY), "y")
+    assert trace.path(after.id)[0] == 0 and node.id not in trace.path(after.id)
+
+
+def test_other_tools_are_another_prompt() -> None:
+    trace = Trace(id="t")
+    first = say(trace.extend(ROOT, [user("hi")], TOY, TOOL), "a")
+    say(trace.extend(first.id, [user("go")], TOY, TOOL), "b")
+    bare = say(trace.extend(first.id, [user("go")], TOY), "c")
+    assert trace.forks == {"tools_changed": 1}
+    assert first.id not in trace.path(bare.id)
+    assert len(trace.toolsets) == 1
+    assert [node.tools for node in trace.turns] == [0, 0, -1]
+
+
+def test_a_path_that_is_no_longer_kept_as_lists_is_joined_from_its_nodes() -> None:
+    trace = Trace(id="t")
+    first = talk(trace, ([user("hi", picture(1))], "ab"))
+    for number in range(8):
+        talk(trace, ([user("go", picture(number))], "b"), leaf=first)
+    for leaf in [path[-1] for path in trace.branches()]:
+        turn = trace.extend(leaf, [user("on")], TOY)
+        assert turn.prompt_ids[: -len(turn.new_tokens)] == trace.tokens(trace.path(leaf))
+        assert turn.slots == trace.slots(trace.path(leaf))
+
+
+def test_a_message_node_can_be_extended_as_well() -> None:
+    trace = Trace(id="t")
+    talk(trace, ([user("hi")], "yes"), ([user("one")], "a"))
+    node = say(trace.extend(2, [user("two")], TOY), "b")
+    assert [trace.nodes[n].message.text for n in trace.path(node.id)] == [
+        "hi", "yes", "one", "two", "b",
+    ]  # fmt: skip
+    assert trace.path(node.id)[:3] == [0, 1, 2]
+
+
+def test_versions_are_looked_up_over_all_turns() -> None:
+    trace = Trace(id="t")
+    assert (trace.oldest_version, trace.newest_version) == (None, None)
+    turn = trace.extend(ROOT, [user("hi")], TOY)
+    turn.commit([150, END], [-1, -1], [PolicySpan(3, 0, 0, 1), PolicySpan(4, 1, 1, 2)], "stop")
+    assert (trace.oldest_version, trace.newest_version) == (3, 4)
+    assert trace.policies == {(3, 0), (4, 1)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"completion_ids": []}, "0 tokens"),
+        ({"logprobs": [-1.0]}, "1 logprobs"),
+        ({"logprobs": [-1.0, math.nan]}, "not finite"),
+        ({"logprobs": [-1.0, -math.inf]}, "not finite"),
+        ({"finish_reason": ""}, "finish reason ''"),
+        ({"versions": []}, "versions cover"),
+        ({"versions": spans(1)}, "versions cover"),
+        ({"versions": spans(3)}, "versions cover"),
+        ({"versions": [*spans(2), *spans(2)]}, "versions cover"),
+        ({"versions": [PolicySpan(0, 0, 0, 0), *spans(2)]}, "versions cover"),
+        ({"pixel_digests": []}, "0 pixel digests for 1 slots"),
+        ({"pixel_digests": ["a", "b"]}, "2 pixel digests for 1 slots"),
+        ({"completion_ids": [PAD, END]}, "image pads"),
+    ],
+)
+def test_a_misaligned_answer_is_refused_and_adds_nothing(changed: dict, says: str) -> None:
+    trace = Trace(id="t")
+    turn = trace.extend(ROOT, [user("hi", picture(1))], TOY, TOOL)
+    before = encode(trace)
+    good = {
+        "completion_ids": [150, END],
+        "logprobs": [-1.0, -2.0],
+        "versions": spans(2),
+        "finish_reason": "stop",
+        "pixel_digests": ["a"],
+    }
+    with pytest.raises(Misaligned, match=says):
+        turn.commit(**(good | changed))
+    assert encode(trace) == before
+    turn.commit(**good)
+    assert len(trace.nodes) == 2
+
+
+def test_other_pixels_for_an_old_image_are_refused() -> None:
+    trace = Trace(id="t")
+    leaf = talk(trace, ([user(picture(1))], "a"))
+    turn = trace.extend(leaf, [user(picture(2))], TOY)
+    before = encode(trace)
+    with pytest.raises(PixelMismatch, match="earlier pixels-"):
+        turn.commit([150], [-1], spans(1), "length", ["other", "new"])
+    assert encode(trace) == before
+
+
+def test_pixels_are_compared_past_a_turn_whose_engine_could_not_tell() -> None:
+    trace = Trace(id="t")
+    leaf = talk(trace, ([user(picture(1))], "a"))
+    leaf = trace.extend(leaf, [user("on")], TOY).commit([150, END], [-1, -1], spans(2), "stop").id
+    with pytest.raises(PixelMismatch):
+        trace.extend(leaf, [user("on")], TOY).commit([150], [-1], spans(1), "length", ["other"])
+
+
+def test_other_pixels_for_a_shared_prompt_are_refused() -> None:
+    trace = Trace(id="t")
+    one, two = (trace.extend(ROOT, [user(picture(1))], TOY) for _ in range(2))
+    one.commit([150], [-1], spans(1), "length", ["seen"])
+    with pytest.raises(PixelMismatch, match="now makes pixels other"):
+        two.commit([150], [-1], spans(1), "length", ["other"])
+    assert len(trace.nodes) == 2
+
+
+def test_an_engine_that_cannot_tell_its_pixels_is_allowed() -> None:
+    trace = Trace(id="t")
+    turn = trace.extend(ROOT, [user(picture(1))], TOY)
+    node = turn.commit([150, END], [-1, -1], spans(2), "stop")
+    turn = trace.extend(node.id, [user(picture(2))], TOY)
+    turn.commit([150, END], [-1, -1], spans(2), "stop", digests(turn.slots))
+    assert [s.pixel_digest for n in trace.nodes for s in n.slots] == [
+        None, "pixels-" + picture(2).digest[:8],
+    ]  # fmt: skip
+
+
+def test_an_unknown_leaf_and_an_empty_history_are_refused() -> None:
+    trace = Trace(id="t")
+    with pytest.raises(Misaligned, match="has no node 3"):
+        trace.extend(3, [user("hi")], TOY)
+    with pytest.raises(MessageError, match="empty"):
+        trace.prepare([], TOY)
+
+
+def test_a_renderer_whose_spans_do_not_tile_is_refused() -> None:
+    class Broken(ToyRenderer):
+        def render(self, messages, tools=None, generation_prompt=True):
+            good = super().render(messages, tools, generation_prompt)
+            return Rendered(good.token_ids, good.slots, good.spans[:-1], good.trained)
+
+        def bridge(self, prompt_ids, completion_ids, new_messages, tools=None):
+            end = len(prompt_ids) + len(completion_ids)
+            return Bridged([NEWLINE, PAD], [Slot(end + 1, 1, item(picture(0)))], [Span(end, end)])
+
+    with pytest.raises(Misaligned, match="bug of the renderer"):
+        Trace(id="t").extend(ROOT, [user("hi")], Broken())
+    trace = Trace(id="t")
+    leaf = talk(trace, ([user("hi")], "yes"))
+    with pytest.raises(Misaligned, match="bug of the renderer"):
+        trace.extend(leaf, [user("hi")], Broken())
+
+
+def test_nodes_that_contradict_themselves_cannot_be_made() -> None:
+    ids = int32([1, 2, 3])
+    slot = NodeSlot(1, 2, item(picture(0)))
+    with pytest.raises(Misaligned, match="0 logprobs"):
+        Node(0, ROOT, user("a"), ids, 1, finish_reason="stop")
+    with pytest.raises(Misaligned, match="both or neither"):
+        Node(0, ROOT, user("a"), ids, 3, finish_reason="stop")
+    with pytest.raises(Misaligned, match="after 3"):
+        Node(0, ROOT, user("a"), ids, 3, slots=(slot, slot))
+    with pytest.raises(Misaligned, match="slot ends at 4"):
+        Node(0, ROOT, user("a"), ids, 3, slots=(NodeSlot(2, 2, slot.item),))
+
+
+def test_a_trace_whose_parts_do_not_line_up_is_refused() -> None:
+    node = Node(0, ROOT, user("a"), int32([1]), 1)
+    with pytest.raises(Misaligned, match="node 0 with parent -1 at place 1"):
+        Trace(id="t", nodes=[node, node])
+    with pytest.raises(Misaligned, match="toolset 0 of 0"):
+        Trace(id="t", nodes=[Node(0, ROOT, user("a"), int32([1]), 1, tools=0)])
+    trace = Trace(id="t")
+    talk(trace, ([user("hi")], "yes"))
+    trace.per_turn = [1.0, 2.0]
+    with pytest.raises(Misaligned, match="2 per_turn credits for 1 turns"):
+        encode(trace)
