@@ -72,7 +72,7 @@ test-wheel: wheel ## install the wheel into an empty environment and run a few s
 	"$$sightline" model tiny models/tiny; \
 	"$$sightline" sft $(EXAMPLE)/warmup.toml run.steps=3; \
 	"$$sightline" rl $(EXAMPLE)/cpu.toml run.steps=2 eval.tasks=8; \
-	test -f runs/*/summary.json
+	ls runs/*/summary.json
 
 gpu-bundle: $(STAMP) ## wheels that the GPU machine lacks, unpacked into build/gpu-bundle
 	rm -rf build/gpu-wheels $(BUNDLE)

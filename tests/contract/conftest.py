@@ -29,6 +29,8 @@ class Case:
 
     name: str
     write: Callable[[Path], None]
+    load_images: Callable[[Path], Any]
+    """transformers' Pillow image processor of a checkpoint folder."""
     image_pad: str
     published_template: Path | None
     """The chat template of the family's own release, where this machine has it."""
@@ -56,9 +58,7 @@ class Checkpoint:
 
     @cached_property
     def transformers_images(self) -> Any:
-        from transformers import AutoImageProcessor
-
-        return AutoImageProcessor.from_pretrained(self.path, backend="pil", local_files_only=True)
+        return self.case.load_images(self.path)
 
     def template_ids(
         self,
@@ -133,11 +133,24 @@ def _write_qwen3_vl_with_merges(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
+def _load_qwen_images(path: Path) -> Any:
+    # By name: AutoImageProcessor wants torchvision in some of the versions that we support.
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
+
+
 _QWEN3_VL = SHARED / "references" / "qwen3_vl_chat_template.jinja"
 
 CASES = (
-    Case("qwen3_vl", _write_qwen3_vl, "<|image_pad|>", _QWEN3_VL),
-    Case("qwen3_vl_merges", _write_qwen3_vl_with_merges, "<|image_pad|>", _QWEN3_VL),
+    Case("qwen3_vl", _write_qwen3_vl, _load_qwen_images, "<|image_pad|>", _QWEN3_VL),
+    Case(
+        "qwen3_vl_merges",
+        _write_qwen3_vl_with_merges,
+        _load_qwen_images,
+        "<|image_pad|>",
+        _QWEN3_VL,
+    ),
 )
 
 

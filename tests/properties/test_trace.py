@@ -238,18 +238,15 @@ def fixed_answer(turn: Turn) -> Node:
 
 
 @pytest.fixture(scope="module")
-def real_world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def real_world(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     """The Qwen-VL chat format with the tokenizer of its tiny checkpoint."""
     from PIL import Image
 
     from sightline.families import load_renderer
-    from sightline.families.registry import write_tiny
 
-    path: Path = tmp_path_factory.mktemp("tiny")
-    write_tiny("qwen_vl", path / "model", seed=0)
-    store = MediaStore(path / "media")
+    store = MediaStore(tmp_path_factory.mktemp("media"))
     pictures = [store.put(Image.new("RGB", size)) for size in ((64, 64), (64, 96), (128, 64))]
-    renderer = load_renderer(path / "model", store)
+    renderer = load_renderer(tiny_model, store)
     words = renderer.render([user("the abc of it, a b?")]).token_ids
     special = {*words[:3], *renderer.stop_token_ids, *renderer.pad_token_ids}
     return World(renderer, sorted(set(words) - special), pictures)

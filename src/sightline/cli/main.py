@@ -6,6 +6,7 @@ import argparse
 import importlib
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -17,6 +18,9 @@ from sightline.errors import SightlineError
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+
+OVERRIDE = re.compile(r"\w+(\.\w+)+=")
+"""How the override of a setting begins: `section.key=`."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser(words).parse_args(words)
+    args = parse(words)
     try:
         return int(args.run(args) or 0)
     except SightlineError as error:
@@ -48,6 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader left (`| head`). Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments; overrides of settings may stand on either side of an option."""
+    parser = build_parser(words)
+    args, rest = parser.parse_known_args(words)
+    if any(not OVERRIDE.match(word) for word in rest) or (rest and not hasattr(args, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
 
 
 def build_parser(words: Sequence[str] = ()) -> Parser:

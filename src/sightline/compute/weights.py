@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors import safe_open
-from safetensors.torch import save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 
 from sightline.errors import Misaligned, WireError
 from sightline.wire.weights import MANIFEST, Manifest, WeightFile
@@ -75,9 +75,12 @@ def read_weights(manifest_path: Path) -> tuple[Manifest, dict[str, torch.Tensor]
                 f"not {file.nbytes}, or another checksum)",
                 "publish the version again; the engine keeps the weights it has",
             )
-        with safe_open(path, framework="pt") as opened:
-            for name in opened.keys():
-                tensors[name] = opened.get_tensor(name)
+        try:
+            tensors |= load(data)  # from the bytes that were checked: the file may go meanwhile
+        except SafetensorError as error:
+            raise Misaligned(
+                f"{path} is no safetensors file: {error}", "publish the version again"
+            ) from error
     return manifest, tensors
 
 

@@ -123,6 +123,9 @@ class Processes:
     def code(self, name: str) -> int | None:
         return self._running[name].poll()
 
+    def pid(self, name: str) -> int:
+        return self._running[name].pid
+
     def failed(self) -> list[tuple[str, int]]:
         """Processes that ended with an error, those killed by a signal first."""
         codes = [(name, process.poll()) for name, process in self._running.items()]

@@ -129,9 +129,9 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Round numbers from `low` to `high`, about `most` of them."""
     raw = (high - low) / max(most - 1, 1)
     unit = 10 ** math.floor(math.log10(raw))
-    gap = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= raw * 0.999)
+    gap = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= raw * 0.999)
     first, last = math.ceil(low / gap - 1e-9), math.floor(high / gap + 1e-9)
-    return [i * gap for i in range(first, last + 1)]
+    return [float(i * gap) for i in range(first, last + 1)]
 
 
 def _plane(
@@ -174,6 +174,8 @@ def _axes(plane: _Plane, x_label: str) -> list[str]:
             f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{_tick_text(value)}</text>'
         )
     for value in ticks(plane.x_low, plane.x_high, 8):
+        if not value.is_integer():
+            continue  # there is no half step
         x = plane.x(value)
         parts.append(f'<text x="{x:.1f}" y="{floor + 17}" text-anchor="middle">{value:g}</text>')
     parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{floor}" y2="{floor}"/>')

@@ -13,7 +13,7 @@ from sightline.monitor.gallery import Picture
 from sightline.monitor.rollouts import Said, Shelf, Shown
 from sightline.monitor.summary import headlines, swapped_metric
 
-_SPECIAL = re.compile(r"([\\`*_{}\[\]()#+\-.!|~>])")
+_SPECIAL = re.compile(r"([\\`*_\[\]#|~])")
 
 
 def plain(text: object) -> str:

@@ -1,7 +1,7 @@
 """When server and trainer were busy, and how much of that was at once.
 
-The server writes `busy` events with its intervals, the trainer an interval with every `train`
-event, both by the wall clock.
+`busy` events hold the server's intervals, whoever wrote them down; every `train` event holds one
+of the trainer's. Both are by the wall clock.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def build_timeline(events: Iterable[Event]) -> Timeline:
     server: list[Interval] = []
     steps: list[tuple[int, Interval]] = []
     for event in events:
-        if event.kind == "busy" and event.process.startswith("server"):
+        if event.kind == "busy":
             intervals = event.values.get("intervals")
             server += [i for i in map(_interval, intervals or ()) if i]
         elif event.kind == "train" and (interval := _interval(event.values.get("busy"))):

@@ -183,7 +183,8 @@ async def _finish(
         "totals",
         books.progress.step,
         images_shown=books.progress.images_shown,
-        images_stored=store.count(),
+        # A fresh look: this process learns of what the workers put only now and then.
+        images_stored=MediaStore(store.root).count(),
         tokens_sampled=books.progress.tokens_sampled,
         bad_media=books.progress.bad_media,
         verdicts=dict(books.verdicts),

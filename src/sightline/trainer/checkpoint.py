@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from sightline.compute.weights import adopt_into
 from sightline.errors import ResumeRefused
-from sightline.wire.file import read_lines, write_atomic
+from sightline.wire.file import append_line, read_lines, write_atomic
 
 _NAME = re.compile(r"step_(\d{6})")
 
@@ -86,16 +86,17 @@ class Ledger:
     """Every step in the history of the surviving weights, once."""
 
     def __init__(self, path: Path, step: int) -> None:
+        # Steps after the checkpoint are about to be played again: they leave the ledger first.
         self._path = path
         lines = [msgspec.json.decode(line, type=LedgerLine) for line in read_lines(path)]
         self._before = {line.step: line.batch for line in lines}
-        self._lines = [line for line in lines if line.step <= step]
-        if [line.step for line in self._lines] != list(range(1, step + 1)):
+        kept = [line for line in lines if line.step <= step]
+        if [line.step for line in kept] != list(range(1, step + 1)):
             raise ResumeRefused(
                 f"{path} does not hold every step up to the checkpoint's {step}",
                 "start a new run from the checkpoint",
             )
-        self._write()
+        write_atomic(path, b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
 
     def add(self, step: int, batch: str) -> None:
         known = self._before.get(step)
@@ -105,12 +106,7 @@ class Ledger:
                 f"{batch[:12]}",
                 "restore batches/ of the run, or start a new run",
             )
-        self._lines.append(LedgerLine(step, batch))
-        self._write()
-
-    def _write(self) -> None:
-        data = b"".join(msgspec.json.encode(line) + b"\n" for line in self._lines)
-        write_atomic(self._path, data)
+        append_line(self._path, msgspec.json.encode(LedgerLine(step, batch)))
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ class AsyncHub:
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
+            self._socket.close(linger=0)
             raise ConfigError(
                 f"cannot bind {address}: {error}", "stop what uses the port, or choose another"
             ) from error
@@ -99,6 +100,7 @@ class Spoke:
             self._wake.send(b"")
         self._thread.join(timeout=5)
         self._wake.close(linger=0)
+        self._context.term()
 
     def _carry(self, address: str, name: str, listener: zmq.Socket[bytes]) -> None:
         socket = self._context.socket(zmq.DEALER)

@@ -27,6 +27,24 @@ def test_show_prints_the_file_with_every_setting(
     )
 
 
+def test_overrides_may_stand_on_either_side_of_an_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RL)
+    assert main(["config", "show", str(path), "run.seed=7", "--debug", "run.steps=3"]) == 0
+    shown = tomllib.loads(capsys.readouterr().out)
+    assert (shown["run"]["seed"], shown["run"]["steps"]) == (7, 3)
+
+
+def test_a_word_that_nothing_takes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["config", "schema", "run.seed=7"], ["config", "schema", "more"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2
+        assert f"unrecognized arguments: {words[-1]}" in capsys.readouterr().err
+
+
 def test_show_knows_a_warm_up_file_by_its_section(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

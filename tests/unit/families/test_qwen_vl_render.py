@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from sightline import FamilyError, MediaStore, load_renderer
-from sightline.families.registry import write_tiny
 from sightline.message import Message, assistant, system, user
 from sightline.render import Bridged, Renderer
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_tiny("qwen_vl", folder, seed=0)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +20,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
 
 
 @pytest.fixture(scope="module")
-def renderer(path: Path, store: MediaStore) -> Renderer:
-    return load_renderer(path, store)
+def renderer(tiny_model: Path, store: MediaStore) -> Renderer:
+    return load_renderer(tiny_model, store)
 
 
 def test_a_conversation_reads_as_written_down(renderer: Renderer, store: MediaStore) -> None:
@@ -91,11 +85,8 @@ def _token(renderer: Renderer, name: str) -> int:
     return found[0]
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(path: Path, tmp_path: Path) -> None:
-    import json
-    import shutil
-
-    copy = Path(shutil.copytree(path, tmp_path / "copy"))
+def test_a_tokenizer_larger_than_the_model_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(tiny_model, tmp_path / "copy"))
     config = json.loads((copy / "config.json").read_text())
     config["text_config"]["vocab_size"] = 100
     (copy / "config.json").write_text(json.dumps(config))

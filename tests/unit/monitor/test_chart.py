@@ -71,7 +71,8 @@ def test_curves_stay_inside_the_frame():
 
 def test_ticks_are_round_numbers():
     assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert ticks(0, 150, 8) == pytest.approx([0, 50, 100, 150])
+    assert ticks(-0.1, 1) == pytest.approx([0, 0.25, 0.5, 0.75, 1.0])
+    assert ticks(0, 150, 5) == pytest.approx([0, 50, 100, 150])
     assert ticks(3e-8, 3.6e-8) == pytest.approx([3e-8, 3.2e-8, 3.4e-8, 3.6e-8])
 
 

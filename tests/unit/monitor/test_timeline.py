@@ -51,7 +51,7 @@ def test_intervals_of_a_wrong_shape_are_left_out():
     wrong = [[1], "ab", [2, 1], [None, 3], {"a": 1}]
     events = [
         Event(time=0, process="server", kind="busy", values={"intervals": [*wrong, [0, 1]]}),
-        Event(time=0, process="server", kind="busy", values={"intervals": None}),
+        Event(time=0, process="orchestrator", kind="busy", values={"intervals": None}),
         *(train(k, busy=value) for k, value in enumerate(wrong)),
     ]
     timeline = build_timeline(events)

@@ -143,6 +143,8 @@ class Engine:
             raise
         except SightlineError as error:
             raise EngineError(error.problem, error.fix, "weights", 422) from error
+        except OSError as error:
+            raise refusal("weights", str(error), "let the server read the weights", 422) from error
         return manifest
 
     # --- the loop
@@ -253,6 +255,7 @@ class Engine:
         for swap in self._swaps:
             swap.done.set_exception(_stopping())
         self._hand_over()
+        self.runner.close()
 
 
 def _stopping() -> EngineError:

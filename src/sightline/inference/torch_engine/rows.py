@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sightline.inference.torch_engine.request import Request
-from sightline.inference.torch_engine.sampling import mix
+from sightline.inference.torch_engine.sampling import mix_one
 
 NO_TOKEN = -1
 
@@ -75,7 +75,7 @@ class Rows:
         self.top_k[row] = max(params.top_k, 0)
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
-        self.seed[row] = mix(np.array([request.seed], dtype=np.uint64))[0]
+        self.seed[row] = mix_one(request.seed)
         self._fill_stops(row, params.stop_token_ids)
         if start == 0:
             self.is_mixed[row] = False

@@ -45,6 +45,11 @@ class Runner:
         self._picks_kernels = self._device.type == "cpu" and platform.machine() == "aarch64"
         self.kv = KV(rows.num_rows, rows.max_len, self._device, parameter.dtype)
 
+    def close(self) -> None:
+        """Leaves torch's switches as other users of the process expect them."""
+        if self._picks_kernels:
+            torch.backends.mkldnn.enabled = True
+
     def hidden(self, plan: Plan, running: dict[int, Request]) -> torch.Tensor:
         """(T, H) of the plan's tokens; their keys and values are in their rows afterwards."""
         features, places = self._shown(plan, running)

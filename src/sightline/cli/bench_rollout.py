@@ -1,0 +1,211 @@
+"""`sightline bench rollout`: memory and wires of long rollouts with a screenshot every turn."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sightline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sightline.launch.rehearsal import Figures
+
+PROGRESS_S = 10.0
+TABLE_WIDTH = 110
+MB = 1e6
+
+Measure = Callable[["Figures"], float]
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "rollout",
+        help="memory and bytes on the wires of long rollouts",
+        description="Plays rollouts that show a screenshot every turn, with a fifth, half and all "
+        "of the turns, through the real orchestrator, worker, store and renderer. A program "
+        "without a model answers for the policy.",
+    )
+    parser.add_argument("--rollouts", type=int, default=64, help="default: %(default)s")
+    parser.add_argument("--turns", type=int, default=50, help="default: %(default)s")
+    parser.add_argument("--width", type=int, default=1280, help="default: %(default)s")
+    parser.add_argument("--height", type=int, default=720, help="default: %(default)s")
+    parser.add_argument(
+        "--model", type=Path, help="checkpoint whose renderer is used; default: a tiny new one"
+    )
+    parser.add_argument("--dir", type=Path, help="keep the files of the runs in this folder")
+    parser.add_argument("--serve", metavar="URL", help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.serve:
+        from sightline.rollout.scripted import serve
+
+        serve(args.serve)
+        return 0
+    from rich.console import Console
+
+    with work_folder(args.dir) as folder:
+        measured = measure(args, folder)
+    console = Console()
+    # Rows that are cut or folded cannot be compared: a narrow terminal wraps them itself.
+    console.width = max(console.width, TABLE_WIDTH)
+    for table in (memory_table(measured), wire_table(measured)):
+        console.print(table)
+    for line in closing_lines(measured):
+        console.print(line, highlight=False)
+    return 1 if any(_encoded_images(figures) for figures in measured) else 0
+
+
+def measure(args: argparse.Namespace, folder: Path) -> list[Figures]:
+    from sightline.launch.rehearsal import Plan, rehearse
+
+    _check(args)
+    model = args.model or write_tiny(folder / "model")
+    measured = []
+    for turns in turn_counts(args.turns):
+        plan = Plan(args.rollouts, turns, args.width, args.height)
+        print(f"{args.rollouts} rollouts of {turns} turns at {args.width}x{args.height}")
+        figures = rehearse(plan, model, folder / f"turns_{turns}", _progress(plan.num_turns))
+        print(f"  {plan.num_turns:,} turns in {figures.seconds:.0f} s", flush=True)
+        measured.append(figures)
+    return measured
+
+
+def turn_counts(turns: int) -> list[int]:
+    return sorted({max(1, turns // 5), max(1, turns // 2), turns})
+
+
+def write_tiny(folder: Path) -> Path:
+    from sightline.families import registry
+
+    registry.write_tiny(registry.family_names()[0], folder, seed=0)
+    return folder
+
+
+@contextlib.contextmanager
+def work_folder(kept: Path | None) -> Iterator[Path]:
+    """`kept`, which must be new or empty, or a temporary folder."""
+    if kept is not None:
+        if kept.exists() and any(kept.iterdir()):
+            raise ConfigError(f"{kept} is not empty", "name a new folder")
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
+        yield Path(folder)
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name, least in (("rollouts", 2), ("turns", 1), ("width", 32), ("height", 32)):
+        if getattr(args, name) < least:
+            raise ConfigError(f"--{name} {getattr(args, name)}", f"take at least {least}")
+
+
+def _progress(total: int) -> Callable[[int], None]:
+    began = last = time.monotonic()
+
+    def show(turns: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= PROGRESS_S:
+            last = now
+            print(f"  {turns:,} of {total:,} turns, {now - began:.0f} s", flush=True)
+
+    return show
+
+
+# --- tables
+
+
+def memory_table(measured: list[Figures]) -> Table:
+    table = _table("Peak memory (VmHWM), all rollouts in flight at once", measured)
+    table.add_row("longest prompt, tokens", *(f"{f.policy.longest_prompt:,}" for f in measured))
+    for name in measured[0].memory:
+        peaks = [f.memory[name] for f in measured]
+        grown = [memory.peak - memory.start for memory in peaks]
+        per_turn = [g / f.plan.num_turns for g, f in zip(grown, measured, strict=True)]
+        table.add_row(f"{name}: at start, MB", *(f"{m.start / MB:.1f}" for m in peaks))
+        table.add_row(f"{name}: peak, MB", *(f"{m.peak / MB:.1f}" for m in peaks))
+        table.add_row(f"{name}: grown, KB a turn", *(f"{g / 1e3:.1f}" for g in per_turn))
+    return table
+
+
+WIRES: tuple[tuple[str, Measure], ...] = (
+    ("worker -> store, new images", lambda f: f.stored),
+    ("worker -> policy", lambda f: f.policy.received_bytes),
+    ("  of which references", lambda f: f.policy.reference_bytes),
+    ("  of which prompt ids", lambda f: f.policy.id_bytes),
+    ("policy -> worker", lambda f: f.policy.sent_bytes),
+    ("orchestrator -> worker", lambda f: f.to_worker),
+    ("worker -> orchestrator, traces", lambda f: f.to_orchestrator),
+    ("orchestrator -> disk, traces", lambda f: f.traces),
+    ("orchestrator -> disk, batch", lambda f: f.batch),
+)
+RESENT: tuple[tuple[str, Measure], ...] = (
+    ("all images every turn, data URLs *", lambda f: f.resent.data_urls),
+    ("all images every turn, float32 *", lambda f: f.resent.floats),
+)
+
+
+def wire_table(measured: list[Figures]) -> Table:
+    table = _table("Bytes on each wire, MB", measured)
+    for heading in ("KB a turn", "growth"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for label, of in WIRES:
+        table.add_row(label, *_cells(measured, of))
+    table.add_section()
+    for label, of in RESENT:
+        table.add_row(label, *_cells(measured, of))
+    return table
+
+
+def _table(title: str, measured: list[Figures]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table.add_column("", no_wrap=True)
+    for figures in measured:
+        table.add_column(f"{figures.plan.turns} turns", justify="right", no_wrap=True)
+    return table
+
+
+def _cells(measured: list[Figures], of: Measure) -> list[str]:
+    """Totals, the cost of a turn of the longest, and by how much it is more than the shortest's."""
+    per_turn = [of(figures) / figures.plan.num_turns for figures in measured]
+    totals = [_size(of(figures) / MB) for figures in measured]
+    return [*totals, _size(per_turn[-1] / 1e3), f"x {per_turn[-1] / (per_turn[0] or 1):.1f}"]
+
+
+def _size(value: float) -> str:
+    return f"{value:,.2f}" if value < 1000 else f"{value:,.0f}"
+
+
+def closing_lines(measured: list[Figures]) -> list[str]:
+    shortest, longest = measured[0], measured[-1]
+    policy, resent = longest.policy, longest.resent
+    references = max(policy.reference_bytes, 1)
+    return [
+        f"growth: the bytes of a turn at {longest.plan.turns} turns to those at "
+        f"{shortest.plan.turns}; x 1.0 is linear",
+        "* counted, not sent: every turn posts all screenshots so far, as PNG or as the float32 "
+        "rows of the processor, in base64",
+        f"{longest.stored_images:,} images of {longest.stored / longest.stored_images / 1e3:.0f} "
+        f"KB, each stored once and named {policy.slots:,} times to the policy, "
+        f"{references / policy.slots:.0f} bytes each",
+        f"images sent again would be {resent.data_urls / references:,.0f} (data URLs) and "
+        f"{resent.floats / references:,.0f} (float32) times the bytes of the references",
+        f"encoded images in messages, batches and traces: "
+        f"{sum(_encoded_images(figures) for figures in measured)}",
+    ]
+
+
+def _encoded_images(figures: Figures) -> int:
+    return figures.encoded_images + figures.policy.encoded_images

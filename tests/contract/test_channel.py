@@ -1,0 +1,138 @@
+"""What every channel promises: order, nothing lost, nothing dropped in silence."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from sightline.errors import ConfigError, ProcessFailed
+from sightline.launch.processes import find_port
+from sightline.transport.memory import MemoryHub
+from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke, Spoke
+
+
+class MemoryChannel:
+    def __init__(self) -> None:
+        self.hub: Any = MemoryHub()
+
+    def spoke(self, name: str) -> Any:
+        return self.hub.spoke(name)
+
+
+class ZmqChannel:
+    def __init__(self) -> None:
+        self.address = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'port')}"
+        self.hub: Any = AsyncHub(self.address)
+
+    def spoke(self, name: str) -> Any:
+        return AsyncSpoke(self.address, name)
+
+
+@pytest.fixture(params=[MemoryChannel, ZmqChannel], ids=["memory", "zmq"])
+def play(request: pytest.FixtureRequest) -> Callable[[Callable[[Any], Awaitable[None]]], None]:
+    """Runs a scene on a channel of each kind."""
+
+    def run(scene: Callable[[Any], Awaitable[None]]) -> None:
+        async def whole() -> None:
+            channel = request.param()
+            try:
+                await asyncio.wait_for(scene(channel), 20)
+            finally:
+                channel.hub.close()
+
+        asyncio.run(whole())
+
+    return run
+
+
+def test_messages_arrive_once_and_in_order(play: Any) -> None:
+    async def scene(channel: Any) -> None:
+        spoke = channel.spoke("a")
+        for i in range(500):
+            await spoke.send(b"%d" % i)
+        got = [await channel.hub.receive() for _ in range(500)]
+        assert got == [("a", b"%d" % i) for i in range(500)]
+        for i in range(500):
+            await channel.hub.send("a", b"%d" % i)
+        assert [await spoke.receive() for _ in range(500)] == [b"%d" % i for i in range(500)]
+        spoke.close()
+
+    play(scene)
+
+
+def test_the_first_message_to_a_spoke_that_said_hello_is_not_lost(play: Any) -> None:
+    async def scene(channel: Any) -> None:
+        for i in range(20):
+            spoke = channel.spoke(f"s{i}")
+            await spoke.send(b"hello")
+            peer, _ = await channel.hub.receive()
+            await channel.hub.send(peer, b"first")
+            assert await spoke.receive() == b"first"
+            spoke.close()
+
+    play(scene)
+
+
+def test_sending_to_a_stranger_is_an_error(play: Any) -> None:
+    async def scene(channel: Any) -> None:
+        with pytest.raises(ProcessFailed, match="nobody"):
+            await channel.hub.send("nobody", b"x")
+
+    play(scene)
+
+
+def test_several_spokes_are_told_apart(play: Any) -> None:
+    async def scene(channel: Any) -> None:
+        spokes = [channel.spoke(f"s{i}") for i in range(5)]
+        for spoke in spokes:
+            await spoke.send(b"hi")
+        assert {(await channel.hub.receive())[0] for _ in spokes} == {f"s{i}" for i in range(5)}
+        for i in range(5):
+            await channel.hub.send(f"s{i}", b"%d" % i)
+        for i, spoke in enumerate(spokes):
+            assert await spoke.receive() == b"%d" % i
+            spoke.close()
+
+    play(scene)
+
+
+def test_a_large_message_passes(play: Any) -> None:
+    async def scene(channel: Any) -> None:
+        spoke = channel.spoke("a")
+        await spoke.send(bytes(1 << 24))
+        _, data = await channel.hub.receive()
+        assert len(data) == 1 << 24
+        spoke.close()
+
+    play(scene)
+
+
+def test_a_spoke_with_threads_speaks_to_the_same_hub() -> None:
+    async def scene() -> None:
+        channel = ZmqChannel()
+        spoke = Spoke(channel.address, "trainer")
+        spoke.send(b"hello")
+        assert await channel.hub.receive() == ("trainer", b"hello")
+        for i in range(100):
+            await channel.hub.send("trainer", b"%d" % i)
+        got = await asyncio.to_thread(lambda: [spoke.receive(5.0) for _ in range(100)])
+        assert got == [b"%d" % i for i in range(100)]
+        spoke.send(b"last")
+        await asyncio.to_thread(spoke.close)
+        assert await channel.hub.receive() == ("trainer", b"last")
+        channel.hub.close()
+
+    asyncio.run(scene())
+
+
+def test_a_taken_address_is_refused_with_the_cure() -> None:
+    async def scene() -> None:
+        channel = ZmqChannel()
+        with pytest.raises(ConfigError, match="cannot bind"):
+            AsyncHub(channel.address)
+        channel.hub.close()
+
+    asyncio.run(scene())

@@ -1,0 +1,670 @@
+"""The generate protocol, on every engine: same tokens and logprobs as transformers, versions,
+images by reference, and errors that cost one request.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from serving import GREEDY, Client, Reference, Together, live, next_turn
+
+from sightline.compute.weights import write_weights
+from sightline.inference.settings import ServeSettings
+from sightline.media import MediaStore
+from sightline.message import user
+from sightline.wire import MediaItem, Slot
+from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingParams
+
+TOLERANCE = 1e-5
+SIZES = ((32, 32), (64, 96), (128, 64))
+Prompt = tuple[list[int], list[Slot]]
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
+    return MediaStore(tmp_path_factory.mktemp("media"))
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Path, media: MediaStore) -> ServeSettings:
+    return ServeSettings(
+        model=tiny_model, media_roots=(media.root,), device="cpu", max_rows=64, max_len=4096
+    )
+
+
+@pytest.fixture(scope="module")
+def client(settings: ServeSettings) -> Iterator[Client]:
+    """A server that keeps its first weights."""
+    with live(settings) as made:
+        yield made
+
+
+@pytest.fixture
+def fresh(settings: ServeSettings) -> Iterator[Client]:
+    """A server of the test's own, for tests that change its weights."""
+    with live(settings) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_model: Path, media: MediaStore) -> Reference:
+    return Reference(tiny_model, media)
+
+
+@pytest.fixture(scope="module")
+def prompts(reference: Reference, media: MediaStore) -> list[Prompt]:
+    """Three with images of different sizes, one without."""
+    made = []
+    for i, (width, height) in enumerate(SIZES):
+        ref = media.put(Image.new("RGB", (width, height), (80 * i, 200, 30)))
+        made.append(reference.renderer.render([user("What is it?" * (i + 1), ref)]))
+    made.append(reference.renderer.render([user("Hello.")]))
+    return [(rendered.token_ids, rendered.slots) for rendered in made]
+
+
+def logprobs_of(answer: GenerateResponse) -> list[float]:
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert [entry.token_id for entry in logprobs.content] == answer.choices[0].token_ids
+    return [entry.logprob for entry in logprobs.content]
+
+
+# --- exactness
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_a_plain_forward_pass(
+    client: Client, reference: Reference, prompts: list[Prompt], temperature: float
+) -> None:
+    together = Together(client)
+    params = SamplingParams(max_tokens=12, temperature=temperature, seed=3)
+    answers = [together.generate(*prompt, params) for prompt in prompts]
+    for (tokens, slots), answer in zip(prompts, answers, strict=True):
+        said = answer.result().choices[0].token_ids
+        expected = reference.logprobs(tokens, said, slots, temperature)
+        np.testing.assert_allclose(logprobs_of(answer.result()), expected, atol=TOLERANCE)
+
+
+def test_logprobs_are_exact_over_turns_whose_keys_and_values_were_kept(
+    client: Client, reference: Reference, prompts: list[Prompt], media: MediaStore
+) -> None:
+    tokens, slots = prompts[1]
+    known = 0
+    for turn in range(3):
+        params = SamplingParams(max_tokens=6, seed=turn)
+        answer = client.generate(tokens, slots, params)
+        assert answer.sightline is not None
+        # All that the engine computed in the last turn: its prompt and answer but one token.
+        assert answer.sightline.cached_tokens == known
+        assert len(answer.sightline.pixel_digests) == len(slots)
+        said = answer.choices[0].token_ids
+        expected = reference.logprobs(tokens, said, slots)
+        np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
+        known = len(tokens) + len(said) - 1
+        shown = media.put(Image.new("RGB", (64, 32 * (turn + 1)), (9, 90, 60 * turn)))
+        tokens, slots = next_turn(reference.renderer, tokens, slots, said, user("And?", shown))
+
+
+def test_greedy_is_what_transformers_generates(
+    client: Client, reference: Reference, prompts: list[Prompt]
+) -> None:
+    together = Together(client)
+    params = SamplingParams(max_tokens=16, temperature=0.0)
+    answers = [together.generate(*prompt, params) for prompt in prompts]
+    for (tokens, slots), answer in zip(prompts, answers, strict=True):
+        assert answer.result().choices[0].token_ids == reference.greedy(tokens, slots, 16)
+
+
+def test_a_server_without_any_cache_says_the_same(
+    client: Client, settings: ServeSettings, reference: Reference, prompts: list[Prompt]
+) -> None:
+    bare = replace(
+        settings, pixel_cache_bytes=0, feature_cache_bytes=0, reuse_kv=False, prefill_chunk=5
+    )
+    with live(bare) as without:
+        for tokens, slots in prompts:
+            for _ in range(2):
+                one, other = client.generate(tokens, slots), without.generate(tokens, slots)
+                assert one.choices[0].token_ids == other.choices[0].token_ids
+                assert one.sightline is not None and other.sightline is not None
+                assert one.sightline.pixel_digests == other.sightline.pixel_digests
+                assert other.sightline.cached_tokens == 0
+                np.testing.assert_allclose(logprobs_of(one), logprobs_of(other), atol=TOLERANCE)
+                said = one.choices[0].token_ids
+                tokens, slots = next_turn(reference.renderer, tokens, slots, said, user("Go on."))
+
+
+def test_the_same_tokens_with_another_image_are_another_prompt(
+    client: Client, reference: Reference, media: MediaStore
+) -> None:
+    later: list[Prompt] = []
+    for colour in ((255, 0, 0), (0, 0, 255)):
+        ref = media.put(Image.new("RGB", (32, 32), colour))
+        rendered = reference.renderer.render([user("Same words.", ref)])
+        # After one sampled token the row holds the prompt alone, the same ids for both images.
+        client.generate(rendered.token_ids, rendered.slots, SamplingParams(max_tokens=1))
+        later.append(
+            next_turn(reference.renderer, rendered.token_ids, rendered.slots, [65], user("More."))
+        )
+    (red, _), (blue, _) = later
+    assert red == blue
+    digests = set()
+    for tokens, slots in later:
+        answer = client.generate(tokens, slots)
+        assert answer.sightline is not None and answer.sightline.cached_tokens > 0
+        digests |= set(answer.sightline.pixel_digests)
+        expected = reference.logprobs(tokens, answer.choices[0].token_ids, slots)
+        np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
+    assert len(digests) == 2
+
+
+# --- sampling
+
+
+def test_a_seed_draws_the_same_tokens_alone_and_in_company(
+    client: Client, prompts: list[Prompt]
+) -> None:
+    params = SamplingParams(max_tokens=20, seed=11)
+    alone = [client.generate(*prompt, params).choices[0].token_ids for prompt in prompts]
+    together = Together(client)
+    crowd = [
+        together.generate(*prompt, replace_params(params, seed=seed))
+        for seed in (11, 12, 13)
+        for prompt in prompts
+    ]
+    drawn = [answer.result().choices[0].token_ids for answer in crowd]
+    assert drawn[: len(prompts)] == alone
+    assert drawn[len(prompts) : 2 * len(prompts)] != alone
+
+
+def replace_params(params: SamplingParams, **changes: Any) -> SamplingParams:
+    return msgspec.structs.replace(params, **changes)
+
+
+def test_several_choices_are_drawn_apart_and_the_first_as_if_alone(
+    client: Client, prompts: list[Prompt]
+) -> None:
+    params = SamplingParams(max_tokens=10, seed=5)
+    several = client.generate(*prompts[0], replace_params(params, n=3)).choices
+    assert [choice.index for choice in several] == [0, 1, 2]
+    assert several[0].token_ids == client.generate(*prompts[0], params).choices[0].token_ids
+    assert several[1].token_ids != several[0].token_ids
+
+
+def test_a_stop_id_ends_the_answer_and_is_part_of_it(client: Client, prompts: list[Prompt]) -> None:
+    free = client.generate(*prompts[0]).choices[0]
+    assert free.finish_reason == "length" and len(free.token_ids) == GREEDY.max_tokens
+    stop = free.token_ids[2]
+    params = replace_params(GREEDY, stop_token_ids=(stop,))
+    stopped = client.generate(*prompts[0], params).choices[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+
+
+@pytest.mark.parametrize(
+    "cut", [{"top_k": 2}, {"top_p": 0.02}, {"min_p": 0.9}, {"top_k": 3, "top_p": 0.9}]
+)
+def test_cuts_renormalize_what_is_left(
+    client: Client, reference: Reference, prompts: list[Prompt], cut: dict[str, Any]
+) -> None:
+    tokens, slots = prompts[0]
+    logits = reference.logits(tokens, slots)[-1]
+    logits[list(reference.renderer.pad_token_ids)] = float("-inf")
+    left = expected_cut(logits.softmax(-1).numpy(), **cut)
+    drawn = {}
+    for seed in range(12):
+        answer = client.generate(tokens, slots, SamplingParams(max_tokens=1, seed=seed, **cut))
+        drawn[answer.choices[0].token_ids[0]] = logprobs_of(answer)[0]
+    assert drawn.keys() <= left.keys()
+    for token, logprob in drawn.items():
+        assert logprob == pytest.approx(np.log(left[token]), abs=1e-4)
+
+
+def expected_cut(
+    probs: np.ndarray, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> dict[int, float]:
+    """The distribution by the book: least probability, then count, then mass."""
+    kept = [int(i) for i in np.argsort(-probs) if probs[i] >= min_p * probs.max()]
+    kept = kept[: top_k or None]
+    mass = probs[kept] / probs[kept].sum()
+    kept = [token for i, token in enumerate(kept) if i == 0 or mass[:i].sum() < top_p]
+    return {token: float(probs[token] / probs[kept].sum()) for token in kept}
+
+
+def test_pads_are_never_sampled_even_when_they_would_win(
+    fresh: Client, tiny_model: Path, reference: Reference, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    tokens, slots = prompts[0]
+    pads = list(reference.renderer.pad_token_ids)
+    model = Reference(tiny_model, reference.store)
+    hidden = model.model.model(**model._inputs(tokens, slots)).last_hidden_state[0, -1].detach()
+    with torch.no_grad():
+        model.model.lm_head.weight[pads] = 10 * hidden / hidden.norm()
+    assert int(model.logits(tokens, slots)[-1].argmax()) in pads
+    manifest, _ = write_weights(tmp_path, dict(model.model.named_parameters()), 1, 0)
+    fresh.adopt(manifest)
+    said = set()
+    for seed in range(6):
+        for temperature in (0.0, 1.0, 5.0):
+            params = SamplingParams(max_tokens=2, temperature=temperature, seed=seed)
+            answer = fresh.generate(tokens, slots, params)
+            said |= set(answer.choices[0].token_ids)
+            expected = model.logprobs(tokens, answer.choices[0].token_ids, slots, temperature or 1)
+            np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
+    assert said.isdisjoint(pads)
+
+
+# --- many at once
+
+
+def test_a_late_request_is_answered_while_earlier_ones_decode(
+    client: Client, prompts: list[Prompt]
+) -> None:
+    together = Together(client)
+    before = client.totals()
+    long = [
+        together.generate(*prompts[i], SamplingParams(max_tokens=500, seed=i)) for i in range(2)
+    ]
+    client.wait_for("totals", "sampled_tokens", before["sampled_tokens"] + 20)
+    for late in prompts:
+        assert len(client.generate(*late, GREEDY).choices[0].token_ids) == GREEDY.max_tokens
+    assert not any(answer.done() for answer in long)
+    for answer in long:
+        assert len(answer.result().choices[0].token_ids) == 500
+
+
+def test_more_requests_than_rows_are_all_answered(
+    settings: ServeSettings, client: Client, prompts: list[Prompt]
+) -> None:
+    wanted = [client.generate(*prompt).choices[0].token_ids for prompt in prompts]
+    with live(replace(settings, max_rows=2)) as small:
+        together = Together(small)
+        answers = [together.generate(*prompts[i % len(prompts)]) for i in range(24)]
+        for i, answer in enumerate(answers):
+            assert answer.result().choices[0].token_ids == wanted[i % len(prompts)]
+        assert small.now()["rows_cached"] == 2
+
+
+def test_an_image_is_decoded_and_encoded_once_however_often_it_is_shown(
+    fresh: Client, prompts: list[Prompt]
+) -> None:
+    together = Together(fresh)
+    answers = [together.generate(*prompts[0], SamplingParams(max_tokens=2)) for _ in range(16)]
+    for answer in answers:
+        answer.result()
+    assert fresh.totals()["images_made"] == 1
+    assert fresh.totals()["images_encoded"] == 1
+
+
+# --- weights
+
+
+def publish(
+    model: Path, root: Path, version: int, vision_version: int, scale: float, reference: Reference
+) -> tuple[Path, Reference]:
+    """A version whose weights are `scale` times the checkpoint's, and its witness.
+
+    The vision tower changes only where `vision_version` says so.
+    """
+    changed = Reference(model, reference.store)
+    with torch.no_grad():
+        for name, parameter in changed.model.named_parameters():
+            if "visual" not in name or vision_version:
+                parameter.mul_(scale)
+    path, _ = write_weights(root, dict(changed.model.named_parameters()), version, vision_version)
+    return path, changed
+
+
+def test_an_update_in_the_middle_of_an_answer_gives_two_spans(
+    fresh: Client, tiny_model: Path, reference: Reference, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    manifest, changed = publish(tiny_model, tmp_path, 7, 7, 1.2, reference)
+    tokens, slots = prompts[1]
+    together = Together(fresh)
+    answer = together.generate(tokens, slots, SamplingParams(max_tokens=400, seed=1))
+    fresh.wait_for("totals", "sampled_tokens", 20)
+    assert fresh.adopt(manifest) == {"version": "7", "vision_version": 7}
+    choice = answer.result().choices[0]
+    assert choice.weight_versions is not None
+    first, second = choice.weight_versions
+    assert (first.version, second.version) == ("0", "7")
+    assert first.start == 0 and first.end == second.start and second.end == 400
+    logprobs = logprobs_of(answer.result())
+    for span, witness in ((first, reference), (second, changed)):
+        expected = witness.logprobs(tokens, choice.token_ids, slots)[span.start : span.end]
+        np.testing.assert_allclose(logprobs[span.start : span.end], expected, atol=TOLERANCE)
+    assert fresh.totals()["prefilled_again"] == 1
+    assert fresh.get("/health")["version"] == "7"
+
+
+def test_a_turn_after_an_update_uses_nothing_of_the_old_weights(
+    fresh: Client, tiny_model: Path, reference: Reference, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    tokens, slots = prompts[2]
+    said = fresh.generate(tokens, slots).choices[0].token_ids
+    manifest, changed = publish(tiny_model, tmp_path, 1, 1, 0.8, reference)
+    fresh.adopt(manifest)
+    tokens, slots = next_turn(reference.renderer, tokens, slots, said, user("Again?"))
+    answer = fresh.generate(tokens, slots)
+    assert answer.sightline is not None and answer.sightline.cached_tokens == 0
+    expected = changed.logprobs(tokens, answer.choices[0].token_ids, slots)
+    np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
+
+
+def test_features_outlive_an_update_that_leaves_the_vision_tower_alone(
+    fresh: Client, tiny_model: Path, reference: Reference, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    fresh.generate(*prompts[0])
+    for version, vision_version, encoded in ((1, 0, 1), (2, 2, 2)):
+        manifest, changed = publish(tiny_model, tmp_path, version, vision_version, 1.1, reference)
+        fresh.adopt(manifest)
+        answer = fresh.generate(*prompts[0])
+        assert fresh.totals()["images_encoded"] == encoded
+        assert fresh.totals()["images_made"] == 1
+        tokens, slots = prompts[0]
+        expected = changed.logprobs(tokens, answer.choices[0].token_ids, slots)
+        np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
+
+
+def test_keys_and_values_can_be_kept_over_updates_and_are_counted(
+    settings: ServeSettings,
+    tiny_model: Path,
+    reference: Reference,
+    prompts: list[Prompt],
+    tmp_path: Path,
+) -> None:
+    manifest, _ = publish(tiny_model, tmp_path, 1, 1, 1.2, reference)
+    with live(replace(settings, keep_kv_over_updates=True)) as keeping:
+        answer = Together(keeping).generate(*prompts[0], SamplingParams(max_tokens=400, seed=1))
+        keeping.wait_for("totals", "sampled_tokens", 20)
+        keeping.adopt(manifest)
+        spans = answer.result().choices[0].weight_versions
+        assert spans is not None and len(spans) == 2
+        assert keeping.totals()["prefilled_again"] == 0
+        assert keeping.totals()["tokens_on_old_kv"] == spans[1].end - spans[1].start
+
+
+@pytest.mark.parametrize("fault", ["truncated", "missing", "no manifest", "shape", "name", "junk"])
+def test_broken_weights_are_refused_and_the_old_ones_stay(
+    client: Client, reference: Reference, prompts: list[Prompt], tmp_path: Path, fault: str
+) -> None:
+    tensors: dict[str, torch.Tensor] = dict(reference.model.named_parameters())
+    name = next(iter(tensors))
+    if fault == "shape":
+        tensors = {**tensors, name: torch.zeros(3)}
+    if fault == "name":
+        tensors = {**tensors, "stranger": torch.zeros(3)}
+    manifest, _ = write_weights(tmp_path, tensors, 9, 9)
+    file = manifest.with_name("model.safetensors")
+    if fault == "truncated":
+        file.write_bytes(file.read_bytes()[:-10])
+    if fault == "missing":
+        file.unlink()
+    if fault == "no manifest":
+        manifest.unlink()
+    if fault == "junk":
+        forge(manifest, b"not tensors at all")
+    before = client.generate(*prompts[0])
+    error = client.refused(json.dumps({"manifest": str(manifest)}).encode(), "/sightline/v1/adopt")
+    assert (error.code, error.type) == (422, "weights")
+    assert client.get("/health")["version"] == "0"
+    assert client.generate(*prompts[0]).choices == before.choices
+
+
+def forge(manifest: Path, data: bytes) -> None:
+    """Makes the manifest name bytes that are whole, but no weights."""
+    import hashlib
+
+    manifest.with_name("model.safetensors").write_bytes(data)
+    values = json.loads(manifest.read_text())
+    values["files"][0] |= {"nbytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest.write_text(json.dumps(values))
+
+
+# --- refusals
+
+
+def as_json(prompt: Prompt, **params: Any) -> dict[str, Any]:
+    request = GenerateRequest.of(*prompt, SamplingParams(max_tokens=2, **params))
+    found: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(request))
+    return found
+
+
+def put_at(body: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    *before, last = path.split(".")
+    place: Any = body
+    for step in before:
+        place = place[int(step)] if step.isdigit() else place[step]
+    place[int(last) if last.isdigit() else last] = value
+    return body
+
+
+BAD_FIELDS = [
+    ("token_ids", [], "token_ids"),
+    ("token_ids.0", -1, "token_ids"),
+    ("token_ids.1", 10**6, "token_ids"),
+    ("token_ids.1", 2**80, "token_ids"),
+    ("token_ids.0", "a", "schema"),
+    ("token_ids", None, "schema"),
+    ("pixels", [0.0], "schema"),
+    ("model", "another", "model"),
+    ("sampling_params.max_tokens", 0, "sampling"),
+    ("sampling_params.max_tokens", 10**6, "too_long"),
+    ("sampling_params.temperature", -1.0, "sampling"),
+    ("sampling_params.top_p", 0.0, "sampling"),
+    ("sampling_params.top_k", -2, "sampling"),
+    ("sampling_params.min_p", 2.0, "sampling"),
+    ("sampling_params.seed", -1, "sampling"),
+    ("sampling_params.n", 0, "sampling"),
+    ("sampling_params.logprobs", 5, "sampling"),
+    ("sampling_params.stop_token_ids", [10**6], "sampling"),
+    ("sampling_params.beam", 2, "schema"),
+    ("features.mm_hashes.image.0", "0" * 64, "slots"),
+    ("features.mm_hashes.image", [], "slots"),
+    ("features.mm_hashes", {"video": []}, "slots"),
+    ("features.kwargs_data.image.0", None, "schema"),
+    ("features.kwargs_data.image.0", "iVBORw0KGgo=", "schema"),
+    ("features.kwargs_data.image.0", "mmraw:{}", "schema"),
+    ("features.mm_placeholders.image.0.offset", 10**6, "slots"),
+    ("features.mm_placeholders.image.0.length", 0, "slots"),
+    ("features.mm_placeholders.image.0.length", 2, "slots"),
+    ("features.mm_placeholders.image.0.offset", 0, "pads"),
+    ("features", None, "pads"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "kind"), BAD_FIELDS)
+def test_what_the_client_got_wrong_is_a_400_with_its_type(
+    client: Client, prompts: list[Prompt], path: str, value: Any, kind: str
+) -> None:
+    error = client.refused(json.dumps(put_at(as_json(prompts[0]), path, value)).encode())
+    assert (error.code, error.type) == (400, kind), error
+    assert error.fix
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"[" * 5000])
+def test_a_body_that_is_no_request_is_a_400(client: Client, body: bytes) -> None:
+    error = client.refused(body)
+    assert (error.code, error.type) == (400, "schema")
+
+
+def test_the_path_of_a_bad_field_is_named(client: Client, prompts: list[Prompt]) -> None:
+    body = put_at(as_json(prompts[0]), "sampling_params.top_p", "high")
+    assert "sampling_params.top_p" in client.refused(json.dumps(body).encode()).message
+
+
+def two_images(reference: Reference, media: MediaStore) -> Prompt:
+    refs = [media.put(Image.new("RGB", (32, 32), (c, c, c))) for c in (10, 20)]
+    rendered = reference.renderer.render([user(*refs)])
+    return rendered.token_ids, rendered.slots
+
+
+@pytest.mark.parametrize("offsets", ["swapped", "same"])
+def test_slots_out_of_order_or_over_one_another_are_refused(
+    client: Client, reference: Reference, media: MediaStore, offsets: str
+) -> None:
+    tokens, slots = two_images(reference, media)
+    first, second = slots
+    wrong = [second, first] if offsets == "swapped" else [first, msgspec_at(second, first.offset)]
+    error = client.refused(json.dumps(as_json((tokens, wrong))).encode())
+    assert (error.code, error.type) == (400, "slots")
+
+
+def msgspec_at(slot: Slot, offset: int) -> Slot:
+    return msgspec.structs.replace(slot, offset=offset)
+
+
+def with_item(prompt: Prompt, **changes: Any) -> bytes:
+    tokens, slots = prompt
+    item = msgspec.structs.replace(slots[0].item, **changes)
+    slot = msgspec.structs.replace(slots[0], item=item)
+    return json.dumps(as_json((tokens, [slot]))).encode()
+
+
+def test_other_processor_settings_are_a_409_with_both(
+    client: Client, prompts: list[Prompt], reference: Reference
+) -> None:
+    error = client.refused(with_item(prompts[0], fingerprint="0" * 32))
+    assert (error.code, error.type) == (409, "fingerprint")
+    assert "0" * 32 in error.message and reference.family.fingerprint in error.message
+
+
+def test_a_grid_that_the_image_does_not_have_is_a_400(
+    client: Client, prompts: list[Prompt]
+) -> None:
+    error = client.refused(with_item(prompts[0], grid=(1, 4, 4)))
+    assert (error.code, error.type) == (400, "slots")
+
+
+def lost(prompts: list[Prompt], media: MediaStore, colour: int) -> tuple[bytes, Path]:
+    """A request for an image of its own, and the image's file."""
+    tokens, slots = prompts[0]
+    ref = media.put(Image.new("RGB", (32, 32), (1, 2, colour)))
+    item: MediaItem = msgspec.structs.replace(slots[0].item, ref=ref)
+    slot = msgspec.structs.replace(slots[0], item=item)
+    return json.dumps(as_json((tokens, [slot]))).encode(), media.path(ref.digest)
+
+
+def test_an_image_that_no_store_has_is_a_404_and_costs_one_request(
+    client: Client, prompts: list[Prompt], media: MediaStore
+) -> None:
+    body, file = lost(prompts, media, 1)
+    kept = file.read_bytes()
+    file.unlink()
+    error = client.refused(body)
+    assert (error.code, error.type) == (404, "media_missing")
+    file.write_bytes(kept)  # a failure is not remembered
+    assert client.call("POST", "/inference/v1/generate", body)[0] == 200
+
+
+def test_an_image_with_other_bytes_is_a_422(
+    client: Client, prompts: list[Prompt], media: MediaStore
+) -> None:
+    body, file = lost(prompts, media, 2)
+    file.chmod(0o644)
+    file.write_bytes(file.read_bytes()[:-4] + b"oops")
+    error = client.refused(body)
+    assert (error.code, error.type) == (422, "media_corrupt")
+    client.generate(*prompts[0])
+
+
+def test_an_image_that_does_not_decode_is_a_422(
+    client: Client, prompts: list[Prompt], media: MediaStore
+) -> None:
+    import io
+    import zlib
+
+    made = io.BytesIO()
+    Image.new("RGB", (32, 32), (5, 5, 5)).save(made, "PNG")
+    data = bytearray(made.getvalue())
+    at = data.index(b"IDAT")
+    size = int.from_bytes(data[at - 4 : at], "big")
+    data[at + 4 : at + 4 + size] = bytes(size)
+    data[at + 4 + size : at + 8 + size] = zlib.crc32(data[at : at + 4 + size]).to_bytes(4, "big")
+    ref = media.put(bytes(data))
+    tokens, slots = prompts[0]
+    item = msgspec.structs.replace(slots[0].item, ref=ref)
+    body = as_json((tokens, [msgspec.structs.replace(slots[0], item=item)]))
+    error = client.refused(json.dumps(body).encode())
+    assert (error.code, error.type) == (422, "media_undecodable")
+
+
+def test_a_body_over_the_limit_is_a_413(settings: ServeSettings, prompts: list[Prompt]) -> None:
+    with live(replace(settings, max_body_bytes=100)) as small:
+        error = small.refused(json.dumps(as_json(prompts[0])).encode())
+    assert (error.code, error.type) == (413, "too_large")
+
+
+def test_a_full_queue_is_a_503_that_may_heal(
+    settings: ServeSettings, prompts: list[Prompt]
+) -> None:
+    with live(replace(settings, max_rows=1, max_waiting=1)) as small:
+        together = Together(small)
+        running = together.generate(*prompts[0], SamplingParams(max_tokens=400, seed=1))
+        small.wait_for("now", "running", 1)
+        waiting = together.generate(*prompts[1], SamplingParams(max_tokens=1, seed=1))
+        small.wait_for("now", "waiting", 1)
+        error = small.refused(json.dumps(as_json(prompts[2])).encode())
+        assert (error.code, error.type) == (503, "overloaded")
+        assert running.result().choices and waiting.result().choices
+
+
+def test_a_client_that_leaves_frees_its_row(client: Client, prompts: list[Prompt]) -> None:
+    before = client.totals()["cancelled"]
+    body = json.dumps(
+        put_at(as_json(prompts[0], seed=1), "sampling_params.max_tokens", 4000)
+    ).encode()
+    with socket.create_connection((client.host, client.port)) as connection:
+        head = f"POST /inference/v1/generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}"
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        client.wait_for("now", "running", 1)
+    client.wait_for("totals", "cancelled", before + 1)
+    assert client.now()["running"] == 0
+
+
+# --- what it says about itself
+
+
+def test_health_and_metrics_say_what_is_served(
+    client: Client, reference: Reference, prompts: list[Prompt]
+) -> None:
+    began = time.time()
+    client.generate(*prompts[0])
+    health = client.get("/health")
+    assert health["status"] == "ok" and health["family"] == reference.family.name
+    assert health["fingerprint"] == reference.family.fingerprint
+    assert health["pad_token_ids"] == list(reference.renderer.pad_token_ids)
+    text = client.call("GET", "/metrics")[1].decode()
+    values = dict(line.split() for line in text.splitlines() if not line.startswith("#"))
+    assert float(values["sightline_sampled_tokens_total"]) >= GREEDY.max_tokens
+    assert float(values["sightline_running"]) == 0
+    stats = client.get(f"/sightline/v1/stats?since={began}")
+    assert stats["busy"] and all(start <= end for start, end in stats["busy"])
+    assert stats["busy"][-1][1] <= stats["time"]
+
+
+def test_requests_in_flight_are_refused_with_503_when_the_server_ends(
+    settings: ServeSettings, prompts: list[Prompt]
+) -> None:
+    found: list[Any] = []
+    with live(settings) as ending:
+        body = put_at(as_json(prompts[0]), "sampling_params.max_tokens", 4000)
+        thread = threading.Thread(
+            target=lambda: found.append(ending.refused(json.dumps(body).encode()))
+        )
+        thread.start()
+        ending.wait_for("now", "running", 1)
+    thread.join(20)
+    assert (found[0].code, found[0].type) == (503, "stopping")

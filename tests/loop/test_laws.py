@@ -1,0 +1,143 @@
+"""What a finished run leaves: references only, each image once, none missing."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import pytest
+from loop.conftest import SMALL
+from loop.jobs import EXAMPLES, sightline, summary
+
+from sightline.media import MediaStore
+from sightline.monitor import RunDir, read_events
+from sightline.monitor.events import by_step
+from sightline.trace import read_traces
+from sightline.wire.score import StepScores
+
+pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
+
+SIGNATURES = {
+    "png": b"\x89PNG\r\n\x1a\n",
+    "jpeg": b"\xff\xd8\xff",
+    "webp": b"WEBPVP8",
+    "gif": b"GIF8",
+}
+FOR_PEOPLE = {"media", "report", "samples"}
+
+
+@pytest.fixture(scope="module")
+def run_dir(warm_home: Path) -> RunDir:
+    """A short run, to its end."""
+    words = (str(EXAMPLES / "cpu.toml"), *SMALL, "run.name=laws", "run.steps=6")
+    done = sightline("rl", "--plain", *words, cwd=warm_home)
+    last = done.stdout.strip().splitlines()[-2:]
+    assert last[0].startswith("run: ") and last[1].startswith("report: ")
+    return RunDir(warm_home / last[0].removeprefix("run: "))
+
+
+def files(run_dir: RunDir) -> list[Path]:
+    return [
+        path
+        for path in run_dir.path.rglob("*")
+        if path.is_file() and path.relative_to(run_dir.path).parts[0] not in FOR_PEOPLE
+    ]
+
+
+def test_no_pixels_outside_the_store(run_dir: RunDir) -> None:
+    stored = [path.read_bytes() for path in run_dir.media.rglob("*") if path.is_file()]
+    samples = [base64.b64encode(data[:48])[:60] for data in stored if len(data) > 48]
+    assert samples
+    for path in files(run_dir):
+        data = path.read_bytes()
+        assert b"data:image" not in data, path
+        assert b";base64," not in data, path
+        if path.suffix != ".safetensors":  # weights are random bytes; their format holds no file
+            for name, mark in SIGNATURES.items():
+                assert mark not in data, f"{path} holds a {name}"
+        assert not any(sample in data for sample in samples), path
+
+
+def test_no_float_pixels_outside_the_store(run_dir: RunDir) -> None:
+    """A plain square is one value a channel; as floats it would be a long run of equal words."""
+    for path in files(run_dir):
+        if path.suffix == ".safetensors":
+            continue
+        assert not re.search(rb"([^\x00]{4})\1{63}", path.read_bytes()), path
+
+
+def test_as_many_references_as_images_shown_and_none_missing(run_dir: RunDir) -> None:
+    store = MediaStore(run_dir.media)
+    refs = [
+        slot.item.ref
+        for file in sorted(run_dir.traces.glob("*.msgpack"))
+        for trace in read_traces(file)
+        for node in trace.nodes
+        for slot in node.slots
+    ]
+    found = summary(run_dir)
+    assert len(refs) == found["images_shown"] > 0
+    assert len({ref.digest for ref in refs}) == found["images_stored"]
+    assert [ref for ref in refs if not store.has(ref)] == []
+    for ref in {ref.digest: ref for ref in refs}.values():
+        store.get(ref)
+
+
+def test_every_slot_has_the_samplers_pixel_digest(run_dir: RunDir) -> None:
+    digests: dict[str, set[str | None]] = {}
+    for file in run_dir.traces.glob("*.msgpack"):
+        for trace in read_traces(file):
+            for node in trace.nodes:
+                for slot in node.slots:
+                    digests.setdefault(slot.item.ref.digest, set()).add(slot.pixel_digest)
+    assert all(len(seen) == 1 and None not in seen for seen in digests.values())
+
+
+def test_the_summary_has_its_fields(run_dir: RunDir) -> None:
+    found = summary(run_dir)
+    assert {
+        "reward_start", "reward_final", "steps", "seconds", "mismatch_kl", "tokens_per_s",
+        "images_shown", "images_stored", "bad_media", "verdicts",
+    } <= found.keys()  # fmt: skip
+    assert found["steps"] == 6 and found["bad_media"] == 0
+    assert 0 <= found["mismatch_kl"] < 1e-5
+    assert sum(found["verdicts"].values()) >= 6 * 4 * 4
+
+
+def test_a_step_without_a_fresh_token_reports_null(run_dir: RunDir) -> None:
+    lags = {s: e.values["lag_max"] for s, e in by_step(read_events(run_dir.metrics), "step").items()}
+    trained = by_step(read_events(run_dir.metrics), "train")
+    probe = trained[5].values["mismatch_kl"]
+    assert probe is not None and probe < 1e-5, "a probe step has a fresh group"
+    assert set(lags) == set(trained) == set(range(1, 7))
+    for event in trained.values():
+        assert event.values["mismatch_kl"] != 0
+
+
+def test_what_nothing_needs_any_more_is_gone(run_dir: RunDir) -> None:
+    assert not list(run_dir.batches.glob("*")), "all batches are covered by a checkpoint"
+    assert len([p for p in run_dir.weights.iterdir() if p.is_dir()]) == 1
+    assert len(list(run_dir.checkpoints.glob("step_*"))) <= 2
+
+
+def test_scores_name_every_trained_token(run_dir: RunDir) -> None:
+    for step in range(1, 7):
+        scores = StepScores.from_bytes(run_dir.scores_of(step).read_bytes())
+        traces = {t.id: t for t in read_traces(run_dir.traces_of(step))}
+        assert sum(o.stop - o.start for o in scores.origins) == len(scores.logprobs)
+        for origin in scores.origins:
+            node = traces[origin.trace_id].nodes[origin.node]
+            assert node.num_sampled == origin.stop - origin.start
+
+
+def test_metrics_are_lines_of_json(run_dir: RunDir) -> None:
+    for line in run_dir.metrics.read_text().splitlines():
+        json.loads(line)
+
+
+def test_gc_removes_nothing_that_the_run_refers_to(run_dir: RunDir) -> None:
+    done = sightline("media", "gc", "--run", run_dir.path, "--min-age-s", "0", cwd=run_dir.path)
+    found = summary(run_dir)
+    assert MediaStore(run_dir.media).count() == found["images_stored"], done.stdout

@@ -1,0 +1,23 @@
+"""The demo, cut short: the reward leaves chance behind, and falls back when images are exchanged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from loop.jobs import EXAMPLES, sightline, summary
+
+from sightline.monitor import RunDir
+
+pytestmark = [pytest.mark.loop, pytest.mark.timeout(900)]
+
+
+def test_the_model_learns_to_see(warm_home: Path) -> None:
+    words = (str(EXAMPLES / "cpu.toml"), "run.name=learns", "run.steps=60", "eval.tasks=128")
+    done = sightline("rl", "--plain", *words, cwd=warm_home)
+    run = done.stdout.strip().splitlines()[-2].removeprefix("run: ")
+    found = summary(RunDir(warm_home / run))
+    assert found["reward_start"] < 0.2, "the warm-up teaches no colour"
+    assert found["reward_final"] > found["reward_start"] + 0.2
+    assert found["reward_swapped"] < found["reward_final"] - 0.1
+    assert found["mismatch_kl"] < 1e-5

@@ -1,0 +1,71 @@
+"""Kill any process at any moment: the run ends, says why, resumes, and has every step once."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from loop.conftest import SMALL
+from loop.jobs import EXAMPLES, Job, ledger, live_processes, sightline, summary
+
+pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
+
+STEPS = 12
+RUN = (str(EXAMPLES / "cpu.toml"), *SMALL, f"run.steps={STEPS}")
+
+
+@pytest.mark.parametrize("victim", ["trainer", "server", "orchestrator"])
+def test_a_killed_run_says_who_died_and_resumes(home: Path, victim: str) -> None:
+    job = Job(home, *RUN)
+    job.wait_for_step(6)
+    job.kill(victim)
+    said = job.output(timeout_s=30)
+    assert job.process.returncode == 2
+    assert f"{victim} was killed by SIGKILL" in said
+    assert "--resume" in said
+    assert not live_processes(job.run_dir), "one death ends all"
+
+    before = ledger(job.run_dir)
+    done = sightline("rl", "--plain", "--resume", job.run_dir.path, cwd=home)
+    after = ledger(job.run_dir)
+    assert [step for step, _ in after] == list(range(1, STEPS + 1))
+    assert after[: len(before)] == before, "a replayed step trains on the batch it had"
+    found = summary(job.run_dir)
+    assert found["steps"] == STEPS and found["reward_final"] is not None
+    assert not list(job.run_dir.weights.glob("*.1")), "replayed weights are bit-equal"
+    assert done.stdout.strip().splitlines()[-2].startswith("run: ")
+
+
+def test_a_killed_launcher_takes_its_processes_along(home: Path) -> None:
+    job = Job(home, *RUN)
+    job.wait_for_step(2)
+    run_dir = job.run_dir
+    job.process.kill()
+    job.process.wait()
+    import time
+
+    deadline = time.monotonic() + 10
+    while live_processes(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not live_processes(run_dir)
+
+
+def test_sigterm_ends_in_order_and_the_run_goes_on_later(home: Path) -> None:
+    job = Job(home, *RUN)
+    job.wait_for_step(3)
+    job.process.send_signal(signal.SIGTERM)
+    said = job.output(timeout_s=60)
+    assert job.process.returncode == 0, said
+    found = summary(job.run_dir)
+    assert found["stopped_by"] and found["reward_final"] is None
+    assert (job.run_dir.report / "index.html").is_file()
+    stopped_at = ledger(job.run_dir)[-1][0]
+    assert (job.run_dir.checkpoints / f"step_{stopped_at:06d}").is_dir()
+    refused = sightline(
+        "rl", "--plain", "--resume", job.run_dir.path, "trainer.lr=1.0", cwd=home, check=False
+    )
+    assert refused.returncode == 2 and "[trainer] lr was" in refused.stderr
+    sightline("rl", "--plain", "--resume", job.run_dir.path, cwd=home)
+    assert [step for step, _ in ledger(job.run_dir)] == list(range(1, STEPS + 1))
+    assert summary(job.run_dir)["reward_final"] is not None

@@ -1,0 +1,100 @@
+"""Small real things that several suites need: images, samples, learners."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from sightline.config import Model, Trainer
+from sightline.families import Family, load_family, load_renderer
+from sightline.media import MediaRef, MediaStore
+from sightline.message import Message, assistant, user
+from sightline.pixels import Materializer
+from sightline.trainer.sft import sample_of
+from sightline.wire.array import Array
+from sightline.wire.sample import Sample, SampleSlot
+
+MODEL = "qwen_vl"
+WORDS = "red green blue A B C D user codeword what is this".split()
+
+
+def image(rng: random.Random, width: int = 0, height: int = 0) -> Image.Image:
+    """Noise that no two calls share."""
+    width = width or rng.choice([32, 40, 64, 96])
+    height = height or rng.choice([32, 48, 64])
+    noise = np.frombuffer(rng.randbytes(width * height * 3), dtype=np.uint8)
+    return Image.fromarray(noise.reshape(height, width, 3))
+
+
+def conversation(
+    rng: random.Random, store: MediaStore, pool: list[MediaRef], turns: int = 2
+) -> list[Message]:
+    """Turns with texts and images; some images come from the pool and are shown again."""
+    messages: list[Message] = []
+    for _ in range(turns):
+        parts: list[str | MediaRef] = [" ".join(rng.choices(WORDS, k=rng.randint(1, 6)))]
+        for _ in range(rng.randint(0, 2)):
+            if pool and rng.random() < 0.4:
+                parts.append(rng.choice(pool))
+            else:
+                pool.append(store.put(image(rng)))
+                parts.append(pool[-1])
+        rng.shuffle(parts)
+        messages += [user(*parts), assistant(" ".join(rng.choices(WORDS, k=rng.randint(1, 5))))]
+    return messages
+
+
+def samples(
+    model: Path, store: MediaStore, count: int, seed: int = 0, version: int = 0
+) -> list[Sample]:
+    """Trainable samples with images, random logprobs and advantages, and true pixel digests."""
+    rng = random.Random(seed)
+    renderer = load_renderer(model, store)
+    materializer = Materializer(load_family(model), store, max_bytes=1 << 24)
+    pool: list[MediaRef] = []
+    made = []
+    for i in range(count):
+        talk = conversation(rng, store, pool, turns=rng.randint(1, 3))
+        plain = sample_of(talk, renderer, f"t{seed}.{i}")
+        num = len(plain.trained)
+        draws = np.random.default_rng(seed * 1000 + i)
+        made.append(
+            Sample(
+                trace_id=plain.trace_id,
+                group_id=f"g{i // 4}",
+                env="test",
+                reward=float(draws.random()),
+                token_ids=plain.token_ids,
+                trained=plain.trained,
+                logprobs=Array.of(-draws.random(num) * 3 - 4, "float32"),
+                advantages=Array.of(draws.normal(size=num), "float32"),
+                versions=Array.of(np.full(num, version), "int32"),
+                segments=plain.segments,
+                items=plain.items,
+                slots=[
+                    SampleSlot(
+                        s.offset, s.length, s.item, materializer.get(plain.items[s.item]).digest
+                    )
+                    for s in plain.slots
+                ],
+            )
+        )
+    materializer.close()
+    return made
+
+
+def family(model: Path) -> Family:
+    return load_family(model)
+
+
+def model_config(path: Path, **changes: object) -> Model:
+    return Model.model_validate({"path": str(path), **changes})
+
+
+def trainer_config(**changes: object) -> Trainer:
+    return Trainer.model_validate(
+        {"device": "cpu", "lr": 1e-3, "clip_low": 100.0, "clip_high": 100.0, **changes}
+    )

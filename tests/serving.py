@@ -1,0 +1,205 @@
+"""A live server in a thread of the test process, a client for it, and transformers as witness."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import uvicorn
+
+from sightline.families import Family, load_family, load_renderer
+from sightline.inference.serve import bind, build_server
+from sightline.inference.settings import ServeSettings
+from sightline.media import MediaStore
+from sightline.render import Bridged
+from sightline.wire import Slot
+from sightline.wire.generate import (
+    AdoptRequest,
+    ErrorAnswer,
+    ErrorBody,
+    GenerateRequest,
+    GenerateResponse,
+    SamplingParams,
+)
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+
+@dataclass
+class Client:
+    """Speaks the generate protocol to one address."""
+
+    host: str
+    port: int
+
+    def call(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes, Any]:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        try:
+            connection.request(method, path, body)
+            answer = connection.getresponse()
+            return answer.status, answer.read(), answer.headers
+        finally:
+            connection.close()
+
+    def generate(
+        self, tokens: Sequence[int], slots: Sequence[Slot] = (), params: SamplingParams = GREEDY
+    ) -> GenerateResponse:
+        request = GenerateRequest.of(list(tokens), list(slots), params)
+        status, body, _ = self.call("POST", "/inference/v1/generate", msgspec.json.encode(request))
+        assert status == 200, body
+        return msgspec.json.decode(body, type=GenerateResponse)
+
+    def refused(self, body: bytes, path: str = "/inference/v1/generate") -> ErrorBody:
+        """The error that a request is answered with."""
+        status, answer, headers = self.call("POST", path, body)
+        error = msgspec.json.decode(answer, type=ErrorAnswer).error
+        assert error.code == status
+        assert ("retry-after" in headers) == (status == 503)
+        return error
+
+    def adopt(self, manifest: Path) -> dict[str, Any]:
+        body = msgspec.json.encode(AdoptRequest(str(manifest)))
+        status, answer, _ = self.call("POST", "/sightline/v1/adopt", body)
+        assert status == 200, answer
+        found: dict[str, Any] = msgspec.json.decode(answer)
+        return found
+
+    def get(self, path: str) -> dict[str, Any]:
+        status, answer, _ = self.call("GET", path)
+        assert status == 200
+        found: dict[str, Any] = msgspec.json.decode(answer)
+        return found
+
+    def totals(self) -> dict[str, float]:
+        found: dict[str, float] = self.get("/sightline/v1/stats")["totals"]
+        return found
+
+    def now(self) -> dict[str, float]:
+        found: dict[str, float] = self.get("/sightline/v1/stats")["now"]
+        return found
+
+    def wait_for(self, group: str, name: str, at_least: float, timeout_s: float = 30.0) -> None:
+        """Until a number of the server's statistics is there."""
+        deadline = time.monotonic() + timeout_s
+        while self.get("/sightline/v1/stats")[group][name] < at_least:
+            assert time.monotonic() < deadline, f"{name} stays under {at_least}"
+            time.sleep(0.002)
+
+
+class Together:
+    """Requests that are in flight at the same time."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._pool = ThreadPoolExecutor(64)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Future[GenerateResponse]:
+        return self._pool.submit(self._client.generate, *args, **kwargs)
+
+
+@contextmanager
+def live(settings: ServeSettings) -> Iterator[Client]:
+    """A server on a free port, with its event loop in a thread."""
+    listening = bind(settings.host, 0)
+    server = build_server(settings)
+    config = uvicorn.Config(server.app, access_log=False, log_level="warning", lifespan="on")
+    running = uvicorn.Server(config)
+    thread = threading.Thread(
+        target=lambda: asyncio.run(running.serve(sockets=[listening])), daemon=True
+    )
+    thread.start()
+    while not running.started:
+        assert thread.is_alive()
+        time.sleep(0.005)
+    try:
+        yield Client(*listening.getsockname()[:2])
+    finally:
+        server.engine.stop()
+        running.should_exit = True
+        thread.join(20)
+        listening.close()
+        assert not thread.is_alive()
+
+
+class Reference:
+    """transformers' own model with its own attention, one whole forward pass a question."""
+
+    def __init__(self, model: Path, store: MediaStore) -> None:
+        from transformers import AutoModelForImageTextToText
+
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            model, attn_implementation="sdpa", local_files_only=True
+        )
+        self.family: Any = load_family(model)
+        self.renderer = load_renderer(model, store)
+        self.store = store
+
+    def _inputs(self, tokens: Sequence[int], slots: Sequence[Slot]) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([list(tokens)])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if slots:
+            kinds = torch.zeros_like(ids)
+            for slot in slots:
+                kinds[0, slot.offset : slot.end] = 1
+            rows = [
+                self.family.rows(self.family.patches(self.store.image(s.item.ref), s.item))
+                for s in slots
+            ]
+            inputs["mm_token_type_ids"] = kinds
+            inputs["pixel_values"] = torch.from_numpy(np.concatenate(rows))
+            inputs["image_grid_thw"] = torch.tensor([slot.item.grid for slot in slots])
+        return inputs
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int], slots: Sequence[Slot]) -> torch.Tensor:
+        out: torch.Tensor = self.model(**self._inputs(tokens, slots)).logits[0].float()
+        return out
+
+    def logprobs(
+        self,
+        prompt: Sequence[int],
+        said: Sequence[int],
+        slots: Sequence[Slot],
+        temperature: float = 1.0,
+    ) -> np.ndarray:
+        """Of the tokens of `said`, banned ids left out."""
+        logits = self.logits([*prompt, *said], slots)[len(prompt) - 1 : -1]
+        logits[:, list(self.renderer.pad_token_ids)] = float("-inf")
+        logs = (logits / temperature).log_softmax(-1)
+        chosen: np.ndarray = logs.gather(1, torch.tensor(said)[:, None])[:, 0].numpy()
+        return chosen
+
+    @torch.no_grad()
+    def greedy(self, tokens: Sequence[int], slots: Sequence[Slot], count: int) -> list[int]:
+        out = self.model.generate(
+            **self._inputs(tokens, slots),
+            do_sample=False,
+            max_new_tokens=count,
+            suppress_tokens=list(self.renderer.pad_token_ids),
+            eos_token_id=None,
+        )
+        said: list[int] = out[0, len(tokens) :].tolist()
+        return said
+
+
+def next_turn(
+    renderer: Any, prompt: Sequence[int], slots: Sequence[Slot], said: Sequence[int], message: Any
+) -> tuple[list[int], list[Slot]]:
+    """The prompt that follows an answer."""
+    bridged = renderer.bridge(prompt, said, [message])
+    assert isinstance(bridged, Bridged)
+    return [*prompt, *said, *bridged.token_ids], [*slots, *bridged.slots]
+
+
+__all__ = ["GREEDY", "Client", "Family", "Reference", "Together", "live", "next_turn"]

@@ -1,0 +1,69 @@
+"""Drawing tokens: reproducible, fair, and never a token of probability 0."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from sightline.inference.torch_engine.sampling import Settings, mix, mix_one, sample, uniforms
+
+NONE = torch.zeros(0, dtype=torch.long)
+
+
+def settings(uniform: np.ndarray, temperature: float | np.ndarray = 1.0) -> Settings:
+    size = len(uniform)
+    return Settings(
+        temperature=np.broadcast_to(np.float32(temperature), (size,)).astype(np.float32),
+        top_k=np.zeros(size, dtype=np.int64),
+        top_p=np.ones(size, dtype=np.float32),
+        min_p=np.zeros(size, dtype=np.float32),
+        uniform=uniform,
+    )
+
+
+def test_uniforms_depend_on_seed_and_index_alone_and_fill_the_unit_interval() -> None:
+    seeds = np.full(20_000, mix_one(7), dtype=np.uint64)
+    drawn = uniforms(seeds, np.arange(20_000))
+    assert (drawn[5:9] == uniforms(seeds[:4], np.arange(5, 9))).all()
+    assert drawn.min() >= 0 and drawn.max() < 1
+    counts, _ = np.histogram(drawn, bins=20, range=(0, 1))
+    assert abs(counts - 1000).max() < 150
+    other = uniforms(np.full(100, mix_one(8), dtype=np.uint64), np.arange(100))
+    assert not np.isin(other, drawn).any()
+
+
+def test_one_number_is_mixed_as_an_array_is() -> None:
+    values = [0, 1, 2**63, 2**64 - 1]
+    assert mix(np.array(values, dtype=np.uint64)).tolist() == [mix_one(v) for v in values]
+
+
+def test_tokens_come_with_the_probabilities_they_report() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(8000, 4)
+    uniform = uniforms(np.full(8000, mix_one(1), dtype=np.uint64), np.arange(8000))
+    tokens, logprobs = sample(logits, NONE, settings(uniform, 0.5))
+    expected = (logits[0] / 0.5).softmax(-1).numpy()
+    np.testing.assert_allclose(np.bincount(tokens) / 8000, expected, atol=0.02)
+    np.testing.assert_allclose(np.exp(logprobs), expected[tokens], rtol=1e-5)
+
+
+def test_banned_ids_are_not_drawn_at_either_end_of_the_interval() -> None:
+    logits = torch.tensor([[50.0, 0.0, 0.0, 50.0]]).expand(3, 4)
+    edges = np.array([0.0, 0.5, np.nextafter(1.0, 0.0)])
+    tokens, _ = sample(logits, torch.tensor([0, 3]), settings(edges))
+    assert set(tokens.tolist()) <= {1, 2}
+
+
+def test_rows_of_one_batch_keep_their_own_temperatures() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0]]).expand(2, 3)
+    temperature = np.array([0.0, 2.0], dtype=np.float32)
+    tokens, logprobs = sample(logits, NONE, settings(np.array([0.01, 0.01]), temperature))
+    assert tokens.tolist() == [1, 0]
+    np.testing.assert_allclose(
+        logprobs, [logits[0].log_softmax(-1)[1], (logits[1] / 2).log_softmax(-1)[0]], rtol=1e-5
+    )
+
+
+def test_a_row_that_is_no_number_reports_it() -> None:
+    logits = torch.tensor([[0.0, float("nan")], [0.0, 1.0]])
+    _, logprobs = sample(logits, NONE, settings(np.array([0.5, 0.5])))
+    assert np.isnan(logprobs[0]) and np.isfinite(logprobs[1])

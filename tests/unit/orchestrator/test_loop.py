@@ -1,0 +1,169 @@
+"""The loop itself, on real parts and a scripted worker: lag, room, empty batches, progress."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from sightline.errors import NothingTrains
+from sightline.message import assistant, user
+from sightline.monitor import RunDir
+from sightline.orchestrator.group import Group
+from sightline.orchestrator.judge import Judge, Judged
+from sightline.orchestrator.loop import Collected, Parts, run
+from sightline.orchestrator.policy import Policy
+from sightline.orchestrator.progress import Books
+from sightline.orchestrator.rollouts import Rollouts
+from sightline.trace import Node, PolicySpan, Trace, encode
+from sightline.trace.node import float32, int32
+from sightline.wire.control import Announce, Cancel, Control, Play, Played, Published
+
+
+class World:
+    """A worker that answers at once with the engine's version, and a trainer with a delay."""
+
+    def __init__(self, run_dir: RunDir, max_lag: int, train_after: int = 0) -> None:
+        self.run_dir, self.max_lag, self.train_after = run_dir, max_lag, train_after
+        self.announced: list[Announce] = []
+        self.played: list[Play] = []
+        self.in_flight = 0
+        self.reward_of = lambda play: float(int(play.rollout_id.split(".")[1]) % 2)
+        self.lags: list[int] = []
+        self.books = Books.open(run_dir)
+        self.policy = Policy([self.adopt], run_dir.weights)
+        self.rollouts = Rollouts(
+            self.send, ["w"], group_size=2, temperature=1.0, seed=0,
+            next_group=self.books.progress.next_group,
+            again=list(self.books.progress.open_groups),
+        )  # fmt: skip
+
+    def parts(self, **changes: int) -> Parts:
+        return Parts(
+            rollouts=self.rollouts,
+            policy=self.policy,
+            judge=Judge(self.max_lag, "grpo", "rollout", []),
+            books=self.books,
+            trainer=self,
+            watcher=self,
+            groups_per_step=3,
+            max_lag=self.max_lag,
+            probe_every=changes.get("probe_every", 0),
+            max_empty_batches=2,
+            check_room=lambda: None,
+        )
+
+    async def send(self, peer: str, message: Control) -> None:
+        if isinstance(message, Cancel):
+            return
+        assert isinstance(message, Play)
+        self.played.append(message)
+        version = self.policy.version
+
+        def answer() -> None:
+            self.rollouts.played(self._played(message, version))
+
+        asyncio.get_running_loop().call_later(0.001, answer)
+
+    def _played(self, play: Play, version: int) -> Played:
+        nodes = [
+            Node(0, -1, user("q"), int32([1, 2]), sampled_start=2),
+            Node(
+                1, 0, assistant("a"), int32([3, 4]), sampled_start=1, logprobs=float32([-1.0]),
+                versions=(PolicySpan(version, 0, 0, 1),), finish_reason="stop",
+            ),
+        ]  # fmt: skip
+        trace = Trace(id=play.rollout_id, group_id=play.group_id, nodes=nodes)
+        trace.reward = self.reward_of(play)
+        return Played(play.rollout_id, play.group_id, encode(trace))
+
+    async def announce(self, announce: Announce) -> None:
+        assert Path(announce.path).is_file(), "a batch is on disk before it is announced"
+        self.announced.append(announce)
+        delay = 0.001 * self.train_after
+        news = Published(announce.step, 0, "m", {}, 0)
+        asyncio.get_running_loop().call_later(delay, self.policy.publish, news)
+
+    async def adopt(self, manifest: str) -> None:
+        await asyncio.sleep(0.001)
+
+    def saw(self, step: int, group: Group, judged: Judged) -> None:
+        self.lags += judged.lags
+
+    def stepped(self, step: int, collected: Collected) -> None:
+        pass
+
+
+def play(world: World, steps: range, **changes: int) -> None:
+    async def both() -> None:
+        adopting = asyncio.ensure_future(world.policy.keep_adopting())
+        try:
+            await run(world.parts(**changes), steps)
+        finally:
+            adopting.cancel()
+
+    asyncio.run(both())
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    made.make()
+    return made
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def test_no_sample_is_older_than_the_bound(run_dir: RunDir, max_lag: int) -> None:
+    world = World(run_dir, max_lag, train_after=5)
+    play(world, range(1, 9))
+    assert [a.step for a in world.announced] == list(range(1, 9))
+    assert max(world.lags) <= max_lag
+    if max_lag:
+        assert max(world.lags) == max_lag, "rollouts run ahead as far as they may"
+
+
+def test_without_lag_nothing_is_played_in_vain(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=0)
+    play(world, range(1, 5))
+    assert len(world.played) == 4 * 3 * 2
+    assert set(world.books.verdicts) <= {"train"}
+
+
+def test_a_probe_step_waits_for_a_fresh_group(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=1, train_after=5)
+    fresh_at: list[int] = []
+    world.stepped = lambda step, c: fresh_at.append(step) if c.fresh else None  # type: ignore
+    play(world, range(1, 10), probe_every=3)
+    assert {3, 6, 9} <= set(fresh_at)
+
+
+def test_a_run_of_batches_in_which_nothing_trains_says_so(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=0)
+    world.reward_of = lambda play: 0.5
+    with pytest.raises(NothingTrains, match="2 batches in a row"):
+        play(world, range(1, 3))
+
+
+def test_open_groups_are_played_again_after_a_restart(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=2, train_after=20)
+    play(world, range(1, 3))
+    progress = Books.open(run_dir).progress
+    assert progress.step == 2 and progress.open_groups
+    again = World(run_dir, max_lag=2)
+    again.policy.version = 2
+    play(again, range(3, 4))
+    first = [int(p.group_id[1:]) for p in again.played[: 2 * len(progress.open_groups) : 2]]
+    assert first == progress.open_groups
+    trained = {p.group_id for p in world.played} | {p.group_id for p in again.played}
+    assert trained == {f"g{i}" for i in range(len(trained))}, "no task is skipped"
+
+
+def test_a_batch_that_was_never_announced_is_made_again(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=0)
+    play(world, range(1, 3))
+    torn = run_dir.batch(3)
+    torn.write_bytes(b"half")
+    books = Books.open(run_dir)
+    assert not torn.exists()
+    assert [a.step for a in books.announcements_after(0)] == [1, 2]

@@ -1,0 +1,155 @@
+"""Packed equals unpacked, tree equals flat, an image encoded once equals one encoded each time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import making
+import numpy as np
+import pytest
+import torch
+
+from sightline.compute.attention import Flat, Tree, pattern_of
+from sightline.media import MediaStore
+from sightline.pack import Cost
+from sightline.pixels import Materializer
+from sightline.trainer.build import build_learner
+from sightline.trainer.feed import Preparer, ReadyBatch
+from sightline.trainer.learner import Learner
+from sightline.wire.sample import Batch, Sample
+
+WHOLE = Cost(1 << 20, 1 << 20)
+ALONE = Cost(1, 1)
+
+
+@pytest.fixture
+def learner(tiny_model: Path, store: MediaStore) -> Learner:
+    config = making.trainer_config(kl_weight=0.1)
+    return build_learner(making.model_config(tiny_model), config, store, steps=10)
+
+
+def ready(learner: Learner, store: MediaStore, samples: list[Sample], limit: Cost) -> ReadyBatch:
+    materializer = Materializer(learner.family, store, max_bytes=1 << 24)
+    preparer = Preparer(learner.family, materializer, limit, max_bad_fraction=0.0)
+    return preparer.prepare(Batch(1, samples), digest="")
+
+
+def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, torch.Tensor]]:
+    from collections import defaultdict
+
+    sums: defaultdict[str, float] = defaultdict(float)
+    learner.optimizer.zero_grad(set_to_none=True)
+    for micro_batch in batch.micro_batches:
+        learner._backward(micro_batch, batch.step, sums)
+    found = {n: p.grad.clone() for n, p in learner.forward.model.named_parameters()}
+    return sums["loss"], found
+
+
+def check_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], bound: float) -> None:
+    # Parameters whose gradient is rounding noise (a key's bias, say) are measured against the
+    # size of an ordinary gradient, not against their own noise.
+    floor = 1e-3 * max(float(g.norm()) for g in a.values())
+    for name in a:
+        difference = float((a[name] - b[name]).norm()) / max(float(a[name].norm()), floor)
+        assert difference < bound, f"{name}: {difference}"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_gives_the_loss_and_gradients_of_unpacked(
+    learner: Learner, tiny_model: Path, store: MediaStore, seed: int
+) -> None:
+    samples = making.samples(tiny_model, store, count=6, seed=seed)
+    packed = ready(learner, store, samples, WHOLE)
+    unpacked = ready(learner, store, samples, ALONE)
+    assert len(packed.micro_batches) == 1 and len(unpacked.micro_batches) == 6
+    loss, grads = gradients(learner, packed)
+    loss_alone, grads_alone = gradients(learner, unpacked)
+    assert loss == pytest.approx(loss_alone, rel=1e-5)
+    check_equal(grads_alone, grads, 1e-5)
+
+
+def test_the_plain_mask_gives_what_the_flat_pattern_gives() -> None:
+    torch.manual_seed(0)
+    lengths = [5, 1, 9, 3]
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    q, k, v = (torch.randn(1, heads, 18, 8) for heads in (4, 2, 2))
+    device = torch.device("cpu")
+    flat = Flat(lengths, device).attend(0, q, k, v, 0.3)
+    tree = Tree(ends, device).attend(0, q, k, v, 0.3)
+    assert torch.allclose(flat, tree, atol=1e-6)
+    assert isinstance(pattern_of(ends, device), Flat)
+
+
+def test_a_tree_sees_its_own_path_and_nothing_else() -> None:
+    # A prompt of 3 tokens with two answers of 2: the second must not see the first.
+    ends = np.array([7, 7, 7, 5, 5, 7, 7])
+    pattern = pattern_of(ends, torch.device("cpu"))
+    assert isinstance(pattern, Tree)
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(1, 2, 7, 8) for _ in range(3))
+    whole = pattern.attend(0, q, k, v, 0.3)
+    path = [0, 1, 2, 5, 6]
+    alone = Flat([5], torch.device("cpu")).attend(
+        0, q[:, :, path], k[:, :, path], v[:, :, path], 0.3
+    )
+    assert torch.allclose(whole[:, :, [5, 6]], alone[:, :, [3, 4]], atol=1e-6)
+
+
+def test_each_distinct_image_passes_the_tower_once(
+    learner: Learner, tiny_model: Path, store: MediaStore
+) -> None:
+    samples = making.samples(tiny_model, store, count=8, seed=5)
+    batch = ready(learner, store, samples, WHOLE)
+    distinct = {item.ref.digest for sample in samples for item in sample.items}
+    shown = sum(len(sample.slots) for sample in samples)
+    assert shown > len(distinct)
+    seen: list[int] = []
+    handle = learner.forward.model.model.visual.register_forward_pre_hook(  # type: ignore
+        lambda module, args, kwargs: seen.append(len(kwargs["grid_thw"])), with_kwargs=True
+    )
+    learner.reference = None
+    gradients(learner, batch)
+    handle.remove()
+    assert seen == [len(distinct)]
+
+
+def test_the_loss_is_that_of_plain_transformers(
+    learner: Learner, tiny_model: Path, store: MediaStore
+) -> None:
+    """Tokens, pixels and positions through transformers' own forward give the same logprobs."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32)
+    samples = making.samples(tiny_model, store, count=3, seed=7)
+    batch = ready(learner, store, samples, WHOLE)
+    stepped = learner.step(batch)
+    ours = stepped.scores.logprobs.numpy()
+    origins = {o.trace_id: [] for o in stepped.scores.origins}
+    for o in stepped.scores.origins:
+        origins[o.trace_id].append(ours[o.start : o.stop])
+    for sample in samples:
+        theirs = plain_logprobs(model, sample, learner, store)
+        np.testing.assert_allclose(np.concatenate(origins[sample.trace_id]), theirs, atol=2e-5)
+
+
+def plain_logprobs(
+    model: torch.nn.Module, sample: Sample, learner: Learner, store: MediaStore
+) -> np.ndarray:
+    ids = torch.from_numpy(sample.token_ids.numpy().astype(np.int64))[None]
+    inputs: dict[str, torch.Tensor] = {"input_ids": ids}
+    if sample.slots:
+        refs = [sample.items[slot.item] for slot in sample.slots]
+        rows = [
+            learner.family.rows(learner.family.patches(store.image(i.ref), i))  # type: ignore
+            for i in refs
+        ]
+        inputs["pixel_values"] = torch.from_numpy(np.concatenate(rows))
+        inputs["image_grid_thw"] = torch.tensor([i.grid for i in refs])
+        pads = torch.isin(ids, torch.tensor(learner.family.slot_token_ids))
+        inputs["mm_token_type_ids"] = pads.int()
+    with torch.no_grad():
+        logits = model(**inputs).logits[0].float()
+    logits[:, list(learner.pad_ids)] = float("-inf")
+    trained = torch.from_numpy(sample.trained.numpy().astype(np.int64))
+    logs = torch.log_softmax(logits[trained - 1], dim=-1)
+    return logs.gather(-1, ids[0][trained, None]).squeeze(-1).numpy()

@@ -1,0 +1,56 @@
+"""Losses against naive float64 implementations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from sightline.trainer import loss
+
+
+def test_the_clipped_loss_is_the_papers() -> None:
+    rng = np.random.default_rng(0)
+    new, old, advantages = -rng.random(50) * 3, -rng.random(50) * 3, rng.normal(size=50)
+    got, clipped = loss.clipped_policy_loss(
+        *(torch.tensor(x) for x in (new, old, advantages)), 0.2, 0.28
+    )
+    for i in range(50):
+        r = math.exp(new[i] - old[i])
+        held = min(max(r, 0.8), 1.28)
+        want = -min(r * advantages[i], held * advantages[i])
+        assert float(got[i]) == pytest.approx(want, rel=1e-12)
+        assert bool(clipped[i]) == (held * advantages[i] < r * advantages[i])
+
+
+def test_the_exact_kl_sums_over_the_vocabulary_without_banned_ids() -> None:
+    torch.manual_seed(0)
+    banned = torch.tensor([1, 4])
+    logits = [torch.randn(3, 6, dtype=torch.float64) for _ in range(2)]
+    logs = [torch.log_softmax(x.index_fill(-1, banned, -math.inf), -1) for x in logits]
+    got = loss.exact_kl(logs[0], logs[1], banned)
+    for row in range(3):
+        want = sum(
+            math.exp(logs[0][row, i]) * float(logs[0][row, i] - logs[1][row, i])
+            for i in (0, 2, 3, 5)
+        )
+        assert float(got[row]) == pytest.approx(want, rel=1e-12)
+
+
+def test_gradients_stay_finite_with_banned_ids() -> None:
+    banned = torch.tensor([0])
+    logits = torch.randn(4, 5, requires_grad=True)
+    log_p = torch.log_softmax(logits.index_fill(-1, banned, -math.inf), -1)
+    log_q = torch.log_softmax(torch.randn(4, 5).index_fill(-1, banned, -math.inf), -1)
+    total = loss.exact_kl(log_p, log_q, banned).sum() + loss.entropy(log_p, banned).sum()
+    total.backward()
+    assert torch.isfinite(logits.grad).all()
+    assert (logits.grad[:, 0] == 0).all()
+
+
+def test_the_mismatch_is_zero_for_equal_logprobs_and_never_negative() -> None:
+    old = torch.tensor([-1.0, -2.0, -3.0])
+    assert (loss.mismatch_kl(old, old) == 0).all()
+    assert (loss.mismatch_kl(old + torch.tensor([0.1, -0.2, 1e-6]), old) >= 0).all()

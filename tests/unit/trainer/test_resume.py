@@ -1,0 +1,171 @@
+"""Resumed equals never killed: the same batches give bit-equal weights, and every step once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import making
+import msgspec
+import pytest
+
+from sightline.config import RunFile
+from sightline.errors import ResumeRefused
+from sightline.media import MediaStore
+from sightline.monitor import RunDir
+from sightline.trainer import loop
+from sightline.trainer.build import build
+from sightline.trainer.checkpoint import Ledger
+from sightline.wire.control import Announce, Control, Finished, Published
+from sightline.wire.sample import Batch, digest_of
+
+STEPS = 5
+
+
+class Killed(Exception):
+    pass
+
+
+def run_file(model: Path, **trainer: object) -> RunFile:
+    return RunFile.model_validate(
+        {
+            "model": {"path": str(model)},
+            "env": {"name": "color_codeword"},
+            "run": {"steps": STEPS},
+            "trainer": {"device": "cpu", "lr": 1e-3, "checkpoint_every": 2, **trainer},
+        }
+    )
+
+
+def write_batches(run_dir: RunDir, model: Path) -> list[Announce]:
+    store = MediaStore(run_dir.media)
+    announced = []
+    for step in range(1, STEPS + 1):
+        samples = making.samples(model, store, count=3, seed=step, version=step - 1)
+        data = Batch(step, samples).to_bytes()
+        run_dir.batch(step).write_bytes(data)
+        announced.append(Announce(step, str(run_dir.batch(step)), digest_of(data)))
+    return announced
+
+
+def train(
+    config: RunFile, run_dir: RunDir, batches: list[Announce], die_after: int | None = None
+) -> list[Control]:
+    """One life of the trainer; it dies after it has published `die_after`."""
+    sent: list[Control] = []
+
+    def send(message: Control) -> None:
+        sent.append(message)
+        if isinstance(message, Published) and message.version == die_after:
+            raise Killed
+
+    def announcements() -> Iterator[Announce | None]:
+        yield from [batch for batch in batches if batch.step > first[0]]
+        yield None
+
+    first = [0]
+    source: list[Iterator[Announce | None]] = []
+
+    def next_announcement() -> Announce | None:
+        if not source:
+            first[0] = _checkpoint_step(run_dir)
+            source.append(announcements())
+        return next(source[0])
+
+    parts = build(config, run_dir, next_announcement, send)
+    try:
+        loop.run(parts)
+    except Killed:
+        pass
+    return sent
+
+
+def _checkpoint_step(run_dir: RunDir) -> int:
+    found = sorted(run_dir.checkpoints.glob("step_*"))
+    return int(found[-1].name.removeprefix("step_")) if found else 0
+
+
+def weights_digest(run_dir: RunDir, version: int) -> str:
+    folder = run_dir.weights / f"v{version:06d}"
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    made.make()
+    return made
+
+
+def test_resumed_is_bit_equal_to_never_killed(
+    tiny_model: Path, run_dir: RunDir, tmp_path: Path
+) -> None:
+    config = run_file(tiny_model)
+    batches = write_batches(run_dir, tiny_model)
+    train(config, run_dir, batches)
+    whole = [weights_digest(run_dir, version) for version in range(1, STEPS + 1)]
+
+    other = RunDir(tmp_path / "other")
+    other.make()
+    again = write_batches(other, tiny_model)
+    for die_after in (1, 3, 4):
+        train(config, other, again, die_after)
+    sent = train(config, other, again)
+    assert isinstance(sent[-1], Finished) and sent[-1].step == STEPS
+    assert [weights_digest(other, version) for version in range(1, STEPS + 1)] == whole
+    assert not list(other.weights.glob("*.1")), "a version made again has the same bits"
+    ledger = [msgspec.json.decode(line) for line in other.ledger.read_bytes().splitlines()]
+    assert [(line["step"], line["batch"]) for line in ledger] == [
+        (batch.step, batch.digest) for batch in again
+    ]
+
+
+def test_the_final_checkpoint_loads_with_auto_classes(tiny_model: Path, run_dir: RunDir) -> None:
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+    train(run_file(tiny_model), run_dir, write_batches(run_dir, tiny_model))
+    final = run_dir.checkpoints / "final"
+    AutoModelForImageTextToText.from_pretrained(final)
+    AutoTokenizer.from_pretrained(final)
+
+
+def test_checkpoints_beyond_the_number_to_keep_go(tiny_model: Path, run_dir: RunDir) -> None:
+    config = run_file(tiny_model, keep_checkpoints=1)
+    train(config, run_dir, write_batches(run_dir, tiny_model))
+    assert [p.name for p in sorted(run_dir.checkpoints.glob("step_*"))] == ["step_000005"]
+
+
+def test_a_frozen_tower_keeps_its_weights_and_its_version(
+    tiny_model: Path, run_dir: RunDir
+) -> None:
+    from safetensors.torch import load_file
+
+    from sightline.compute.weights import read_manifest
+
+    config = run_file(tiny_model)
+    frozen = config.model_copy(
+        update={"model": config.model.model_copy(update={"train_vision": False})}
+    )
+    train(frozen, run_dir, write_batches(run_dir, tiny_model))
+    folder = run_dir.weights / f"v{STEPS:06d}"
+    before, after = load_file(tiny_model / "model.safetensors"), load_file(
+        folder / "model.safetensors"
+    )
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed and not any("visual" in name for name in changed)
+    assert read_manifest(folder / "manifest.json").vision_version == 0
+
+
+def test_a_replay_on_another_batch_is_refused(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", 0)
+    ledger.add(1, "a" * 64)
+    again = Ledger(tmp_path / "ledger.jsonl", 0)
+    with pytest.raises(ResumeRefused, match="step 1 was trained on batch aaaa"):
+        again.add(1, "b" * 64)
+
+
+def test_a_ledger_with_a_gap_is_refused(tmp_path: Path) -> None:
+    Ledger(tmp_path / "ledger.jsonl", 0).add(1, "a" * 64)
+    with pytest.raises(ResumeRefused, match="every step"):
+        Ledger(tmp_path / "ledger.jsonl", 3)
