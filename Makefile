@@ -35,8 +35,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP) ## train a tiny model on a CPU, from nothing to a report (SEED=0)
-	$(BIN)/sightline model tiny models/tiny --force
-	$(BIN)/sightline sft $(EXAMPLE)/warmup.toml
+	$(BIN)/sightline model tiny models/tiny --seed $(SEED) --force
+	$(BIN)/sightline sft $(EXAMPLE)/warmup.toml run.seed=$(SEED)
 	$(BIN)/sightline rl $(EXAMPLE)/cpu.toml run.seed=$(SEED)
 
 test: $(STAMP) ## the quick tests

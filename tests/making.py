@@ -18,7 +18,7 @@ from sightline.wire.array import Array
 from sightline.wire.sample import Sample, SampleSlot
 
 MODEL = "qwen_vl"
-WORDS = "red green blue A B C D user codeword what is this".split()
+WORDS = ["red", "green", "blue", "A", "B", "C", "D", "user", "codeword", "what", "is", "this"]
 
 
 def image(rng: random.Random, width: int = 0, height: int = 0) -> Image.Image:

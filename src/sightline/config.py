@@ -148,9 +148,7 @@ class Trainer(Section):
 class Inference(Section):
     engine: Literal["torch"] = Field("torch", description="Which engine serves.")
     host: str = Field("127.0.0.1", description="Address to bind.", json_schema_extra=FREE)
-    port: int = Field(
-        0, ge=0, le=65535, description="0 takes a free one.", json_schema_extra=FREE
-    )
+    port: int = Field(0, ge=0, le=65535, description="0 takes a free one.", json_schema_extra=FREE)
     device: str = Field("auto", description="cpu, cuda or auto.")
     threads: int = Field(
         0, ge=0, description="Compute threads; 0 shares the cores with the trainer.",

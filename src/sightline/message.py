@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, Union
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -29,7 +29,7 @@ class ImagePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="im
     ref: MediaRef
 
 
-Part = Union[TextPart, ImagePart]
+Part = TextPart | ImagePart
 
 
 class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

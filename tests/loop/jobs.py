@@ -19,7 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "color_codeword"
 
 
-def sightline(*words: str | Path, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+def sightline(
+    *words: str | Path, cwd: Path, check: bool = True
+) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "-m", "sightline", *map(str, words)],
         cwd=cwd, capture_output=True, text=True, timeout=600, check=False,

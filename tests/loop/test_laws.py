@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+
 from loop.conftest import SMALL
 from loop.jobs import EXAMPLES, sightline, summary
-
 from sightline.media import MediaStore
 from sightline.monitor import RunDir, read_events
 from sightline.monitor.events import by_step
@@ -107,7 +107,9 @@ def test_the_summary_has_its_fields(run_dir: RunDir) -> None:
 
 
 def test_a_step_without_a_fresh_token_reports_null(run_dir: RunDir) -> None:
-    lags = {s: e.values["lag_max"] for s, e in by_step(read_events(run_dir.metrics), "step").items()}
+    lags = {
+        s: e.values["lag_max"] for s, e in by_step(read_events(run_dir.metrics), "step").items()
+    }
     trained = by_step(read_events(run_dir.metrics), "train")
     probe = trained[5].values["mismatch_kl"]
     assert probe is not None and probe < 1e-5, "a probe step has a fresh group"

@@ -1,12 +1,12 @@
-"""The demo, cut short: the reward leaves chance behind, and falls back when images are exchanged."""
+"""The demo, cut short: the reward leaves chance behind, and falls with images exchanged."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from loop.jobs import EXAMPLES, sightline, summary
 
+from loop.jobs import EXAMPLES, sightline, summary
 from sightline.monitor import RunDir
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(900)]

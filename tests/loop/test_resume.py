@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from loop.conftest import SMALL
 from loop.jobs import EXAMPLES, Job, ledger, live_processes, sightline, summary
 

@@ -23,6 +23,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--hub", default="", help="address of the orchestrator's channel")
     parser.add_argument("--server", default="", help="address of the inference server")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads")
     parser.set_defaults(run=run)
 
 
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     run_dir = RunDir(args.run_dir)
     _end_with_parent()
     try:
-        _run(args.name, run_dir, args.hub, args.server)
+        _run(args.name, run_dir, args.hub, args.server, args.threads)
     except SightlineError as error:
         traceback.print_exc()
         leave_error(run_dir, args.name, error.problem, error.fix)
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run(name: str, run_dir: RunDir, hub: str, server: str) -> None:
+def _run(name: str, run_dir: RunDir, hub: str, server: str, threads: int) -> None:
     if name == "sft":
         from sightline.trainer import sft
 
@@ -52,7 +53,7 @@ def _run(name: str, run_dir: RunDir, hub: str, server: str) -> None:
     file = config.load(RunFile, run_dir.config)
     media_root = Path(file.media.root or run_dir.media)
     if name == "server":
-        _serve(file, media_root, server)
+        _serve(file, media_root, server, threads)
     elif name == "trainer":
         from sightline.trainer import process as trainer
 
@@ -67,7 +68,7 @@ def _run(name: str, run_dir: RunDir, hub: str, server: str) -> None:
         asyncio.run(worker.main(file, media_root, hub, server, name))
 
 
-def _serve(file: RunFile, media_root: Path, server: str) -> None:
+def _serve(file: RunFile, media_root: Path, server: str, threads: int) -> None:
     from sightline.inference.serve import serve
     from sightline.inference.settings import MEBIBYTE, ServeSettings
 
@@ -86,7 +87,7 @@ def _serve(file: RunFile, media_root: Path, server: str) -> None:
             prefill_chunk=settings.prefill_chunk,
             pixel_cache_bytes=settings.pixel_cache_mb * MEBIBYTE,
             feature_cache_bytes=settings.feature_cache_mb * MEBIBYTE,
-            threads=int(os.environ.get("OMP_NUM_THREADS", "1")),
+            threads=threads,
             overrides=file.model.overrides(),
         )
     )

@@ -52,7 +52,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     if pattern is not None:
-        out = pattern.attend(int(module.layer_idx), query, key, value, scaling)  # type: ignore[arg-type]
+        out = pattern.attend(int(module.layer_idx), query, key, value, scaling)
     elif cu_seq_lens_q is not None:
         out = _images(query, key, value, scaling, cu_seq_lens_q)
     else:

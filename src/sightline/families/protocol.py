@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from sightline.media import MediaRef, MediaStore
+from sightline.media import MediaRef
+from sightline.message import Door
 from sightline.render import Renderer
-from sightline.wire import MediaItem, Slot
+from sightline.wire import MediaItem
 
 if TYPE_CHECKING:
     import torch
@@ -124,4 +125,4 @@ class FamilyFolder(Protocol):
 
     def load_family(self, path: Path, overrides: dict[str, int]) -> Family: ...
 
-    def load_renderer(self, path: Path, family: Family, store: MediaStore) -> Renderer: ...
+    def load_renderer(self, path: Path, family: Family, door: Door) -> Renderer: ...

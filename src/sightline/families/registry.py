@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 import sightline.families as families_package
 from sightline.errors import FamilyError
 from sightline.families.protocol import Family, Forward
-from sightline.media import MediaStore
+from sightline.media import Ingest, MediaStore
+from sightline.message import Door
 from sightline.render import Renderer
 
 if TYPE_CHECKING:
@@ -55,12 +56,22 @@ def load_family(model: str | Path, **overrides: int) -> Family:
     return cast(Family, _folder_of(path).load_family(path, overrides))
 
 
-def load_renderer(model: str | Path, store: MediaStore, **overrides: int) -> Renderer:
-    """The renderer of a checkpoint folder; it puts images into `store`."""
+def load_renderer(
+    model: str | Path,
+    store: MediaStore,
+    family: Family | None = None,
+    door: Door | None = None,
+) -> Renderer:
+    """The renderer of a checkpoint folder; it puts images into `store`.
+
+    `family` is the checkpoint's own where it is left out. `door` says which sources of images
+    are allowed; without one, data: and media: urls only.
+    """
     path = Path(model)
     folder = _folder_of(path)
-    family = folder.load_family(path, overrides)
-    return cast(Renderer, folder.load_renderer(path, family, store))
+    if family is None:
+        family = folder.load_family(path, {})
+    return cast(Renderer, folder.load_renderer(path, family, door or Ingest(store)))
 
 
 def load_forward(

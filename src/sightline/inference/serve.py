@@ -33,7 +33,7 @@ def build_server(settings: ServeSettings) -> Server:
         raise ConfigError("a server without a media root", "name the store's folder")
     store = MediaStore(settings.media_roots[0], fallback_roots=settings.media_roots[1:])
     family = load_family(settings.model, **settings.overrides)
-    renderer = load_renderer(settings.model, store, **settings.overrides)
+    renderer = load_renderer(settings.model, store, family)
     engine = build_engine(settings, family, store, renderer.pad_token_ids)
     seeds = random.SystemRandom()
 

@@ -171,10 +171,10 @@ class _Rehearsal:
         upper, lower = AsyncSpoke(self.hub, WORKER), AsyncHub(self.tap)
         trainer = AsyncSpoke(self.hub, TRAINER)
         tasks = [
-            asyncio.ensure_future(task)
-            for task in (self._tap_down(upper, lower), self._tap_up(upper, lower))
+            asyncio.create_task(self._tap_down(upper, lower)),
+            asyncio.create_task(self._tap_up(upper, lower)),
+            asyncio.create_task(self._train(trainer)),
         ]
-        tasks += [asyncio.ensure_future(self._train(trainer))]
         self._start()
         began = time.monotonic()
         try:
@@ -198,7 +198,7 @@ class _Rehearsal:
             self.processes.start(Spec(name, words, threads=1))
         self.processes.start(Spec(POLICY, ["bench", "rollout", "--serve", self.server], threads=1))
 
-    async def _watch(self, client: GenerateClient, tasks: list[asyncio.Future[None]]) -> None:
+    async def _watch(self, client: GenerateClient, tasks: list[asyncio.Task[None]]) -> None:
         """Returns when the orchestrator has ended well; what fails first is the error of all."""
         while self.processes.code(ORCHESTRATOR) is None:
             await asyncio.wait(tasks, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)

@@ -64,8 +64,8 @@ def _specs(config: RunFile, run_dir: RunDir) -> list[Spec]:
     server = f"http://{host}:{find_port(host, config.inference.port, '[inference] port')}"
 
     def spec(name: str, count: int) -> Spec:
-        path = str(run_dir.path)
-        return Spec(name, ["process", name, path, "--hub", hub, "--server", server], count)
+        words = ["process", name, str(run_dir.path), "--hub", hub, "--server", server]
+        return Spec(name, [*words, "--threads", str(count)], count)
 
     workers = [spec(f"worker-{i}", 1) for i in range(config.rollout.workers)]
     return [

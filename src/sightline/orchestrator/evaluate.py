@@ -64,9 +64,7 @@ class Evaluator:
                 "mend the environment or the server; logs/ has the details",
             )
 
-    def _write(
-        self, name: str, step: int, traces: list[Trace], extra: dict[str, float]
-    ) -> None:
+    def _write(self, name: str, step: int, traces: list[Trace], extra: dict[str, float]) -> None:
         whole = [trace for trace in traces if trace.reward is not None]
         names = sorted({part for trace in whole for part in trace.rewards})
         self.events.write(

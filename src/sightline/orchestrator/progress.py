@@ -13,9 +13,9 @@ import msgspec
 
 from sightline.monitor import RunDir
 from sightline.trace import Trace, write_traces
+from sightline.wire.control import Announce
 from sightline.wire.file import write_atomic
 from sightline.wire.sample import Batch, digest_of
-from sightline.wire.control import Announce
 
 
 class Progress(msgspec.Struct, forbid_unknown_fields=True):

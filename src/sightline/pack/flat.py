@@ -64,9 +64,7 @@ def _micro_batch(
         positions.append(family.positions(len(sample.token_ids), placed)[0])
         for segment in sample.segments:
             count = segment.stop - segment.start
-            origins.append(
-                Origin(sample.trace_id, segment.node, num_trained, num_trained + count)
-            )
+            origins.append(Origin(sample.trace_id, segment.node, num_trained, num_trained + count))
             num_trained += count
     trained = _joined([s.trained.numpy() + at for s, at in zip(samples, starts, strict=False)])
     return MicroBatch(

@@ -1,7 +1,7 @@
 """A worker process: plays what the orchestrator asks for, many rollouts at a time.
 
-    orchestrator --Play--> worker --generate--> server
-      worker waits for: plays, answers of the server    unblocked by: orchestrator, server
+orchestrator --Play--> worker --generate--> server
+  worker waits for: plays, answers of the server    unblocked by: orchestrator, server
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from sightline.wire.control import Cancel, Play, Quit, Ready
 def build_player(config: RunFile, media_root: Path, server: str) -> Player:
     store = MediaStore(media_root)
     model = config.model
+    family = load_family(model.path, **model.overrides())
+    door = Ingest(store, config.media.file_roots, config.media.http_hosts)
     return Player(
         env=load_environment(config.env.name, config.env.args),
-        renderer=load_renderer(model.path, store, **model.overrides()),
+        renderer=load_renderer(model.path, store, family, door),
         store=store,
         client=GenerateClient(server),
-        modality=load_family(model.path, **model.overrides()).modality,
+        modality=family.modality,
         max_tokens=config.rollout.max_tokens,
         timeout_s=config.rollout.timeout_s,
     )

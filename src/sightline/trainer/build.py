@@ -28,7 +28,7 @@ MEGABYTE = 1 << 20
 def build_learner(model: Model, trainer: Trainer, store: MediaStore, steps: int) -> Learner:
     device = torch.device(pick_device(trainer.device))
     family = load_family(model.path, **model.overrides())
-    renderer = load_renderer(model.path, store, **model.overrides())
+    renderer = load_renderer(model.path, store, family)
     forward = load_model(model.path, family, str(device), model.dtype)
     forward.model.train()
     reference = None
@@ -60,9 +60,7 @@ def build(
     state = checkpoints.load(learner.forward.model, learner.optimizer)
     preparer = Preparer(
         family=learner.family,
-        materializer=Materializer(
-            learner.family, store, config.trainer.pixel_cache_mb * MEGABYTE
-        ),
+        materializer=Materializer(learner.family, store, config.trainer.pixel_cache_mb * MEGABYTE),
         limit=Cost(config.trainer.micro_batch_tokens, config.trainer.micro_batch_patches),
         max_bad_fraction=config.media.max_bad_fraction,
     )

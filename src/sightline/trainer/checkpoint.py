@@ -40,9 +40,7 @@ class Checkpoints:
     root: Path
     keep: int
 
-    def save(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: State
-    ) -> None:
+    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
         target = self.root / f"step_{state.step:06d}"
         if target.is_dir():
             return

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from sightline.errors import MediaError, Misaligned, PixelMismatch
-from sightline.pack import Cost, pack
 from sightline.families import Family
+from sightline.pack import Cost, pack
 from sightline.pixels import Materializer, Pixels
 from sightline.wire.control import Announce
 from sightline.wire.micro_batch import MicroBatch

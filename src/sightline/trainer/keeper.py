@@ -12,7 +12,13 @@ from sightline.compute.weights import write_weights
 from sightline.families import Forward
 from sightline.monitor import EventLog, RunDir
 from sightline.pixels import Materializer
-from sightline.trainer.checkpoint import Checkpoints, Ledger, State, export_checkpoint, parameters_of
+from sightline.trainer.checkpoint import (
+    Checkpoints,
+    Ledger,
+    State,
+    export_checkpoint,
+    parameters_of,
+)
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner, Stepped
 from sightline.wire.control import Control, Finished, Published
@@ -97,7 +103,5 @@ class Keeper:
 
     def finish(self, step: int) -> None:
         if step > 0:
-            export_checkpoint(
-                self.source, self.run_dir.checkpoints / "final", self._forward.model
-            )
+            export_checkpoint(self.source, self.run_dir.checkpoints / "final", self._forward.model)
         self.send(Finished(step))

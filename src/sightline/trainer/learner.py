@@ -143,7 +143,7 @@ class Learner:
                 f"step {step}: the loss is {float(total)}",
                 "lower [trainer] lr; the last checkpoint is whole",
             )
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         sums["loss"] += float(total.detach())
         return torch.cat(chosen).cpu().numpy()
 
@@ -156,9 +156,7 @@ class Learner:
         self.optimizer.step()
         return float(norm)
 
-    def _metrics(
-        self, ready: ReadyBatch, sums: defaultdict[str, float]
-    ) -> dict[str, float | None]:
+    def _metrics(self, ready: ReadyBatch, sums: defaultdict[str, float]) -> dict[str, float | None]:
         num = max(sums["tokens"], 1.0)
         fresh, older = sums["fresh_tokens"], sums["older_tokens"]
         packed = [m.batch for m in ready.micro_batches]

@@ -1,6 +1,6 @@
 """The trainer's flow. Step k turns policy version k-1 into version k.
 
-    orchestrator --batch k--> feed --ready k--> loop --weights k--> disk --published k--> orchestrator
+    orchestrator --batch k--> feed --ready k--> loop --weights k--> disk, orchestrator
       feed waits for: the announcement of batch k     unblocked by: the orchestrator
       loop waits for: ready batch k                   unblocked by: feed (pixels made ahead)
 

@@ -34,6 +34,6 @@ def entropy(log_p: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
 
 
 def mismatch_kl(logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) -> torch.Tensor:
-    """An estimate of KL(sampler || trainer) at each sampled token: r - 1 - log r, never negative."""
+    """Estimates KL(sampler || trainer) at each sampled token: r - 1 - log r, never negative."""
     log_r = (logprobs - sampler_logprobs).double()
     return torch.expm1(log_r) - log_r

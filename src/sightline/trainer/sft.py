@@ -48,7 +48,7 @@ def build(config: SftFile, run_dir: RunDir) -> Parts:
     learner = build_learner(config.model, config.trainer, store, config.run.steps)
     return Parts(
         env=load_environment(config.env.name, config.env.args),
-        renderer=load_renderer(config.model.path, store, **config.model.overrides()),
+        renderer=load_renderer(config.model.path, store, learner.family),
         store=store,
         learner=learner,
         preparer=Preparer(
@@ -72,9 +72,7 @@ def run(parts: Parts) -> None:
         parts.events.write(
             "sft", step, loss=loss, seconds=time.monotonic() - began, steps_total=config.run.steps
         )
-    export_checkpoint(
-        Path(config.model.path), Path(config.sft.output), parts.learner.forward.model
-    )
+    export_checkpoint(Path(config.model.path), Path(config.sft.output), parts.learner.forward.model)
 
 
 def _batch(parts: Parts, step: int) -> Batch:
@@ -129,7 +127,7 @@ def _step(learner: Learner, ready: ReadyBatch) -> float:
             learner.forward, hidden, tokens.to(learner.device), learner.banned, 1.0
         )
         loss = -(logprobs * weight).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total += float(loss.detach())
     learner.update(ready.step)
     return total

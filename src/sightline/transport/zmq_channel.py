@@ -122,7 +122,7 @@ class Spoke:
         listener.close(linger=0)
 
 
-def _set_up(socket: zmq.Socket[bytes], name: str) -> None:
+def _set_up(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, name: str) -> None:
     socket.set(zmq.IDENTITY, name.encode())
     socket.set(zmq.SNDHWM, _NO_LIMIT)
     socket.set(zmq.RCVHWM, _NO_LIMIT)

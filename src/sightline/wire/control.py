@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Any
 
 import msgspec
 
@@ -85,7 +85,7 @@ class Quit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="quit"):
     """End in order."""
 
 
-Control = Union[Announce, Finish, Published, Ready, Finished, Play, Played, Cancel, Quit]
+Control = Announce | Finish | Published | Ready | Finished | Play | Played | Cancel | Quit
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Control)

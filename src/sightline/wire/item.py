@@ -14,7 +14,7 @@ RAW_PREFIX = "mmraw:"
 
 
 class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An image as one family lays it out. Holds no pixels, and cannot: unknown fields are refused."""
+    """An image as one family lays it out. It cannot hold pixels: unknown fields are refused."""
 
     ref: MediaRef
     family: str
@@ -50,7 +50,9 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return _decoder.decode(raw[len(RAW_PREFIX) :])
         except msgspec.MsgspecError as error:
-            raise WireError(f"not a media item: {error}", "make it with MediaItem.to_raw") from error
+            raise WireError(
+                f"not a media item: {error}", "make it with MediaItem.to_raw"
+            ) from error
 
 
 _encoder = msgspec.json.Encoder()
@@ -78,7 +80,7 @@ def check_slots(slots: list[Slot], num_tokens: int) -> None:
     for i, slot in enumerate(slots):
         if slot.length < 1 or slot.offset < last or slot.end > num_tokens:
             raise Misaligned(
-                f"slot {i} covers tokens {slot.offset} to {slot.end}, after {last}, of {num_tokens}",
+                f"slot {i} covers {slot.offset} to {slot.end}, after {last}, of {num_tokens}",
                 "slots must be sorted, must not overlap and must lie inside the tokens",
             )
         last = slot.end

@@ -56,7 +56,9 @@ def verdicts(judged: object) -> list[str]:
 def test_a_group_with_different_rewards_trains() -> None:
     judged = judge().judge(Group(0, [trace(0.0), trace(1.0)]), step=1)
     assert verdicts(judged) == ["train", "train"] and judged.counts
-    assert [float(s.advantages.numpy()[0]) for s in judged.samples] == pytest.approx([-1, 1], abs=1e-4)
+    assert [float(s.advantages.numpy()[0]) for s in judged.samples] == pytest.approx(
+        [-1, 1], abs=1e-4
+    )
 
 
 def test_equal_rewards_are_no_signal_and_still_fill_a_place() -> None:

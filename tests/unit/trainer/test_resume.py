@@ -149,8 +149,9 @@ def test_a_frozen_tower_keeps_its_weights_and_its_version(
     )
     train(frozen, run_dir, write_batches(run_dir, tiny_model))
     folder = run_dir.weights / f"v{STEPS:06d}"
-    before, after = load_file(tiny_model / "model.safetensors"), load_file(
-        folder / "model.safetensors"
+    before, after = (
+        load_file(tiny_model / "model.safetensors"),
+        load_file(folder / "model.safetensors"),
     )
     changed = {name for name in before if not before[name].equal(after[name])}
     assert changed and not any("visual" in name for name in changed)

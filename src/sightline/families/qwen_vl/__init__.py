@@ -12,7 +12,7 @@ from typing import Any
 
 from sightline.families.qwen_vl.render import QwenVLRenderer
 from sightline.families.qwen_vl.vision import QwenVL
-from sightline.media import MediaStore
+from sightline.message import Door
 
 MODEL_TYPES = ("qwen3_vl",)
 
@@ -25,5 +25,5 @@ def load_family(path: Path, overrides: dict[str, int]) -> QwenVL:
     return QwenVL.load(path, overrides)
 
 
-def load_renderer(path: Path, family: QwenVL, store: MediaStore) -> QwenVLRenderer:
-    return QwenVLRenderer.load(path, family, store)
+def load_renderer(path: Path, family: QwenVL, door: Door) -> QwenVLRenderer:
+    return QwenVLRenderer.load(path, family, door)

@@ -25,7 +25,7 @@ class QwenVLForward:
         body: Any = model.model
         self._visual = body.visual
         self._text = body.language_model
-        self._head: nn.Module = model.lm_head  # type: ignore[assignment]
+        self._head: nn.Module = model.lm_head
         device = next(model.parameters()).device
         self._table = torch.from_numpy(family.table.copy()).to(device)
 

@@ -15,10 +15,10 @@ import msgspec
 
 from sightline.errors import FamilyError, MediaRefused, MessageError
 from sightline.families.qwen_vl.vision import QwenVL
-from sightline.media import Ingest, MediaStore
 from sightline.message import (
     ROLES,
     AssistantMessage,
+    Door,
     ImagePart,
     Message,
     ToolCall,
@@ -50,12 +50,10 @@ class _Call(msgspec.Struct):
 class QwenVLRenderer:
     """Renders, bridges and parses. Stateless but for the family's caches."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, family: QwenVL, store: MediaStore, vocab_size: int
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, family: QwenVL, door: Door, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._family = family
-        self._door = Ingest(store)
+        self._door = door
         self.vocab_size = vocab_size
         token_id = tokenizer.token_id
         self._im_start = token_id("<|im_start|>")
@@ -80,7 +78,7 @@ class QwenVLRenderer:
         )
 
     @classmethod
-    def load(cls, path: Path, family: QwenVL, store: MediaStore) -> QwenVLRenderer:
+    def load(cls, path: Path, family: QwenVL, door: Door) -> QwenVLRenderer:
         tokenizer = Tokenizer(path)
         config = json.loads((path / "config.json").read_text())
         vocab_size = int((config.get("text_config") or config)["vocab_size"])
@@ -89,7 +87,7 @@ class QwenVLRenderer:
                 f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}",
                 "use the tokenizer that belongs to the checkpoint",
             )
-        return cls(tokenizer, family, store, vocab_size)
+        return cls(tokenizer, family, door, vocab_size)
 
     def messages(self, messages: Messages) -> list[Message]:
         _check_list(messages, "messages")
