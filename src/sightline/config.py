@@ -8,6 +8,8 @@ other would break exactness, and is refused by name.
 from __future__ import annotations
 
 import difflib
+import json
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -216,7 +218,7 @@ def load(kind: type[AnyFile], path: Path, overrides: Sequence[str] = ()) -> AnyF
     """The file at `path`, with `section.key=value` overrides."""
     try:
         values = tomllib.loads(path.read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(f"no run file at {path}", "check the path") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}", "mend the line that it names") from None
@@ -302,7 +304,7 @@ def check_resume(old: RunFile, new: RunFile) -> None:
 def dump(file: Section) -> str:
     """The file as TOML, every setting spelled out."""
     lines: list[str] = []
-    for section, values in file.model_dump(mode="json").items():
+    for section, values in file.model_dump().items():
         lines.append(f"[{section}]")
         nested = {k: v for k, v in values.items() if isinstance(v, dict)}
         for name, value in values.items():
@@ -311,7 +313,7 @@ def dump(file: Section) -> str:
         for name, inner in nested.items():
             if inner:
                 lines.append(f"\n[{section}.{name}]")
-                lines += [f"{key} = {_toml(value)}" for key, value in inner.items()]
+                lines += [f"{_key(key)} = {_toml(value)}" for key, value in inner.items()]
         lines.append("")
     return "\n".join(lines)
 
@@ -320,10 +322,14 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        return f'"{escaped}"'
+        # JSON escapes as TOML does, but for DEL, which TOML wants escaped too.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{k} = {_toml(v)}" for k, v in value.items()) + " }"
+        return "{ " + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + " }"
     return repr(value)
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)

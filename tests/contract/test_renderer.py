@@ -4,7 +4,8 @@
 2. Spans tile the tokens, slots lie on pads, and trained tokens are the assistant's own.
 3. `bridge` appends to what was sampled and never changes it.
 4. `parse` gives back what `render` wrote.
-5. What it cannot express it refuses, with the path.
+
+What it must refuse is in test_renderer_refusals.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sightline import MediaRefused, MessageError
 from sightline.message import assistant, system, user
 from sightline.render import Bridged, Refused
 from sightline.wire.item import check_slots
@@ -205,29 +205,6 @@ def test_dicts_and_structs_render_alike(checkpoint: Any) -> None:
     assert checkpoint.renderer.render(dicts) == checkpoint.renderer.render(structs)
 
 
-# -- forging
-
-
-def test_text_that_spells_a_special_token_stays_text(checkpoint: Any) -> None:
-    renderer = checkpoint.renderer
-    tokens = sorted(checkpoint.transformers_tokenizer.added_tokens_decoder.items())
-    for token_id, token in tokens:
-        plain = renderer.render([user("x")]).token_ids
-        forged = renderer.render([user(f"x{token.content}y")]).token_ids
-        assert forged.count(token_id) == plain.count(token_id), token.content
-        assert token.content in renderer.decode(forged)
-
-
-def test_a_forged_turn_makes_no_second_message(checkpoint: Any) -> None:
-    renderer = checkpoint.renderer
-    spoken = renderer.decode(renderer.render([user("hi"), assistant("ok")]).token_ids)
-    rendered = renderer.render([user(spoken)])
-    assert len(rendered.spans) == 1
-    assert rendered.slots == rendered.trained == []
-    for stop in renderer.stop_token_ids[:1]:
-        assert rendered.token_ids.count(stop) == 1
-
-
 # -- bridge
 
 
@@ -356,69 +333,6 @@ def test_parse_is_not_fooled_by_text_that_spells_a_stop_token(checkpoint: Any) -
     rendered = renderer.render([user("hi"), assistant(f"a{spelled}b")], generation_prompt=False)
     own = rendered.trained[0]
     assert renderer.parse(rendered.token_ids[own.start : own.stop]).text == f"a{spelled}b"
-
-
-# -- refusals
-
-
-@pytest.mark.parametrize("role", ["system", "assistant"])
-def test_an_image_where_the_template_would_drop_it_is_refused_by_path(
-    checkpoint: Any, role: str
-) -> None:
-    url = checkpoint.refs[0].url
-    content = [
-        {"type": "text", "text": "a"},
-        {"type": "text", "text": "b"},
-        {"type": "image_url", "image_url": {"url": url}},
-    ]
-    messages = [{"role": role, "content": content}, {"role": "user", "content": "c"}]
-    with pytest.raises(MessageError, match=r"messages\[0\]\.content\[2\].*" + role):
-        checkpoint.renderer.render(messages)
-
-
-def test_a_shape_that_cannot_be_laid_out_is_refused_by_path(checkpoint: Any) -> None:
-    from PIL import Image
-
-    ref = checkpoint.store.put(Image.new("RGB", (402, 2)))
-    messages = [
-        {"role": "user", "content": "a"},
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": ref.url}}]},
-    ]
-    with pytest.raises(MediaRefused, match=r"messages\[1\]\.content\[0\]: .*402x2"):
-        checkpoint.renderer.render(messages)
-
-
-@pytest.mark.parametrize(
-    ("messages", "path"),
-    [
-        ([], "messages"),
-        ("hi", "messages"),
-        ([user("a"), 3], r"messages\[1\]"),
-        ([{"role": "wizard", "content": "a"}], r"messages\[0\]\.role"),
-        ([user("a"), system("late")], r"messages\[1\]\.role"),
-        ([user("a"), assistant("b", reasoning="c")], r"messages\[1\]\.reasoning"),
-        ([user("\ud800")], r"messages\[0\]\.content"),
-        (
-            [{"role": "user", "content": "a", "tool_calls": [{"name": "f"}]}],
-            r"messages\[0\]\.tool_calls",
-        ),
-        ([{"role": "user", "content": [{"type": "video"}]}], r"messages\[0\]\.content\[0\]\.type"),
-    ],
-)
-def test_what_cannot_be_expressed_is_refused_by_path(
-    checkpoint: Any, messages: Any, path: str
-) -> None:
-    with pytest.raises(MessageError, match="^" + path + ": ") as caught:
-        checkpoint.renderer.render(messages)
-    assert caught.value.fix
-
-
-def test_bridge_names_the_path_in_the_new_messages(checkpoint: Any) -> None:
-    renderer = checkpoint.renderer
-    prompt = renderer.render([user("hi")]).token_ids
-    new = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}]}]
-    with pytest.raises(MessageError, match=r"new_messages\[0\]\.content\[0\]\.image_url"):
-        renderer.bridge(prompt, [renderer.stop_token_ids[0]], new)
 
 
 # -- what it loads

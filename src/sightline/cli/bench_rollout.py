@@ -134,6 +134,8 @@ def memory_table(measured: list[Figures]) -> Table:
         table.add_row(f"{name}: at start, MB", *(f"{m.start / MB:.1f}" for m in peaks))
         table.add_row(f"{name}: peak, MB", *(f"{m.peak / MB:.1f}" for m in peaks))
         table.add_row(f"{name}: grown, KB a turn", *(f"{g / 1e3:.1f}" for g in per_turn))
+    held = (_size(f.resent.held_floats / MB) for f in measured)
+    table.add_row("all images held as float32, MB *", *held)
     return table
 
 
@@ -195,8 +197,8 @@ def closing_lines(measured: list[Figures]) -> list[str]:
     return [
         f"growth: the bytes of a turn at {longest.plan.turns} turns to those at "
         f"{shortest.plan.turns}; x 1.0 is linear",
-        "* counted, not sent: every turn posts all screenshots so far, as PNG or as the float32 "
-        "rows of the processor, in base64",
+        "* counted, neither held nor sent: every turn posts all screenshots so far, as PNG or as "
+        "float32 rows, in base64",
         f"{longest.stored_images:,} images of {longest.stored / longest.stored_images / 1e3:.0f} "
         f"KB, each stored once and named {policy.slots:,} times to the policy, "
         f"{references / policy.slots:.0f} bytes each",

@@ -81,6 +81,8 @@ class Resent:
     """PNG in base64."""
     floats: int = 0
     """float32 rows as the processor makes them, in base64."""
+    held_floats: int = 0
+    """The float32 rows of every screenshot once: what a history that keeps pixels weighs."""
 
     def add(self, batch: Batch, float_bytes: Callable[[MediaItem], int]) -> None:
         for sample in batch.samples:
@@ -90,6 +92,7 @@ class Resent:
                 # One screenshot a turn: the first is in all requests, the last in one.
                 self.data_urls += times * (DATA_URL_HEAD + base64_bytes(item.ref.nbytes))
                 self.floats += times * base64_bytes(float_bytes(item))
+                self.held_floats += float_bytes(item)
                 times -= 1
 
 

@@ -109,6 +109,7 @@ def test_what_would_be_sent_again_is_counted_from_the_real_images(
     # 96x64 is 24 patches; a row has 3 channels, 2 frames, 16x16 pixels, 4 bytes each.
     rows = 24 * 3 * 2 * 16 * 16 * 4
     assert figures.resent.floats == ROLLOUTS * (1 + 2 + 3) * base64_bytes(rows)
+    assert figures.resent.held_floats == ROLLOUTS * TURNS * rows
 
 
 def test_the_tables_show_every_wire(figures: Figures) -> None:
@@ -163,7 +164,7 @@ def test_sending_everything_again_grows_with_the_square_of_the_turns() -> None:
         sample = msgspec.defstruct("Sample", ["slots", "items"])([Slot(0)] * turns, [item])
         resent = Resent()
         resent.add(msgspec.defstruct("Batch", ["samples"])([sample]), lambda item: 3000)  # type: ignore[arg-type]
-        assert resent == Resent(times * (22 + 400), times * 4000)
+        assert resent == Resent(times * (22 + 400), times * 4000, turns * 3000)
 
 
 def test_encoded_images_are_found() -> None:

@@ -21,7 +21,7 @@ from sightline.wire import MediaItem
 
 # On ARM, oneDNN spends 60 microseconds on every matrix product, however small; below this many
 # rows OpenBLAS is faster.
-ONEDNN_FROM_TOKENS = 384
+ONEDNN_FROM = 384
 
 
 class Runner:
@@ -47,14 +47,16 @@ class Runner:
 
     def close(self) -> None:
         """Leaves torch's switches as other users of the process expect them."""
+        self._pick_kernels(ONEDNN_FROM)
+
+    def _pick_kernels(self, num_rows: int) -> None:
         if self._picks_kernels:
-            torch.backends.mkldnn.enabled = True
+            torch.backends.mkldnn.enabled = num_rows >= ONEDNN_FROM
 
     def hidden(self, plan: Plan, running: dict[int, Request]) -> torch.Tensor:
         """(T, H) of the plan's tokens; their keys and values are in their rows afterwards."""
         features, places = self._shown(plan, running)
-        if self._picks_kernels:
-            torch.backends.mkldnn.enabled = plan.num_tokens >= ONEDNN_FROM_TOKENS
+        self._pick_kernels(plan.num_tokens)
         row, index = plan.flat()
         token_ids = torch.from_numpy(self._rows.tokens[row, index].astype(np.int64))
         positions = torch.from_numpy(self._rows.positions[:, row, index].astype(np.int64))
@@ -96,8 +98,7 @@ class Runner:
                 missing.setdefault(key, (item, request.pixels[key]))
         if not missing:
             return
-        if self._picks_kernels:
-            torch.backends.mkldnn.enabled = True
+        self._pick_kernels(sum(len(pixels.patches) for _, pixels in missing.values()))
         made = vision.encode(self.forward, self._family, missing, self._device)
         for key, shown in made.items():
             self.features.put(key, shown)

@@ -1,0 +1,295 @@
+"""`sightline bench serve`: tokens per second of the embedded engine, over HTTP.
+
+Rollouts of several turns, a new image each turn, greedy. The same rollouts are played by
+transformers' `generate`, one request after another, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sightline.errors import ConfigError, ProcessFailed
+
+if TYPE_CHECKING:
+    from sightline.render import Renderer
+    from sightline.wire import Slot
+
+MAX_LEN = 4096
+Answer = Callable[[list[int], list["Slot"]], Awaitable[list[int]]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is played; the same for every contestant."""
+
+    rollouts: int
+    turns: int
+    max_tokens: int
+    side: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rollouts * self.turns * self.max_tokens
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    tokens_per_s: list[float]
+    said: list[list[int]]
+    """What the rollouts of the first repeat said, to see that all said the same."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.tokens_per_s)
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "serve", help="tokens per second of the embedded engine", description=__doc__
+    )
+    parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1, 4, 16], metavar="N",
+        help="rollouts at once; default: 1 4 16",
+    )  # fmt: skip
+    parser.add_argument("--rollouts", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--turns", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=int, default=16, help="a turn; default: %(default)s")
+    parser.add_argument("--side", type=int, default=64, help="pixels; default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--baseline", type=Path, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    if args.baseline:
+        asyncio.run(_play_baseline(args, args.baseline))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
+        args.model = args.model or _write_tiny(Path(folder) / "model")
+        lines = measure(args, Path(folder) / "media")
+    _print(lines, args)
+    return 0
+
+
+def measure(args: argparse.Namespace, media: Path) -> list[Line]:
+    lines = [_baseline(args, media)]
+    with _server(args, media) as address:
+        for concurrency in args.concurrency:
+            lines.append(asyncio.run(_engine(args, media, address, concurrency)))
+    return lines
+
+
+async def _engine(args: argparse.Namespace, media: Path, address: str, concurrency: int) -> Line:
+    from sightline.rollout.client import GenerateClient
+    from sightline.wire.generate import GenerateRequest, SamplingParams
+
+    client = GenerateClient(address)
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, logprobs=None)
+
+    async def answer(token_ids: list[int], slots: list[Slot]) -> list[int]:
+        request = GenerateRequest.of(token_ids, slots, params)
+        return (await client.generate(request)).choices[0].token_ids
+
+    try:
+        return await _repeat(args, media, f"engine, {concurrency} at once", answer, concurrency)
+    finally:
+        await client.close()
+
+
+async def _play_baseline(args: argparse.Namespace, media: Path) -> None:
+    """In the process of the baseline: its line goes to stdout as JSON."""
+    from sightline.families import load_family
+    from sightline.inference.torch_engine.plain import PlainGenerate
+
+    store, renderer = _renderer(args.model, media)
+    family = load_family(args.model)
+    plain = PlainGenerate(args.model, family, args.device, args.dtype, renderer.pad_token_ids)
+
+    async def answer(token_ids: list[int], slots: list[Slot]) -> list[int]:
+        patches = [family.patches(store.image(slot.item.ref), slot.item) for slot in slots]
+        return plain.generate(token_ids, slots, patches, args.max_tokens)
+
+    line = await _repeat(args, media, "transformers generate, one by one", answer, 1)
+    print(json.dumps([line.name, line.tokens_per_s, line.said]))
+
+
+def _baseline(args: argparse.Namespace, media: Path) -> Line:
+    words = ["--baseline", str(media), "--model", str(args.model)]
+    for name in ("rollouts", "turns", "max_tokens", "side", "repeats", "device", "dtype"):
+        words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    done = _start(["bench", "serve", *words], args.threads)
+    out, _ = done.communicate()
+    if done.returncode:
+        raise ProcessFailed("the baseline failed", "see its output above")
+    return Line(*json.loads(out.splitlines()[-1]))
+
+
+@contextlib.contextmanager
+def _server(args: argparse.Namespace, media: Path) -> Iterator[str]:
+    words = [str(args.model), "--media", str(media), "--port", "0", "--max-len", str(MAX_LEN)]
+    words += ["--threads", str(args.threads), "--device", args.device, "--dtype", args.dtype]
+    process = _start(["serve", *words], args.threads)
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline().split()
+        if not first:
+            raise ProcessFailed("the server ended while it started", "see its output above")
+        yield first[-1]
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def _start(words: list[str], threads: int) -> subprocess.Popen[str]:
+    from sightline.launch.processes import environment
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "sightline", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(threads),
+    )
+
+
+async def _repeat(
+    args: argparse.Namespace, media: Path, name: str, answer: Answer, concurrency: int
+) -> Line:
+    """Plays the work a few times, with new images each time; the first, unmeasured, warms up."""
+    work = Work(args.rollouts, args.turns, args.max_tokens, args.side)
+    store, renderer = _renderer(args.model, media)
+    speeds, said = [], []
+    for repeat in range(args.repeats + 1):
+        # A seed that no other line has used: no line finds the images of another in a cache.
+        shown = _images(store, work, seed=f"{name} {repeat}" if repeat != 1 else "shared")
+        began = time.perf_counter()
+        answers = await _play(renderer, work, shown, answer, concurrency)
+        if repeat:
+            speeds.append(work.num_tokens / (time.perf_counter() - began))
+        if repeat == 1:
+            said = answers
+    return Line(name, speeds, said)
+
+
+async def _play(
+    renderer: Renderer,
+    work: Work,
+    shown: list[list[Any]],
+    answer: Answer,
+    concurrency: int,
+) -> list[list[int]]:
+    """What each rollout said, all turns together."""
+    said: list[list[int]] = [[] for _ in range(work.rollouts)]
+    left = iter(range(work.rollouts))
+
+    async def player() -> None:
+        for i in left:
+            said[i] = await _rollout(renderer, shown[i], answer)
+
+    await asyncio.gather(*(player() for _ in range(concurrency)))
+    return said
+
+
+async def _rollout(renderer: Renderer, refs: Sequence[Any], answer: Answer) -> list[int]:
+    from sightline.message import user
+    from sightline.render import Bridged
+
+    rendered = renderer.render([user("What do you see?", refs[0])])
+    token_ids, slots = list(rendered.token_ids), list(rendered.slots)
+    said: list[int] = []
+    for turn in range(len(refs)):
+        new = await answer(token_ids, slots)
+        said += new
+        if turn + 1 < len(refs):
+            bridged = renderer.bridge(token_ids, new, [user("And now?", refs[turn + 1])])
+            if not isinstance(bridged, Bridged):
+                raise ConfigError(f"the renderer refuses: {bridged.reason}", "use another model")
+            token_ids = [*token_ids, *new, *bridged.token_ids]
+            slots = [*slots, *bridged.slots]
+    return said
+
+
+def _renderer(model: Path, media: Path) -> tuple[Any, Renderer]:
+    from sightline.families import load_renderer
+    from sightline.media import MediaStore
+
+    store = MediaStore(media)
+    return store, load_renderer(model, store)
+
+
+def _images(store: Any, work: Work, seed: str) -> list[list[Any]]:
+    """A ref for each turn of each rollout, no two alike."""
+    rng = random.Random(seed)
+    return [
+        [store.put(_noise(rng, work.side)) for _ in range(work.turns)] for _ in range(work.rollouts)
+    ]
+
+
+def _noise(rng: random.Random, side: int) -> bytes:
+    """A PNG of random pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checked = kind + data
+        return len(data).to_bytes(4, "big") + checked + zlib.crc32(checked).to_bytes(4, "big")
+
+    size = side.to_bytes(4, "big")
+    rows = b"".join(b"\0" + rng.randbytes(3 * side) for _ in range(side))
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", size + size + bytes([8, 2, 0, 0, 0]))
+        + chunk(b"IDAT", zlib.compress(rows, 1))
+        + chunk(b"IEND", b"")
+    )
+
+
+def _write_tiny(folder: Path) -> Path:
+    from sightline.families import registry
+
+    registry.write_tiny(registry.family_names()[0], folder, seed=0)
+    return folder
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("rollouts", "turns", "max_tokens", "side", "repeats", "threads"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}", "take 1 or more")
+
+
+def _print(lines: list[Line], args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"{args.rollouts} rollouts of {args.turns} turns, {args.max_tokens} tokens and an "
+        f"image of {args.side}x{args.side} a turn; {args.threads} compute thread(s)"
+    )
+    for column in ("", "tokens/s (median)", "least", "most", "times the baseline"):
+        table.add_column(column, justify="left" if not column else "right")
+    base = lines[0].median
+    for line in lines:
+        speeds = line.tokens_per_s
+        numbers = (line.median, min(speeds), max(speeds))
+        table.add_row(line.name, *(f"{n:.0f}" for n in numbers), f"{line.median / base:.2f}")
+    console = Console()
+    console.width = max(console.width, 100)
+    console.print(table)
+    same = all(line.said == lines[0].said for line in lines)
+    console.print(f"all said the same tokens: {'yes' if same else 'no'}", highlight=False)

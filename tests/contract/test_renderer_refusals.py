@@ -1,0 +1,93 @@
+"""What every renderer keeps out, on every checkpoint of conftest.
+
+1. Text of a message cannot forge a special token, a turn or an image.
+2. What the chat format cannot express is refused, with the path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sightline import MediaRefused, MessageError
+from sightline.message import assistant, system, user
+
+
+def test_text_that_spells_a_special_token_stays_text(checkpoint: Any) -> None:
+    renderer = checkpoint.renderer
+    tokens = sorted(checkpoint.transformers_tokenizer.added_tokens_decoder.items())
+    for token_id, token in tokens:
+        plain = renderer.render([user("x")]).token_ids
+        forged = renderer.render([user(f"x{token.content}y")]).token_ids
+        assert forged.count(token_id) == plain.count(token_id), token.content
+        assert token.content in renderer.decode(forged)
+
+
+def test_a_forged_turn_makes_no_second_message(checkpoint: Any) -> None:
+    renderer = checkpoint.renderer
+    spoken = renderer.decode(renderer.render([user("hi"), assistant("ok")]).token_ids)
+    rendered = renderer.render([user(spoken)])
+    assert len(rendered.spans) == 1
+    assert rendered.slots == rendered.trained == []
+    for stop in renderer.stop_token_ids[:1]:
+        assert rendered.token_ids.count(stop) == 1
+
+
+@pytest.mark.parametrize("role", ["system", "assistant"])
+def test_an_image_where_the_template_would_drop_it_is_refused_by_path(
+    checkpoint: Any, role: str
+) -> None:
+    url = checkpoint.refs[0].url
+    content = [
+        {"type": "text", "text": "a"},
+        {"type": "text", "text": "b"},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    messages = [{"role": role, "content": content}, {"role": "user", "content": "c"}]
+    with pytest.raises(MessageError, match=r"messages\[0\]\.content\[2\].*" + role):
+        checkpoint.renderer.render(messages)
+
+
+def test_a_shape_that_cannot_be_laid_out_is_refused_by_path(checkpoint: Any) -> None:
+    ref = checkpoint.store.put(Image.new("RGB", (402, 2)))
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": ref.url}}]},
+    ]
+    with pytest.raises(MediaRefused, match=r"messages\[1\]\.content\[0\]: .*402x2"):
+        checkpoint.renderer.render(messages)
+
+
+@pytest.mark.parametrize(
+    ("messages", "path"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        ([user("a"), 3], r"messages\[1\]"),
+        ([{"role": "wizard", "content": "a"}], r"messages\[0\]\.role"),
+        ([user("a"), system("late")], r"messages\[1\]\.role"),
+        ([user("a"), assistant("b", reasoning="c")], r"messages\[1\]\.reasoning"),
+        ([user("\ud800")], r"messages\[0\]\.content"),
+        (
+            [{"role": "user", "content": "a", "tool_calls": [{"name": "f"}]}],
+            r"messages\[0\]\.tool_calls",
+        ),
+        ([{"role": "user", "content": [{"type": "video"}]}], r"messages\[0\]\.content\[0\]\.type"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused_by_path(
+    checkpoint: Any, messages: Any, path: str
+) -> None:
+    with pytest.raises(MessageError, match="^" + path + ": ") as caught:
+        checkpoint.renderer.render(messages)
+    assert caught.value.fix
+
+
+def test_bridge_names_the_path_in_the_new_messages(checkpoint: Any) -> None:
+    renderer = checkpoint.renderer
+    prompt = renderer.render([user("hi")]).token_ids
+    new = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}]}]
+    with pytest.raises(MessageError, match=r"new_messages\[0\]\.content\[0\]\.image_url"):
+        renderer.bridge(prompt, [renderer.stop_token_ids[0]], new)

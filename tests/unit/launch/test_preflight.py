@@ -1,0 +1,117 @@
+"""What cannot work is refused before anything starts, in words that name the cure."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from sightline.cli.main import main
+from sightline.config import RunFile
+from sightline.errors import ConfigError, DiskFull
+from sightline.launch import preflight
+from sightline.launch.processes import share_threads
+from sightline.monitor import RunDir
+
+
+@pytest.fixture
+def refuse(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    """Runs `sightline rl` on a file that must be refused, and returns what it says."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(extra: str = "", *overrides: str, model: Path = tiny_model) -> str:
+        file = tmp_path / "run.toml"
+        file.write_text(
+            f'[model]\npath = "{model}"\n[env]\nname = "color_codeword"\n[run]\nname = "r"\n{extra}'
+        )
+        assert main(["rl", str(file), *overrides]) == 2
+        assert not (tmp_path / "runs" / "r-001" / "logs").exists(), "nothing has started"
+        said = capsys.readouterr().err
+        assert "fix: " in said and "Traceback" not in said
+        return said
+
+    return run
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(refuse) -> None:
+    said = refuse("[trainer]\nlearning_rat = 1.0\n")
+    assert "unknown key [trainer] learning_rat" in said
+    assert "did you mean 'grad_norm'" in said or "known here" in said
+    assert "did you mean 'group_size'?" in refuse("", "orchestrator.groupsize=3")
+
+
+def test_a_model_that_cannot_see_is_refused_for_an_environment_that_shows(
+    refuse, tmp_path: Path
+) -> None:
+    blind = tmp_path / "text"
+    blind.mkdir()
+    (blind / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    said = refuse(model=blind)
+    assert "'color_codeword' shows images" in said and "cannot see" in said
+    assert "choose a vision-language checkpoint" in said
+
+
+def test_a_folder_without_weights_is_refused(refuse, tiny_model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_model, copy)
+    for file in copy.glob("*.safetensors"):
+        file.unlink()
+    assert "holds no weights" in refuse(model=copy)
+    assert "sightline model tiny" in refuse(model=tmp_path / "nowhere")
+
+
+def test_a_store_that_cannot_be_written_is_refused(refuse, tmp_path: Path) -> None:
+    (tmp_path / "occupied").write_text("a file, no folder")
+    assert "occupied" in refuse("", f"media.root={tmp_path / 'occupied'}")
+
+
+def test_a_port_in_use_is_refused(refuse) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = refuse("", f"inference.port={port}")
+    assert f"[inference] port = {port}" in said and "set 0" in said
+
+
+def test_an_environment_that_is_not_there_is_refused(refuse) -> None:
+    assert "no module" in refuse("", "env.name=no_such_game")
+    assert "has no Nothing" in refuse("", "env.name=sightline.envs.color_codeword:Nothing")
+    assert "[env.args] do not fit" in refuse("", "env.args.colour=3")
+
+
+def test_top_p_has_no_setting_because_training_needs_the_whole_distribution(refuse) -> None:
+    assert "unknown key [rollout] top_p" in refuse("", "rollout.top_p=0.9")
+
+
+def test_a_disk_that_cannot_hold_the_run_is_refused(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_file(tiny_model)
+    monkeypatch.setattr(preflight, "SPARE_BYTES", 1 << 60)
+    with pytest.raises(DiskFull, match="GB free"):
+        preflight.check_disk(config, RunDir(tmp_path / "run"))
+
+
+def run_file(model: Path, **sections: dict[str, object]) -> RunFile:
+    return RunFile.model_validate(
+        {"model": {"path": str(model)}, "env": {"name": "color_codeword"}, **sections}
+    )
+
+
+def test_threads_of_server_and_trainer_share_the_cores(tiny_model: Path) -> None:
+    shared = share_threads(run_file(tiny_model), cores=8)
+    assert (shared.server, shared.trainer) == (4, 4)
+    alone = share_threads(run_file(tiny_model), cores=1)
+    assert (alone.server, alone.trainer) == (1, 1)
+    given = share_threads(run_file(tiny_model, inference={"threads": 3}), cores=8)
+    assert (given.server, given.trainer) == (3, 5)
+    with pytest.raises(ConfigError, match="exceed the 4 cores"):
+        share_threads(
+            run_file(tiny_model, inference={"threads": 3}, trainer={"threads": 2}), cores=4
+        )

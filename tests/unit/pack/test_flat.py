@@ -1,0 +1,80 @@
+"""Packing loses no token, and lays every sequence out as if it stood alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import making
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sightline.errors import PixelMismatch
+from sightline.families import PlacedSlot, load_family
+from sightline.media import MediaStore
+from sightline.pack import Cost, pack
+from sightline.wire.sample import Sample, SampleSlot
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 10**6), tokens=st.sampled_from([1, 60, 150, 10**6]))
+def test_every_trained_token_is_packed_once_with_its_own_values(
+    tiny_model: Path, store: MediaStore, seed: int, tokens: int
+) -> None:
+    samples = making.samples(tiny_model, store, count=5, seed=seed)
+    packs = pack(samples, 1, load_family(tiny_model), Cost(tokens, 10**6))
+    weight = sum(float(p.loss_weight.numpy().sum()) for p in packs)
+    assert weight == pytest.approx(1.0, rel=1e-5)
+    found: dict[str, list[float]] = {}
+    for packed in packs:
+        for origin in packed.origins:
+            part = packed.logprobs.numpy()[origin.start : origin.stop]
+            found.setdefault(origin.trace_id, []).extend(part.tolist())
+        if len(packs) > 1 and len(packed.token_ids) > tokens:
+            assert len({o.trace_id for o in packed.origins}) == 1, "only alone may it be larger"
+    assert found == {s.trace_id: s.logprobs.numpy().tolist() for s in samples}
+
+
+def test_each_sequence_is_laid_out_as_if_alone(tiny_model: Path, store: MediaStore) -> None:
+    family = load_family(tiny_model)
+    samples = making.samples(tiny_model, store, count=4, seed=3)
+    packed = pack(samples, 1, family, Cost(10**6, 10**6))[0]
+    ends = packed.subtree_end.numpy()
+    start = 0
+    by_tokens = {s.token_ids.data: s for s in samples}
+    while start < len(ends):
+        end = int(ends[start])
+        sample = by_tokens[packed.token_ids.numpy()[start:end].tobytes()]
+        placed = [PlacedSlot(s.offset, s.length, sample.items[s.item].grid) for s in sample.slots]
+        alone, _ = family.positions(end - start, placed)
+        assert np.array_equal(packed.positions.numpy()[:, start:end], alone)
+        assert (ends[start:end] == end).all()
+        assert packed.parent.numpy()[start] == -1
+        assert np.array_equal(packed.parent.numpy()[start + 1 : end], np.arange(start, end - 1))
+        start = end
+
+
+def test_a_distinct_image_is_listed_once(tiny_model: Path, store: MediaStore) -> None:
+    samples = making.samples(tiny_model, store, count=8, seed=5)
+    packed = pack(samples, 1, load_family(tiny_model), Cost(10**6, 10**6))[0]
+    keys = [entry.item.key for entry in packed.items]
+    assert len(keys) == len(set(keys)) < sum(len(s.slots) for s in samples)
+    assert len(packed.slots) == sum(len(s.slots) for s in samples)
+
+
+def test_the_same_samples_give_the_same_packs(tiny_model: Path, store: MediaStore) -> None:
+    samples = making.samples(tiny_model, store, count=6, seed=8)
+    family, limit = load_family(tiny_model), Cost(120, 10**6)
+    assert pack(samples, 1, family, limit) == pack(list(samples), 1, family, limit)
+
+
+def test_samplers_that_saw_different_pixels_of_one_image_are_refused(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    sample = next(s for s in making.samples(tiny_model, store, count=6, seed=5) if s.slots)
+    slots = [SampleSlot(s.offset, s.length, s.item, "0" * 32) for s in sample.slots]
+    other: Sample = msgspec.structs.replace(sample, trace_id="other", slots=slots)
+    with pytest.raises(PixelMismatch, match="same Pillow"):
+        pack([sample, other], 1, load_family(tiny_model), Cost(10**6, 10**6))

@@ -1,0 +1,93 @@
+"""Pixels for a moment: one flight a key, bounded bytes, failures never kept, digests that bind."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+
+import making
+import numpy as np
+import pytest
+
+from sightline.errors import MediaMissing
+from sightline.families import Family, load_family
+from sightline.media import MediaStore
+from sightline.pixels import Materializer, pixel_digest
+
+
+@pytest.fixture
+def family(tiny_model: Path) -> Family:
+    return load_family(tiny_model)
+
+
+def test_many_who_ask_at_once_share_one_flight(family: Family, store: MediaStore) -> None:
+    gate = threading.Event()
+
+    class Slow(MediaStore):
+        def image(self, ref):  # type: ignore[no-untyped-def]
+            gate.wait(5)
+            return super().image(ref)
+
+    slow = Slow(store.root)
+    item = family.item(store.put(making.image(random.Random(0))))
+    made = Materializer(family, slow, max_bytes=1 << 20, threads=2)
+    flights = [made.submit(item) for _ in range(10)]
+    gate.set()
+    assert len({flight.result(5).digest for flight in flights}) == 1
+    assert made.counts.made == 1 and made.counts.joined == 9
+    made.get(item)
+    assert made.counts.hits == 1
+    made.close()
+
+
+def test_the_cache_stays_within_its_bytes(family: Family, store: MediaStore) -> None:
+    rng = random.Random(1)
+    items = [family.item(store.put(making.image(rng, 64, 64))) for _ in range(6)]
+    one = family.patches(store.image(items[0].ref), items[0]).nbytes
+    made = Materializer(family, store, max_bytes=2 * one)
+    for item in items:
+        made.get(item)
+    assert made.counts.bytes_held <= 2 * one and made.counts.evicted == 4
+    big = family.item(store.put(making.image(rng, 256, 256)))
+    made.get(big)
+    assert made.counts.oversized == 1 and made.counts.bytes_held <= 2 * one
+    made.close()
+
+
+def test_without_a_cache_the_pixels_are_the_same(family: Family, store: MediaStore) -> None:
+    item = family.item(store.put(making.image(random.Random(2))))
+    none, some = Materializer(family, store, 0), Materializer(family, store, 1 << 20)
+    for _ in range(2):
+        assert none.get(item).digest == some.get(item).digest
+    assert none.counts.made == 2 and none.counts.bytes_held == 0
+    none.close(), some.close()
+
+
+def test_a_failure_is_not_kept(family: Family, store: MediaStore) -> None:
+    data = making.image(random.Random(3))
+    ref = store.put(data)
+    path = store.path(ref.digest)
+    kept = path.read_bytes()
+    path.unlink()
+    made = Materializer(family, store, 1 << 20)
+    with pytest.raises(MediaMissing):
+        made.get(family.item(ref))
+    path.write_bytes(kept)
+    assert made.get(family.item(ref)).digest
+    assert made.counts.failed == 1
+    made.close()
+
+
+def test_the_digest_binds_pixels_grid_and_settings(
+    family: Family, tiny_model: Path, store: MediaStore
+) -> None:
+    item = family.item(store.put(making.image(random.Random(4), 64, 64)))
+    patches = family.patches(store.image(item.ref), item)
+    digest = pixel_digest(item, patches)
+    changed = patches.copy()
+    changed[-1, -1] ^= 1
+    assert pixel_digest(item, changed) != digest
+    other = load_family(tiny_model, max_pixels=1 << 20).item(item.ref)
+    assert other.grid == item.grid and pixel_digest(other, patches) != digest
+    assert np.array_equal(patches, family.patches(store.image(item.ref), item))

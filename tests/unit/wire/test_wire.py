@@ -1,0 +1,148 @@
+"""What crosses a process boundary: keyed, versioned, unknown fields refused, arrays compact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import making
+import msgspec
+import numpy as np
+import pytest
+
+from sightline.errors import Misaligned, WireError
+from sightline.families import load_family
+from sightline.media import MediaRef, MediaStore
+from sightline.pack import Cost, pack
+from sightline.wire import MediaItem, Slot, control
+from sightline.wire.array import Array
+from sightline.wire.control import Announce, Play, Published
+from sightline.wire.file import append_line, read_lines, write_atomic
+from sightline.wire.generate import Features, GenerateRequest, Placeholder, SamplingParams
+from sightline.wire.item import check_slots
+from sightline.wire.micro_batch import MicroBatch
+from sightline.wire.sample import Batch
+from sightline.wire.weights import Manifest, WeightFile, version_of_label
+
+REF = MediaRef("ab" * 32, "image/png", 64, 32, 100)
+ITEM = MediaItem(REF, "some_family", (1, 2, 4), "f" * 32)
+
+
+def test_an_item_survives_its_raw_form_and_is_small() -> None:
+    raw = ITEM.to_raw()
+    assert MediaItem.from_raw(raw) == ITEM and raw.startswith("mmraw:{")
+    assert len(raw) < 300
+
+
+@pytest.mark.parametrize("extra", ["pixel_values", "image", "patches"])
+def test_anything_that_looks_like_pixels_is_refused_by_the_schema(extra: str) -> None:
+    fields = msgspec.to_builtins(ITEM) | {extra: [0.1, 0.2]}
+    with pytest.raises(WireError, match="unknown field"):
+        MediaItem.from_raw("mmraw:" + msgspec.json.encode(fields).decode())
+
+
+def test_another_schema_is_refused_with_both_versions() -> None:
+    fields = msgspec.to_builtins(ITEM) | {"schema": 9}
+    with pytest.raises(WireError, match="schema 9, this is 1"):
+        MediaItem.from_raw("mmraw:" + msgspec.json.encode(fields).decode())
+
+
+def test_the_key_binds_content_and_settings() -> None:
+    other = MediaItem(REF, "some_family", (1, 2, 4), "e" * 32)
+    assert len({ITEM.key, other.key}) == 2
+    assert ITEM.key == MediaItem.from_raw(ITEM.to_raw()).key
+
+
+def request(**features: object) -> GenerateRequest:
+    parts: dict[str, object] = {
+        "mm_hashes": {"image": [ITEM.key]},
+        "mm_placeholders": {"image": [Placeholder(1, 2)]},
+        "kwargs_data": {"image": [ITEM.to_raw()]},
+        **features,
+    }
+    return GenerateRequest([1, 2, 2, 3], SamplingParams(), Features(**parts))  # type: ignore
+
+
+def test_a_request_is_complete_in_itself() -> None:
+    made = GenerateRequest.of([1, 2, 2, 3], [Slot(1, 2, ITEM)], SamplingParams(max_tokens=3))
+    again = msgspec.json.decode(msgspec.json.encode(made), type=GenerateRequest)
+    assert again.slots() == [Slot(1, 2, ITEM)]
+
+
+def test_a_hash_that_is_not_its_items_key_is_refused() -> None:
+    with pytest.raises(Misaligned, match=r"mm_hashes.image\[0\]"):
+        request(mm_hashes={"image": ["0" * 64]}).slots()
+
+
+def test_lists_of_different_length_are_refused() -> None:
+    with pytest.raises(Misaligned, match="one entry a slot"):
+        request(kwargs_data={"image": []}).slots()
+
+
+def test_a_null_slot_is_refused() -> None:
+    body = msgspec.to_builtins(request())
+    body["features"]["kwargs_data"]["image"] = [None]
+    with pytest.raises(msgspec.ValidationError, match=r"kwargs_data"):
+        msgspec.convert(body, GenerateRequest)
+
+
+@pytest.mark.parametrize("places", [[(2, 2), (0, 1)], [(0, 2), (1, 2)], [(3, 2)], [(0, 0)]])
+def test_slots_out_of_order_overlapping_or_outside_are_refused(places: list) -> None:
+    with pytest.raises(Misaligned, match="slot"):
+        check_slots([Slot(offset, length, ITEM) for offset, length in places], 4)
+
+
+def test_an_array_is_its_bytes_and_refuses_a_wrong_length() -> None:
+    array = Array.of(np.arange(6).reshape(2, 3), "int32")
+    assert len(array.data) == 24 and np.array_equal(array.numpy(), [[0, 1, 2], [3, 4, 5]])
+    assert len(msgspec.msgpack.encode(Array.of(np.zeros(1000), "float32"))) < 4100
+    with pytest.raises(Misaligned, match="24 bytes"):
+        Array("int32", (5,), array.data)
+    with pytest.raises(Misaligned, match="dtype"):
+        Array("float64", (3,), array.data)
+
+
+def test_batches_and_micro_batches_survive_the_wire(tiny_model: Path, store: MediaStore) -> None:
+    samples = making.samples(tiny_model, store, count=3)
+    batch = Batch(4, samples)
+    assert Batch.from_bytes(batch.to_bytes()) == batch
+    packed = pack(samples, 4, load_family(tiny_model), Cost(10**6, 10**6))[0]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=MicroBatch) == packed
+
+
+def test_unknown_fields_are_refused_everywhere(tiny_model: Path, store: MediaStore) -> None:
+    batch = Batch(4, making.samples(tiny_model, store, count=1))
+    for struct in (batch, batch.samples[0], ITEM, Announce(1, "p", "d"), Manifest(1, 1, [])):
+        fields = msgspec.to_builtins(struct) | {"surprise": 1}
+        with pytest.raises(msgspec.ValidationError, match="surprise"):
+            msgspec.convert(fields, type(struct))
+
+
+def test_control_messages_come_back_as_what_they_were() -> None:
+    for message in (
+        Announce(3, "path", "digest"),
+        Play("r", "g", 1, "train", 7, 1.0, exchanged=(REF,)),
+        Published(2, 0, "m", {"loss": None}, 1),
+    ):
+        assert control.decode(control.encode(message)) == message
+
+
+def test_a_version_made_again_has_a_label_of_its_own() -> None:
+    file = WeightFile("f", 1, "s")
+    assert Manifest(7, 7, [file]).label == "7" and Manifest(7, 7, [file], epoch=2).label == "7.2"
+    assert version_of_label("7.2") == (7, 2) and version_of_label("7") == (7, 0)
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    append_line(path, b"one")
+    append_line(path, b"two")
+    with open(path, "ab") as file:
+        file.write(b"thr")
+    assert read_lines(path) == [b"one", b"two"]
+
+
+def test_an_atomic_write_replaces_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, b"old")
+    write_atomic(path, b"new")
+    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
