@@ -5,6 +5,7 @@ images by reference, and errors that cost one request.
 from __future__ import annotations
 
 import json
+import random
 import socket
 import threading
 import time
@@ -580,6 +581,30 @@ def test_an_image_with_other_bytes_is_a_422(
     client.generate(*prompts[0])
 
 
+def test_an_image_of_another_size_than_its_ref_says_is_a_422(
+    client: Client, prompts: list[Prompt]
+) -> None:
+    client.generate(*prompts[0])
+    ref = msgspec.structs.replace(prompts[0][1][0].item.ref, width=33)
+    error = client.refused(with_item(prompts[0], ref=ref))
+    assert (error.code, error.type) == (422, "media_refused")
+    client.generate(*prompts[0])
+
+
+def test_a_file_that_cannot_be_read_is_a_503_that_may_heal(
+    client: Client, prompts: list[Prompt], media: MediaStore
+) -> None:
+    body, file = lost(prompts, media, 3)
+    kept = file.read_bytes()
+    file.unlink()
+    file.mkdir()
+    error = client.refused(body)
+    assert (error.code, error.type) == (503, "media_unavailable")
+    file.rmdir()
+    file.write_bytes(kept)
+    assert client.call("POST", "/inference/v1/generate", body)[0] == 200
+
+
 def test_an_image_that_does_not_decode_is_a_422(
     client: Client, prompts: list[Prompt], media: MediaStore
 ) -> None:
@@ -632,6 +657,35 @@ def test_a_client_that_leaves_frees_its_row(client: Client, prompts: list[Prompt
         client.wait_for("now", "running", 1)
     client.wait_for("totals", "cancelled", before + 1)
     assert client.now()["running"] == 0
+
+
+def mutated(body: Any, rng: random.Random) -> Any:
+    """The same JSON with one value somewhere replaced, removed or repeated."""
+    if isinstance(body, dict) and body and rng.random() < 0.8:
+        key = rng.choice(sorted(body))
+        return {**body, key: mutated(body[key], rng)}
+    if isinstance(body, list) and body and rng.random() < 0.6:
+        at = rng.randrange(len(body))
+        return [*body[:at], mutated(body[at], rng), *body[at + 1 :]]
+    if isinstance(body, list) and body and rng.random() < 0.5:
+        return rng.choice([body[1:], body * 2, body[::-1]])
+    if isinstance(body, str) and body and rng.random() < 0.7:
+        at = rng.randrange(len(body))
+        return body[:at] + rng.choice("0123456789abc,[]{}") + body[at + 1 :]
+    return rng.choice([None, -1, 0, 1, 7, 2**40, 1e300, "", "x", [], {}, True, [1, 2], -0.5])
+
+
+def test_mutated_requests_cost_themselves_only(
+    client: Client, reference: Reference, media: MediaStore
+) -> None:
+    rng = random.Random(0)
+    prompt = two_images(reference, media)
+    before = client.generate(*prompt).choices
+    for _ in range(400):
+        body = mutated(as_json(prompt, seed=1), rng)
+        status, answer, _ = client.call("POST", "/inference/v1/generate", json.dumps(body).encode())
+        assert status in (200, 400, 404, 409, 422), (body, answer)
+    assert client.generate(*prompt).choices == before
 
 
 # --- what it says about itself

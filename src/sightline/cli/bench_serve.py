@@ -209,21 +209,20 @@ async def _play(
 
 
 async def _rollout(renderer: Renderer, refs: Sequence[Any], answer: Answer) -> list[int]:
+    """Every answer has all its tokens, stop or not, so the next turn is laid behind it as it is:
+    a renderer would refuse to go on from a stop in the middle."""
     from sightline.message import user
-    from sightline.render import Bridged
 
-    rendered = renderer.render([user("What do you see?", refs[0])])
-    token_ids, slots = list(rendered.token_ids), list(rendered.slots)
+    token_ids: list[int] = []
+    slots: list[Slot] = []
     said: list[int] = []
-    for turn in range(len(refs)):
+    for ref in refs:
+        rendered = renderer.render([user("What do you see?", ref)])
+        slots = [*slots, *(slot.moved(len(token_ids)) for slot in rendered.slots)]
+        token_ids = [*token_ids, *rendered.token_ids]
         new = await answer(token_ids, slots)
+        token_ids += new
         said += new
-        if turn + 1 < len(refs):
-            bridged = renderer.bridge(token_ids, new, [user("And now?", refs[turn + 1])])
-            if not isinstance(bridged, Bridged):
-                raise ConfigError(f"the renderer refuses: {bridged.reason}", "use another model")
-            token_ids = [*token_ids, *new, *bridged.token_ids]
-            slots = [*slots, *bridged.slots]
     return said
 
 

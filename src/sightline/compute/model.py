@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from sightline.compute import attention
 from sightline.errors import ConfigError
@@ -14,6 +15,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_model(path: str | Path, family: Family, device: str, dtype: str) -> Forward:
+    transformers_logging.disable_progress_bar()
+    # float32 means float32: by default cuDNN rounds convolutions, such as a patch embedding, to
+    # TF32, which moves logprobs by 1e-4.
+    torch.backends.cudnn.allow_tf32 = False
     return load_forward(
         path, family, torch.device(device), DTYPES[dtype], attention=attention.register()
     )

@@ -26,6 +26,18 @@ COLORS: dict[str, tuple[int, int, int]] = {
     "I": (30, 30, 30),
 }
 LETTERS = "".join(COLORS)
+GLYPHS = {
+    "A": "010101111101101",
+    "B": "110101110101110",
+    "C": "011100100100011",
+    "D": "110101101101110",
+    "E": "111100110100111",
+    "F": "111100110100100",
+    "G": "011100101101011",
+    "H": "101101111101101",
+    "I": "111010010010111",
+}
+"""Three columns and five rows each, for demonstrations that spell letters out."""
 
 
 class ColorCodeword(Environment):
@@ -39,6 +51,7 @@ class ColorCodeword(Environment):
         jitter: int = 12,
         shades: int = 4,
         malformed_penalty: float = 0.3,
+        spelled_share: float = 0.75,
         seed: int = 0,
     ) -> None:
         self.squares = squares
@@ -47,6 +60,7 @@ class ColorCodeword(Environment):
         self.jitter = jitter
         self.shades = shades
         self.malformed_penalty = malformed_penalty
+        self.spelled_share = spelled_share
         self.seed = seed
 
     def task(self, index: int, split: str) -> Task:
@@ -77,12 +91,22 @@ class ColorCodeword(Environment):
         )
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
-        """The format, without the code: letters are random, and later turns repeat them."""
+        """The format, without the code: letters are random, and later turns repeat them.
+
+        In a share of the conversations pictures of letters, black on white, stand where the
+        squares would be: that teaches to answer with what is shown, and says nothing of colours.
+        """
+        spelled = rng.random() < self.spelled_share
         said = ""
         messages: list[Message] = []
         for turn in range(self.turns):
-            said += "".join(rng.choice(LETTERS) for _ in range(self.squares))
-            messages += [self._show(task, turn, put), assistant(said)]
+            new = "".join(rng.choice(LETTERS) for _ in range(self.squares))
+            said += new
+            if spelled:
+                shown = user(*(put(self.letter(letter)) for letter in new))
+            else:
+                shown = self._show(task, turn, put)
+            messages += [shown, assistant(said)]
         return messages
 
     def _show(self, task: Task, turn: int, put: Any) -> Message:
@@ -97,6 +121,12 @@ class ColorCodeword(Environment):
         near = (c + rng.randint(-self.jitter, self.jitter) for c in COLORS[letter])
         colour = tuple(min(255, max(0, value)) for value in near)
         return Image.new("RGB", (self.side, self.side), colour)
+
+    def letter(self, letter: str) -> Image.Image:
+        """A picture of the letter itself."""
+        glyph = Image.new("L", (3, 5))
+        glyph.putdata([0 if bit == "1" else 255 for bit in GLYPHS[letter]])
+        return glyph.resize((self.side, self.side), Image.Resampling.NEAREST).convert("RGB")
 
     def _truth(self, task: Task, turns: int) -> str:
         return "".join(letter for letter, _ in task.data[: turns * self.squares])

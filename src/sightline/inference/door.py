@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -11,7 +12,7 @@ import numpy as np
 from sightline.errors import EngineError, FingerprintMismatch, MediaRefused, Misaligned, WireError
 from sightline.families import Family
 from sightline.inference.errors import refusal
-from sightline.wire import Slot
+from sightline.wire import MediaItem, Slot
 from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_CHOICES = 64
@@ -26,7 +27,7 @@ class Checked:
     """int32 (tokens,)."""
     slots: list[Slot]
     keys: list[str]
-    """The key of each slot's item."""
+    """Of each slot's item: what its pixels are a function of."""
     params: SamplingParams
     request_id: str
 
@@ -118,7 +119,7 @@ class Door:
             raise EngineError(error.problem, error.fix, "slots", 400) from error
         for i, slot in enumerate(slots):
             self._item(i, slot, modality)
-        return slots, request.features.mm_hashes.get(modality, [])
+        return slots, [_key(slot.item) for slot in slots]
 
     def _item(self, i: int, slot: Slot, modality: str) -> None:
         try:
@@ -155,7 +156,13 @@ class Door:
         )
 
 
-def _faults(params: SamplingParams, vocab_size: int):  # type: ignore[no-untyped-def]
+def _key(item: MediaItem) -> str:
+    """The item's key and its size: an item that lies about the size of its image must not find
+    what was made for the true one."""
+    return f"{item.key}/{item.ref.width}x{item.ref.height}"
+
+
+def _faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]]:
     """(name, what is allowed) of each parameter that cannot be honoured."""
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
         yield "temperature", "0 or more"

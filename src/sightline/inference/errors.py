@@ -28,7 +28,7 @@ _TYPES: tuple[tuple[type[SightlineError], int, str], ...] = (
     (MediaCorrupt, 422, "media_corrupt"),
     (MediaUndecodable, 422, "media_undecodable"),
     (MediaRefused, 422, "media_refused"),
-    (MediaError, 503, "media_unavailable"),
+    (MediaError, 422, "media_refused"),
     (WireError, 400, "schema"),
     (MessageError, 400, "schema"),
     (Misaligned, 400, "slots"),
@@ -43,11 +43,14 @@ def typed(error: BaseException) -> EngineError:
     """`error` with its place in the table; what nobody foresaw becomes a 500."""
     if isinstance(error, EngineError):
         return error
+    if isinstance(error, OSError):
+        return refusal("media_unavailable", str(error), "check the store, and try again", 503)
+    # The exact class: decoders, too, raise an OSError for a file that is damaged for good.
+    if type(error) is MediaError and isinstance(error.__cause__, OSError):
+        return EngineError(error.problem, error.fix, "media_unavailable", 503)
     for cls, status, kind in _TYPES:
         if isinstance(error, cls):
             return EngineError(error.problem, error.fix, kind, status)
-    if isinstance(error, OSError):
-        return refusal("media_unavailable", str(error), "check the store; try again", 503)
     if isinstance(error, SightlineError):
         return EngineError(error.problem, error.fix, "engine", 500)
     return refusal("engine", f"{type(error).__name__}: {error}", "see the server's log", 500)

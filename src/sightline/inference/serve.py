@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import signal
 import socket
@@ -100,6 +101,9 @@ def serve(settings: ServeSettings) -> None:
         listening.listen(BACKLOG)
     except OSError as error:
         raise _cannot_listen(settings.host, port, error) from error
+    # What is loaded by now stays: walking over it again costs 0.2 s at every full collection.
+    gc.collect()
+    gc.freeze()
     print(f"serving {settings.model} at http://{settings.host}:{port}", flush=True)
     _Uvicorn(config, server).run(sockets=[listening])
 

@@ -206,7 +206,9 @@ class MediaStore:
                 continue
             except OSError as error:
                 fix = "let this user read the store, and check the disk under it"
-                damage = damage or MediaError(f"cannot read {path}: {error.strerror}", fix)
+                unread = MediaError(f"cannot read {path}: {error.strerror}", fix)
+                unread.__cause__ = error  # by which a server knows that it may heal
+                damage = damage or unread
                 continue
             if root is self.root and _is_stale(last_use) and not files.renew(root, path):
                 continue  # gc removed it while it was read

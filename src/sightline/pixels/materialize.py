@@ -64,26 +64,27 @@ class Materializer:
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="pixels")
         self._lock = threading.Lock()
-        self._held: OrderedDict[str, Pixels] = OrderedDict()
-        self._flights: dict[str, Future[Pixels]] = {}
+        # By the whole item, not its key: one that lies about its image's size fails alone, and
+        # finds nothing that was made for the true one.
+        self._held: OrderedDict[MediaItem, Pixels] = OrderedDict()
+        self._flights: dict[MediaItem, Future[Pixels]] = {}
 
     def submit(self, item: MediaItem) -> Future[Pixels]:
         """The pixels of `item`, soon. The family's check of the item comes first."""
         self.family.check_item(item)
-        key = item.key
         with self._lock:
-            if (held := self._held.get(key)) is not None:
-                self._held.move_to_end(key)
+            if (held := self._held.get(item)) is not None:
+                self._held.move_to_end(item)
                 self.counts.hits += 1
                 done: Future[Pixels] = Future()
                 done.set_result(held)
                 return done
-            if (flight := self._flights.get(key)) is not None:
+            if (flight := self._flights.get(item)) is not None:
                 self.counts.joined += 1
                 return flight
-            flight = self._pool.submit(self._make, item, key)
-            self._flights[key] = flight
-        flight.add_done_callback(lambda _: self._land(key))
+            flight = self._pool.submit(self._make, item)
+            self._flights[item] = flight
+        flight.add_done_callback(lambda _: self._land(item))
         return flight
 
     def get(self, item: MediaItem) -> Pixels:
@@ -92,7 +93,7 @@ class Materializer:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _make(self, item: MediaItem, key: str) -> Pixels:
+    def _make(self, item: MediaItem) -> Pixels:
         try:
             patches = self.family.patches(self.store.image(item.ref), item)
         except Exception:
@@ -100,22 +101,22 @@ class Materializer:
                 self.counts.failed += 1
             raise
         pixels = Pixels(patches, pixel_digest(item, patches))
-        self._hold(key, pixels)
+        self._hold(item, pixels)
         return pixels
 
-    def _hold(self, key: str, pixels: Pixels) -> None:
+    def _hold(self, item: MediaItem, pixels: Pixels) -> None:
         with self._lock:
             self.counts.made += 1
             if pixels.nbytes > self.max_bytes:
                 self.counts.oversized += self.max_bytes > 0
                 return
-            self._held[key] = pixels
+            self._held[item] = pixels
             self.counts.bytes_held += pixels.nbytes
             while self.counts.bytes_held > self.max_bytes:
                 _, old = self._held.popitem(last=False)
                 self.counts.bytes_held -= old.nbytes
                 self.counts.evicted += 1
 
-    def _land(self, key: str) -> None:
+    def _land(self, item: MediaItem) -> None:
         with self._lock:
-            self._flights.pop(key, None)
+            self._flights.pop(item, None)

@@ -79,7 +79,8 @@ def _batch(parts: Parts, step: int) -> Batch:
     size = parts.config.sft.batch_size
     samples = []
     for i in range((step - 1) * size, step * size):
-        rng = random.Random(f"{parts.config.run.seed}:sft:{i}")
+        # Not the string that an environment seeds a task with: the same draws would leak it.
+        rng = random.Random(f"{parts.config.run.seed}:demonstration:{i}")
         task = parts.env.task(i, "sft")
         samples.append(
             sample_of(

@@ -80,3 +80,15 @@ def test_lags_take_turns_and_medians_are_compared(
 def test_too_few_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "lag", "--steps", "1"]) == 2
     assert "at least 2 steps" in capsys.readouterr().err
+
+
+@pytest.mark.loop
+@pytest.mark.timeout(600)
+def test_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "bench"
+    assert main(["bench", "lag", "--steps", "3", "--repeats", "1", "--dir", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "time busy, both at once" in shown and "of the time of max_lag 0" in shown
+    without = read_timing(folder / "lag0-repeat0-001", steps=3)
+    assert without.lag_mean == 0 and without.both_s < 0.05 * without.seconds
+    assert read_timing(folder / "lag1-repeat0-001", steps=3).lag_mean > 0

@@ -10,5 +10,7 @@ kv         keys and values of the rows, and the attention over them
 vision     features of images, encoded once per vision version
 sampling   logits to tokens and their logprobs
 request    one request, from submission to its answer
+build      an engine from settings
+plain      what the engine is measured against
 stats      counts, and when the engine was busy
 """

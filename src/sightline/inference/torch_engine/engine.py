@@ -83,6 +83,8 @@ class Engine:
         self._inbox: deque[Request] = deque()
         self._swaps: deque[_Swap] = deque()
         self._cancels: deque[Request] = deque()
+        # Reentrant: a signal may call `stop` in the middle of `submit`, on the same thread.
+        self._lock = threading.RLock()
         self._is_stopping = False
         self._deliver: Deliver = lambda requests: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -110,8 +112,6 @@ class Engine:
         return len(self.scheduler.running)
 
     def submit(self, requests: list[Request]) -> None:
-        if self._is_stopping:
-            raise _stopping()
         if self.num_waiting + len(requests) > self._settings.max_waiting:
             raise refusal(
                 "overloaded",
@@ -119,7 +119,10 @@ class Engine:
                 "try again, or send fewer at once",
                 503,
             )
-        self._inbox.extend(requests)
+        with self._lock:
+            if self._is_stopping:
+                raise _stopping()
+            self._inbox.extend(requests)
         self._event.set()
 
     def cancel(self, request: Request) -> None:
@@ -136,7 +139,10 @@ class Engine:
             if manifest == self.manifest:
                 return manifest
             swap = _Swap(manifest, tensors, Future())
-            self._swaps.append(swap)
+            with self._lock:
+                if self._is_stopping:
+                    raise _stopping()
+                self._swaps.append(swap)
             self._event.set()
             swap.done.result()
         except EngineError:
@@ -250,10 +256,11 @@ class Engine:
         )
 
     def _close(self) -> None:
-        for request in [*self.scheduler.everyone(), *self._inbox]:
-            self.scheduler.fail(request, _stopping())
-        for swap in self._swaps:
-            swap.done.set_exception(_stopping())
+        with self._lock:  # a submission that saw no end coming is in the inbox by now
+            for request in [*self.scheduler.everyone(), *self._inbox]:
+                self.scheduler.fail(request, _stopping())
+            for swap in self._swaps:
+                swap.done.set_exception(_stopping())
         self._hand_over()
         self.runner.close()
 

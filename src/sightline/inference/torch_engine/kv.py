@@ -72,8 +72,9 @@ class KV:
 
     def wipe(self, row: int) -> None:
         """Zeroes a row that holds something other than numbers: masked keys must be finite."""
-        for held in (*self._keys.values(), *self._values.values()):
-            held[row].zero_()
+        if row < self._size[0]:
+            for held in (*self._keys.values(), *self._values.values()):
+                held[row].zero_()
 
     def layer(
         self, index: int, k: torch.Tensor, v: torch.Tensor

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForImageTextToText
+from transformers.utils import logging as transformers_logging
 
 from sightline.compute.model import DTYPES, pick_device
 from sightline.families import Family
@@ -27,6 +28,7 @@ class PlainGenerate:
         self._device = torch.device(pick_device(device))
         self._family: Any = family
         self._banned = list(banned)
+        transformers_logging.disable_progress_bar()
         self._model = AutoModelForImageTextToText.from_pretrained(
             model, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
         ).to(self._device)

@@ -23,12 +23,11 @@ class Request:
     """int32 (tokens,)."""
     slots: list[Slot]
     keys: list[str]
-    """The key of each slot's item."""
+    """Of each slot's item: what its pixels are a function of."""
     params: SamplingParams
     seed: int
     owner: Any = None
     """Whatever the caller needs to find its client again."""
-    cancelled: bool = False
 
     row: int = -1
     next_position: int = 0

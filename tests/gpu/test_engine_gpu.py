@@ -1,0 +1,60 @@
+"""The embedded engine on a GPU says what transformers says on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from serving import Client, Reference, Together, live, next_turn
+
+from sightline.compute.weights import write_weights
+from sightline.inference.settings import ServeSettings
+from sightline.media import MediaStore
+from sightline.message import user
+from sightline.wire.generate import SamplingParams
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = 1e-4
+
+
+@pytest.fixture
+def client(tiny_model: Path, store: MediaStore) -> Iterator[Client]:
+    settings = ServeSettings(
+        model=tiny_model, media_roots=(store.root,), device="cuda", max_rows=32, prefill_chunk=16
+    )
+    with live(settings) as made:
+        yield made
+
+
+def test_turns_with_images_agree_with_the_cpu(
+    client: Client, tiny_model: Path, store: MediaStore, tmp_path: Path
+) -> None:
+    reference = Reference(tiny_model, store)
+    together = Together(client)
+    talks = []
+    for i, size in enumerate(((32, 32), (64, 96), (128, 64))):
+        ref = store.put(Image.new("RGB", size, (70 * i, 10, 200)))
+        rendered = reference.renderer.render([user("What is it?", ref)])
+        talks.append((list(rendered.token_ids), list(rendered.slots)))
+    for turn in range(3):
+        if turn == 2:
+            manifest, _ = write_weights(
+                tmp_path / "weights", dict(reference.model.named_parameters()), 1, 1
+            )
+            assert client.adopt(manifest)["version"] == "1"
+        params = SamplingParams(max_tokens=12, temperature=0.0 if turn else 1.0, seed=turn)
+        answers = [together.generate(*talk, params) for talk in talks]
+        for i, (tokens, slots) in enumerate(talks):
+            choice = answers[i].result().choices[0]
+            assert choice.logprobs is not None
+            expected = reference.logprobs(tokens, choice.token_ids, slots)
+            found = [entry.logprob for entry in choice.logprobs.content]
+            np.testing.assert_allclose(found, expected, atol=TOLERANCE)
+            if turn:
+                assert choice.token_ids == reference.greedy(tokens, slots, 12)
+            talks[i] = next_turn(
+                reference.renderer, tokens, slots, choice.token_ids[:-1], user("And now?")
+            )
