@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     for table in (memory_table(measured), wire_table(measured)):
         console.print(table)
     for line in closing_lines(measured):
-        console.print(line, highlight=False)
+        console.print(line, highlight=False, soft_wrap=True)
     return 1 if any(_encoded_images(figures) for figures in measured) else 0
 
 

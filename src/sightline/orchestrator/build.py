@@ -69,6 +69,7 @@ def build(
             advantage=settings.advantage,
             by=settings.credit,
             filters=build_filters(config.filters),
+            keep_without_signal=config.trainer.kl_weight > 0,
         ),
         books=books,
         trainer=board,

@@ -65,6 +65,8 @@ class Judged:
     """Of the traces that train."""
     counts: bool
     """Whether the group fills a place of the batch; a stale or broken one is replaced."""
+    has_signal: bool
+    """Whether some advantage is not 0."""
 
 
 @dataclass
@@ -73,6 +75,10 @@ class Judge:
     advantage: str
     by: str
     filters: list[Filter]
+    keep_without_signal: bool = False
+    """Whether a group without signal stays in the batch, with advantage 0. With a KL term it
+    should: the KL is what leads a policy back that settled too early on a wrong answer, and such
+    a policy earns the same in all rollouts of a group."""
     min_siblings: int = 2
     """Rollouts that must be left to compare with one another."""
     epochs: dict[int, int] = field(default_factory=dict)
@@ -88,11 +94,11 @@ class Judge:
         left = TRAIN if trains else NO_SIGNAL
         verdicts = [(trace, verdict or left) for trace, verdict in first]
         samples: list[Sample] = []
-        if trains:
+        if trains or (enough and self.keep_without_signal):
             for trace, of_node in zip(kept, advantages, strict=True):
                 samples += flatten(trace, of_node)
         lags = [step - 1 - (trace.oldest_version or 0) for trace in kept] if trains else []
-        return Judged(verdicts, samples, lags, counts=enough and bool(kept))
+        return Judged(verdicts, samples, lags, counts=enough and bool(kept), has_signal=trains)
 
     def _alone(self, trace: Trace, step: int) -> str | None:
         """The verdict that a trace earns by itself; None when it may train."""

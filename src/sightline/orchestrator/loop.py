@@ -50,6 +50,7 @@ class Collected:
     lags: list[int] = field(default_factory=list)
     num_groups: int = 0
     """That fill a place of the batch, with signal or without."""
+    has_signal: bool = False
     num_empty: int = 0
     """Whole batches in which nothing trained."""
     fresh: bool = False
@@ -99,6 +100,7 @@ async def _collect(parts: Parts, step: int) -> Collected:
         collected.traces += group.traces
         collected.lags += judged.lags
         collected.num_groups += judged.counts
+        collected.has_signal |= judged.has_signal
         collected.fresh |= bool(judged.lags) and max(judged.lags) == 0
     return collected
 
@@ -106,9 +108,10 @@ async def _collect(parts: Parts, step: int) -> Collected:
 def _is_full(parts: Parts, collected: Collected, wants_fresh: bool, step: int) -> bool:
     if collected.num_groups < parts.groups_per_step:
         return False
-    if not collected.samples:
+    if not collected.has_signal:
         collected.num_empty += 1
         collected.num_groups = 0
+        collected.samples.clear()
         if collected.num_empty >= parts.max_empty_batches:
             raise NothingTrains(
                 f"step {step}: {collected.num_empty} batches in a row held nothing to learn "

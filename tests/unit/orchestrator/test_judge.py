@@ -67,6 +67,15 @@ def test_equal_rewards_are_no_signal_and_still_fill_a_place() -> None:
     assert judged.counts and not judged.samples
 
 
+def test_with_a_kl_term_a_group_without_signal_stays_with_advantage_zero() -> None:
+    keeps = judge()
+    keeps.keep_without_signal = True
+    judged = keeps.judge(Group(0, [trace(0.3), trace(0.3)]), step=1)
+    assert verdicts(judged) == ["no_signal"] * 2 and not judged.has_signal
+    assert all((s.advantages.numpy() == 0).all() for s in judged.samples)
+    assert len(judged.samples) == 2
+
+
 def test_a_sample_older_than_the_lag_is_stale_and_is_replaced() -> None:
     group = Group(0, [trace(0.0, version=1), trace(1.0, version=1)])
     assert verdicts(judge(max_lag=1).judge(group, step=3)) == ["train"] * 2
