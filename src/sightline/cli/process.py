@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import threading
 import time
 import traceback
 from pathlib import Path
+
+import uvloop
 
 from sightline import config
 from sightline.config import RunFile, SftFile
@@ -61,11 +62,11 @@ def _run(name: str, run_dir: RunDir, hub: str, server: str, threads: int) -> Non
     elif name == "orchestrator":
         from sightline.orchestrator import process as orchestrator
 
-        asyncio.run(orchestrator.main(file, run_dir, media_root, hub, server))
+        uvloop.run(orchestrator.main(file, run_dir, media_root, hub, server))
     else:
         from sightline.rollout import worker
 
-        asyncio.run(worker.main(file, media_root, hub, server, name))
+        uvloop.run(worker.main(file, media_root, hub, server, name))
 
 
 def _serve(file: RunFile, media_root: Path, server: str, threads: int) -> None:

@@ -6,7 +6,9 @@ the letters of all squares so far. A model that does not see gets one letter in 
 
 from __future__ import annotations
 
+import io
 import random
+from functools import cache
 from typing import Any
 
 from PIL import Image
@@ -115,18 +117,20 @@ class ColorCodeword(Environment):
             *(put(self.square(*square)) for square in task.data[first : first + self.squares])
         )
 
-    def square(self, letter: str, shade: int) -> Image.Image:
-        """The square of a letter; shades differ by a few levels, each always the same."""
+    @cache  # noqa: B019 - an environment lives as long as its process
+    def square(self, letter: str, shade: int) -> bytes:
+        """The square of a letter as a PNG; shades differ by a few levels, each always the same."""
         rng = random.Random(f"{letter}:{shade}")
         near = (c + rng.randint(-self.jitter, self.jitter) for c in COLORS[letter])
         colour = tuple(min(255, max(0, value)) for value in near)
-        return Image.new("RGB", (self.side, self.side), colour)
+        return _png(Image.new("RGB", (self.side, self.side), colour))
 
-    def letter(self, letter: str) -> Image.Image:
-        """A picture of the letter itself."""
+    @cache  # noqa: B019
+    def letter(self, letter: str) -> bytes:
+        """A picture of the letter itself, as a PNG."""
         glyph = Image.new("L", (3, 5))
         glyph.putdata([0 if bit == "1" else 255 for bit in GLYPHS[letter]])
-        return glyph.resize((self.side, self.side), Image.Resampling.NEAREST).convert("RGB")
+        return _png(glyph.resize((self.side, self.side), Image.Resampling.NEAREST))
 
     def _truth(self, task: Task, turns: int) -> str:
         return "".join(letter for letter, _ in task.data[: turns * self.squares])
@@ -137,6 +141,12 @@ class ColorCodeword(Environment):
         if not _is_well_formed(answer, now):
             return -self.malformed_penalty
         return _fraction_right(answer[before:], self._truth(task, turn + 1)[before:])
+
+
+def _png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def _is_well_formed(answer: str, length: int) -> bool:

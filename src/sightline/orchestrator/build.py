@@ -60,7 +60,7 @@ def build(
         again=list(books.progress.open_groups),
     )
     policy = Policy(engines=[client.adopt], weights=run_dir.weights)
-    watcher = StepWatcher(books, policy, store, events, config.run.steps)
+    watcher = StepWatcher(books, policy, store, events, rollouts, config.run.steps)
     parts = Parts(
         rollouts=rollouts,
         policy=policy,
@@ -78,6 +78,7 @@ def build(
         max_lag=settings.max_lag,
         probe_every=settings.probe_every,
         max_empty_batches=settings.max_empty_batches,
+        last_step=config.run.steps,
         check_room=store.check_room,
     )
     evaluator = Evaluator(

@@ -69,6 +69,8 @@ class Parts:
     max_lag: int
     probe_every: int
     max_empty_batches: int
+    last_step: int
+    """No group starts that could only train after it."""
     check_room: Callable[[], None]
     """Called before each step; raises when store or disk are full."""
 
@@ -144,7 +146,7 @@ def _room(parts: Parts, step: int, collected: Collected) -> int:
     A group that starts on version v can train up to step v + 1 + max_lag, so there is room for
     the places of steps `step` to that one, less what is under way.
     """
-    last_step = parts.policy.version + 1 + parts.max_lag
+    last_step = min(parts.policy.version + 1 + parts.max_lag, parts.last_step)
     places = (last_step - step + 1) * parts.groups_per_step - collected.num_groups
     # A step that waits for a fresh group needs one more even when its places are filled.
     wanted = max(places, 1 if last_step >= step else 0)

@@ -43,7 +43,7 @@ class Switchboard:
     hub: AsyncHub
     ready: dict[str, Ready] = field(default_factory=dict)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
-    on_played: Callable[[Played], None] = lambda played: None
+    on_played: Callable[[Played, str], None] = lambda played, worker: None
     on_published: Callable[[Published], None] = lambda published: None
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Switchboard:
             message = control.decode(data)
             match message:
                 case Played():
-                    self.on_played(message)
+                    self.on_played(message, peer)
                 case Published():
                     self.on_published(message)
                 case Ready():
@@ -90,6 +90,7 @@ async def main(config: RunFile, run_dir: RunDir, media_root: Path, hub: str, ser
     built = build(config, run_dir, store, books, events, board, workers, client)
     board.on_played = built.parts.rollouts.played
     board.on_published = built.publish
+    notes = BusyNotes(client, events)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -100,6 +101,7 @@ async def main(config: RunFile, run_dir: RunDir, media_root: Path, hub: str, ser
         await board.wait_for({TRAINER, *workers})
         await _catch_up(board, books, built.parts)
         await _train(config, books, built.parts, built.evaluator, events, stop)
+        await notes.take()
         await _finish(board, books, store, workers, events)
 
     began = time.monotonic()
@@ -110,7 +112,7 @@ async def main(config: RunFile, run_dir: RunDir, media_root: Path, hub: str, ser
             board.keep_receiving(),
             built.parts.policy.keep_adopting(),
             _keep_time(books, before, began),
-            _keep_polling(client, events),
+            notes.keep_taking(),
         )
     finally:
         await client.close()
@@ -198,16 +200,27 @@ async def _keep_time(books: Books, before: float, began: float) -> None:
         await asyncio.sleep(0.2)
 
 
-async def _keep_polling(client: GenerateClient, events: EventLog) -> None:
+@dataclass
+class BusyNotes:
     """Notes when the server was busy, for the timeline."""
-    since = time.time()
-    while True:
-        await asyncio.sleep(2.0)
-        with contextlib.suppress(OSError, ValueError):
-            stats = json.loads(await client.get(f"/sightline/v1/stats?since={since}"))
-            since = time.time()
-            if stats.get("busy"):
-                events.write("busy", intervals=stats["busy"])
+
+    client: GenerateClient
+    events: EventLog
+    since: float = field(default_factory=time.time)
+
+    async def keep_taking(self) -> None:
+        while True:
+            await asyncio.sleep(2.0)
+            # A server that does not answer is the launcher's matter, not the timeline's.
+            with contextlib.suppress(OSError, ValueError):
+                await self.take()
+
+    async def take(self) -> None:
+        now = time.time()
+        stats = json.loads(await self.client.get(f"/sightline/v1/stats?since={self.since}"))
+        self.since = now
+        if stats.get("busy"):
+            self.events.write("busy", intervals=stats["busy"])
 
 
 async def _first_of(job: Awaitable[None], *helpers: Awaitable[None]) -> None:

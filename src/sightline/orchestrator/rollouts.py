@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +36,9 @@ class Rollouts:
         self._expected: dict[str, int] = {}
         self._done: asyncio.Queue[Group] = asyncio.Queue()
         self._single: dict[str, asyncio.Future[Trace]] = {}
+        self._wires: dict[str, dict[str, int]] = {}
+        self.trace_bytes = 0
+        """Of all traces that came from workers."""
 
     @property
     def num_ahead(self) -> int:
@@ -74,8 +78,18 @@ class Rollouts:
         await self._play(name, "", task, split, temperature, exchanged)
         return await future
 
-    def played(self, played: Played) -> None:
+    @property
+    def wire(self) -> dict[str, int]:
+        """Bytes that crossed each wire so far; prompts are the one thing that grows with turns."""
+        total = Counter({"trace_bytes": self.trace_bytes})
+        for counts in self._wires.values():
+            total.update(counts)
+        return dict(total)
+
+    def played(self, played: Played, worker: str = "") -> None:
         """Takes in what a worker reports."""
+        self._wires[worker] = played.wire
+        self.trace_bytes += len(played.trace)
         trace = decode(played.trace, what=f"rollout {played.rollout_id}")
         if (future := self._single.pop(played.rollout_id, None)) is not None:
             if not future.done():

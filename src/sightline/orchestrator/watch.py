@@ -13,6 +13,7 @@ from sightline.orchestrator.judge import BROKEN, Judged, count
 from sightline.orchestrator.loop import Collected
 from sightline.orchestrator.policy import Policy
 from sightline.orchestrator.progress import Books
+from sightline.orchestrator.rollouts import Rollouts
 from sightline.trace import Trace
 
 
@@ -33,6 +34,7 @@ class StepWatcher:
     policy: Policy
     store: MediaStore
     events: EventLog
+    rollouts: Rollouts
     steps_total: int
     sums: StepSums = field(default_factory=StepSums)
     _recent_s: list[float] = field(default_factory=list)
@@ -84,4 +86,6 @@ class StepWatcher:
             eta_s=(self.steps_total - step) * sum(self._recent_s) / len(self._recent_s),
             mismatch_kl=trained.get("mismatch_kl"),
             version=self.policy.version,
+            wire=self.rollouts.wire,
+            groups_ahead=self.rollouts.num_ahead,
         )

@@ -7,7 +7,7 @@ import math
 import random
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from sightline.envs import Environment, Outcome
 from sightline.errors import EnvironmentFailed, SightlineError
@@ -60,6 +60,7 @@ class Player:
             trace=encode(trace),
             error=error,
             error_kind=kind,
+            wire=asdict(self.client.counts),
         )
 
     async def _rollout(self, play: Play, trace: Trace) -> Outcome:

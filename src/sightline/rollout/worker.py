@@ -7,7 +7,6 @@ orchestrator --Play--> worker --generate--> server
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 from pathlib import Path
 
 from sightline.config import RunFile
@@ -65,7 +64,3 @@ async def main(config: RunFile, media_root: Path, hub: str, server: str, name: s
         task.cancel()
     await player.client.close()
     spoke.close()
-
-
-def wire_counts(player: Player) -> dict[str, int]:
-    return asdict(player.client.counts)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from sightline.media import MediaRef
@@ -72,7 +70,8 @@ class Played(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="playe
     error: str = ""
     """Why the rollout broke; empty when it did not."""
     error_kind: str = ""
-    stats: dict[str, Any] = {}
+    wire: dict[str, int] = {}
+    """Bytes that crossed the worker's wire to the server so far, by what they were."""
 
 
 class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cancel"):

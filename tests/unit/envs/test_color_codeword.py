@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 from typing import Any
+
+from PIL import Image
 
 from sightline.envs import Outcome, load_environment
 from sightline.envs.color_codeword import COLORS, LETTERS, ColorCodeword
@@ -90,9 +93,10 @@ def test_every_shade_is_nearest_to_its_own_colour() -> None:
     env = ColorCodeword()
     for letter in LETTERS:
         for shade in range(env.shades):
-            colour = env.square(letter, shade).getpixel((0, 0))
+            colour = Image.open(io.BytesIO(env.square(letter, shade))).getpixel((0, 0))
             nearest = min(
-                COLORS, key=lambda x: sum((a - b) ** 2 for a, b in zip(COLORS[x], colour))
+                COLORS,
+                key=lambda x: sum((a - b) ** 2 for a, b in zip(COLORS[x], colour, strict=True)),
             )
             assert nearest == letter
 

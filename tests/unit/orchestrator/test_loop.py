@@ -51,6 +51,7 @@ class World:
             max_lag=self.max_lag,
             probe_every=changes.get("probe_every", 0),
             max_empty_batches=2,
+            last_step=changes.get("last_step", 1000),
             check_room=lambda: None,
         )
 
@@ -128,6 +129,12 @@ def test_without_lag_nothing_is_played_in_vain(run_dir: RunDir) -> None:
     play(world, range(1, 5))
     assert len(world.played) == 4 * 3 * 2
     assert set(world.books.verdicts) <= {"train"}
+
+
+def test_nothing_is_played_that_could_only_train_after_the_end(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=2, train_after=5)
+    play(world, range(1, 6), last_step=5)
+    assert len(world.played) == 5 * 3 * 2
 
 
 def test_a_probe_step_waits_for_a_fresh_group(run_dir: RunDir) -> None:
