@@ -150,4 +150,7 @@ def _room(parts: Parts, step: int, collected: Collected) -> int:
     places = (last_step - step + 1) * parts.groups_per_step - collected.num_groups
     # A step that waits for a fresh group needs one more even when its places are filled.
     wanted = max(places, 1 if last_step >= step else 0)
-    return max(0, wanted - parts.rollouts.num_ahead)
+    # More at once would not be sooner: two steps' groups would finish together, and the trainer
+    # would stand still and then have two batches to train.
+    at_once = parts.groups_per_step * max(1, parts.max_lag)
+    return max(0, min(wanted, at_once) - parts.rollouts.num_ahead)
