@@ -33,7 +33,8 @@ class Built:
 
     def publish(self, published: Published) -> None:
         """What follows from a new version: engines adopt it, covered batches go."""
-        self.books.progress.bad_media += int(published.metrics.get("bad_media") or 0)
+        if bad := int(published.metrics.get("bad_media") or 0):
+            self.books.progress.bad_samples[str(published.version)] = bad
         self.parts.judge.epochs[published.version] = published.epoch
         self.books.forget_batches(published.checkpoint_step)
         self.parts.policy.publish(published)
@@ -82,6 +83,6 @@ def build(
         check_room=store.check_room,
     )
     evaluator = Evaluator(
-        rollouts, watcher, events, run_dir, config.eval.tasks, config.eval.temperature
+        rollouts, books, events, run_dir, config.eval.tasks, config.eval.temperature
     )
     return Built(parts, evaluator, books)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from sightline.errors import NothingTrains
 from sightline.media import MediaRef
 from sightline.monitor import EventLog, RunDir
+from sightline.orchestrator.progress import Books
 from sightline.orchestrator.rollouts import Rollouts
-from sightline.orchestrator.watch import StepWatcher
 from sightline.trace import Trace, write_traces
 
 SPLIT = "eval"
@@ -21,7 +21,7 @@ AT_ONCE = 128
 @dataclass
 class Evaluator:
     rollouts: Rollouts
-    watcher: StepWatcher
+    books: Books
     events: EventLog
     run_dir: RunDir
     tasks: int
@@ -31,14 +31,16 @@ class Evaluator:
         """The mean measure over the tasks, which is also written as an event."""
         if not self.tasks:
             return None
+        # Files are named by step: a run that goes on past its end keeps its first final.
+        file = f"{name}_{step:06d}"
         traces = await self._play_all([None] * self.tasks)
-        self._keep(name, traces)
+        self._keep(file, traces)
         extra: dict[str, float] = {}
         if exchange:
             # Task i is shown the images of its neighbour.
             donors: list[Trace | None] = [*traces[1:], traces[0]]
             exchanged = await self._play_all(donors)
-            self._keep(f"{name}_exchanged", exchanged)
+            self._keep(f"{file}_exchanged", exchanged)
             extra["swapped"] = mean_measure(exchanged)
         self._write(name, step, traces, extra)
         return mean_measure(traces)
@@ -56,7 +58,7 @@ class Evaluator:
     def _keep(self, name: str, traces: list[Trace]) -> None:
         write_traces(self.run_dir.eval_traces(name), traces)
         for trace in traces:
-            self.watcher.count(trace)
+            self.books.count(trace)
         if all(trace.reward is None for trace in traces):
             raise NothingTrains(
                 f"evaluation {name!r}: every one of {len(traces)} rollouts broke; the first: "

@@ -25,6 +25,7 @@ class Policy:
     """What all engines hold."""
     published: Published | None = None
     metrics: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    """What the trainer said of the newest version."""
 
     def __post_init__(self) -> None:
         self._changed = asyncio.Condition()
@@ -33,7 +34,7 @@ class Policy:
     def publish(self, published: Published) -> None:
         """Takes note of what the trainer has written."""
         self.published = published
-        self.metrics[published.version] = published.metrics
+        self.metrics = {published.version: published.metrics}
         self._news.set()
 
     async def keep_adopting(self) -> None:

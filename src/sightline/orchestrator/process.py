@@ -139,15 +139,12 @@ async def _train(
 
     async def whole() -> None:
         last = config.run.steps
-        if "start" not in books.progress.evals:
-            events.write("state", phase="evaluating")
-            await _evaluate(evaluator, books, "start", 0)
+        await _evaluate(evaluator, books, events, "start", 0)
         events.write("state", phase="training")
         await loop.run(parts, range(books.progress.step + 1, last + 1))
         await parts.policy.at_least(last)
         await parts.rollouts.cancel()
-        events.write("state", phase="evaluating")
-        await _evaluate(evaluator, books, "final", last, exchange=True)
+        await _evaluate(evaluator, books, events, "final", last, exchange=True)
 
     stopping = asyncio.ensure_future(stop.wait())
     working = asyncio.ensure_future(whole())
@@ -163,11 +160,21 @@ async def _train(
 
 
 async def _evaluate(
-    evaluator: Evaluator, books: Books, name: str, step: int, exchange: bool = False
+    evaluator: Evaluator,
+    books: Books,
+    events: EventLog,
+    name: str,
+    step: int,
+    exchange: bool = False,
 ) -> None:
+    """Evaluates once: what an earlier sitting has played is not played again."""
+    key = f"{name}_{step:06d}"
+    if key in books.progress.evals:
+        return
+    events.write("state", phase="evaluating")
     measure = await evaluator.evaluate(name, step, exchange)
     if measure is not None:
-        books.progress.evals[name] = measure
+        books.progress.evals[key] = measure
         books.save()
 
 
@@ -188,7 +195,7 @@ async def _finish(
         # A fresh look: this process learns of what the workers put only now and then.
         images_stored=MediaStore(store.root).count(),
         tokens_sampled=books.progress.tokens_sampled,
-        bad_media=books.progress.bad_media,
+        bad_media=books.num_bad_media,
         verdicts=dict(books.verdicts),
         seconds=books.progress.seconds,
     )

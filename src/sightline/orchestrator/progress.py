@@ -28,11 +28,13 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     images_shown: int = 0
     tokens_sampled: int = 0
     bad_media: int = 0
+    """Rollouts that broke over an image, before any sample was made of them."""
+    bad_samples: dict[str, int] = {}
+    """Samples that bad media cost at the trainer, by step; a step that is replayed counts once."""
     evals: dict[str, float] = {}
-    """The measure of each evaluation that was played."""
+    """The measure of each evaluation that was played, by its name."""
     seconds: float = 0.0
     """Spent so far, over all sittings."""
-    epochs: dict[str, int] = {}
     schema: int = 1
 
 
@@ -68,6 +70,16 @@ class Books:
         self.save()
         return Announce(batch.step, str(self.run_dir.batch(batch.step).resolve()), digest_of(data))
 
+    def count(self, trace: Trace) -> None:
+        """Adds a trace that is on disk, or about to be, to the figures of the whole run."""
+        self.progress.images_shown += trace.num_images_shown
+        self.progress.tokens_sampled += trace.num_sampled
+        self.progress.bad_media += is_bad_media(trace)
+
+    @property
+    def num_bad_media(self) -> int:
+        return self.progress.bad_media + sum(self.progress.bad_samples.values())
+
     def save(self) -> None:
         self.progress.verdicts = dict(self.verdicts)
         write_atomic(self.run_dir.progress, msgspec.json.encode(self.progress))
@@ -85,6 +97,11 @@ class Books:
         for file in self.run_dir.batches.glob("step_*.msgpack"):
             if _step_of(file.name) <= upto:
                 file.unlink()
+
+
+def is_bad_media(trace: Trace) -> bool:
+    """Whether an image broke the rollout, at the worker's door or at the server."""
+    return trace.error_kind.lower().startswith(("media", "pixel"))
 
 
 def _step_of(name: str) -> int:

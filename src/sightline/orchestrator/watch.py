@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from sightline.media import MediaStore
@@ -14,7 +14,6 @@ from sightline.orchestrator.loop import Collected
 from sightline.orchestrator.policy import Policy
 from sightline.orchestrator.progress import Books
 from sightline.orchestrator.rollouts import Rollouts
-from sightline.trace import Trace
 
 
 @dataclass
@@ -26,6 +25,7 @@ class StepSums:
     reward: float = 0.0
     parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     tokens: int = 0
+    verdicts: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -40,12 +40,16 @@ class StepWatcher:
     _recent_s: list[float] = field(default_factory=list)
 
     def saw(self, step: int, group: Group, judged: Judged) -> None:
-        count(self.books.verdicts, judged)
+        count(self.sums.verdicts, judged)
         for trace, verdict in judged.verdicts:
-            self.count(trace)
+            self.sums.tokens += trace.num_sampled
             if verdict == BROKEN:
                 self.events.write(
-                    "dropped", step, reason=BROKEN, rollout_id=trace.id, detail=trace.error[-2000:]
+                    "dropped",
+                    step,
+                    reason=trace.error_kind or BROKEN,
+                    rollout_id=trace.id,
+                    detail=trace.error[-2000:],
                 )
             elif trace.reward is not None:
                 self.sums.num_traces += 1
@@ -53,18 +57,19 @@ class StepWatcher:
                 for name, value in trace.rewards.items():
                     self.sums.parts[name] += value
 
-    def count(self, trace: Trace) -> None:
-        """Adds a trace to the figures of the whole run."""
-        self.books.progress.images_shown += trace.num_images_shown
-        self.books.progress.tokens_sampled += trace.num_sampled
-        self.sums.tokens += trace.num_sampled
+    def settle(self, collected: Collected) -> None:
+        """Takes a step into the books. What a step that is cut short has seen is played again,
+        and is not in them."""
+        self.books.verdicts.update(self.sums.verdicts)
+        for trace in collected.traces:
+            self.books.count(trace)
 
     def stepped(self, step: int, collected: Collected) -> None:
         sums, self.sums = self.sums, StepSums()
         seconds = self.sums.began - sums.began
         self._recent_s = [*self._recent_s[-19:], seconds]
         num = max(sums.num_traces, 1)
-        trained = self.policy.metrics.get(self.policy.version, {})
+        trained = next(iter(self.policy.metrics.values()), {})
         self.events.write(
             "step",
             step,
@@ -76,7 +81,7 @@ class StepWatcher:
             groups=collected.num_groups,
             samples=len(collected.samples),
             verdicts=dict(self.books.verdicts),
-            bad_media=self.books.progress.bad_media,
+            bad_media=self.books.num_bad_media,
             tokens_sampled=sums.tokens,
             tokens_per_s=sums.tokens / max(seconds, 1e-9),
             images_shown=self.books.progress.images_shown,

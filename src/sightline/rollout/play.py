@@ -10,7 +10,7 @@ import traceback
 from dataclasses import asdict, dataclass
 
 from sightline.envs import Environment, Outcome
-from sightline.errors import EnvironmentFailed, SightlineError
+from sightline.errors import EngineError, EnvironmentFailed, SightlineError
 from sightline.media import MediaStore
 from sightline.render import Renderer
 from sightline.rollout.chat import RolloutChat
@@ -48,18 +48,18 @@ class Player:
             _record(trace, outcome)
         except TimeoutError:
             error, kind = f"took more than {self.timeout_s} s", "timeout"
+        except EngineError as problem:
+            error, kind = str(problem), problem.kind
         except SightlineError as problem:
             error, kind = str(problem), type(problem).__name__
         except Exception:  # user code: whatever it does costs this rollout only
             error, kind = traceback.format_exc(), EnvironmentFailed.__name__
-        trace.error = error
+        trace.error, trace.error_kind = error, kind
         trace.ended = time.time()
         return Played(
             rollout_id=play.rollout_id,
             group_id=play.group_id,
             trace=encode(trace),
-            error=error,
-            error_kind=kind,
             wire=asdict(self.client.counts),
         )
 

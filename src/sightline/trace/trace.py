@@ -53,6 +53,8 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
     """The rollout was ended by a limit, not by its environment."""
     error: str = ""
     """Why the rollout failed; empty when it did not."""
+    error_kind: str = ""
+    """A stable name of the failure: a class of error, or the type that a server answered with."""
     door_errors: list[str] = []
     """Requests of the rollout's own agent that were refused."""
     started: float = 0.0

@@ -67,9 +67,6 @@ class Played(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="playe
     group_id: str
     trace: bytes
     """An encoded trace; its images are references."""
-    error: str = ""
-    """Why the rollout broke; empty when it did not."""
-    error_kind: str = ""
     wire: dict[str, int] = {}
     """Bytes that crossed the worker's wire to the server so far, by what they were."""
 

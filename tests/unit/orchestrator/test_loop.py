@@ -92,6 +92,10 @@ class World:
     def saw(self, step: int, group: Group, judged: Judged) -> None:
         self.lags += judged.lags
 
+    def settle(self, collected: Collected) -> None:
+        for trace in collected.traces:
+            self.books.count(trace)
+
     def stepped(self, step: int, collected: Collected) -> None:
         pass
 
