@@ -62,7 +62,11 @@ class Media(Section):
         (), description="Hosts that http(s) images may come from; none by default."
     )
     max_bad_fraction: float = Field(
-        0.1, ge=0, le=1, description="Share of a batch's samples that bad media may cost."
+        0.1,
+        ge=0,
+        le=1,
+        description="Share of a batch's samples that bad media may cost.",
+        json_schema_extra=FREE,
     )
 
 
@@ -96,7 +100,7 @@ class Filters(Section):
 
 class Orchestrator(Section):
     groups_per_step: int = Field(16, ge=1, description="Groups that train in one step.")
-    group_size: int = Field(8, ge=1, description="Rollouts of one task.")
+    group_size: int = Field(8, ge=2, description="Rollouts of one task.")
     max_lag: int = Field(1, ge=0, description="Oldest policy that may train, in versions; 0 waits.")
     advantage: Literal["grpo", "no_std"] = Field(
         "grpo", description="Group-relative, with or without division by the deviation."
@@ -108,7 +112,10 @@ class Orchestrator(Section):
         0, ge=0, description="Every so many steps wait for a group of lag 0; 0 is never."
     )
     max_empty_batches: int = Field(
-        5, ge=1, description="So many batches' worth of groups without signal end the run."
+        5,
+        ge=1,
+        description="So many batches' worth of groups without signal end the run.",
+        json_schema_extra=FREE,
     )
 
 
@@ -294,7 +301,15 @@ def check_resume(old: RunFile, new: RunFile) -> None:
     for section, name, field in settings(RunFile):
         before = getattr(getattr(old, section), name)
         after = getattr(getattr(new, section), name)
-        if before != after and not (field.json_schema_extra or {}).get("free"):
+        if before == after:
+            continue
+        if name == "steps" and section == "run" and old.trainer.schedule != "constant":
+            raise ResumeRefused(
+                f"[run] steps was {before} and is now {after}, and the learning rate of every "
+                f"step depends on it ([trainer] schedule = {old.trainer.schedule!r})",
+                "resume with the old value, or start a new run",
+            )
+        if not (field.json_schema_extra or {}).get("free"):
             raise ResumeRefused(
                 f"[{section}] {name} was {before!r} and is now {after!r}",
                 "resume with the old value, or start a new run",

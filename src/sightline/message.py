@@ -67,6 +67,8 @@ class AssistantMessage(Message, frozen=True, forbid_unknown_fields=True, omit_de
 
     stopped: bool = True
     """False when the completion ended without a stop token (it was cut off)."""
+    malformed_calls: tuple[str, ...] = ()
+    """Raw text of what was meant as a tool call and is none; it stands in the content too."""
 
     def as_message(self) -> Message:
         return Message(

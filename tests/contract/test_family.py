@@ -31,24 +31,22 @@ sides = st.integers(1, 3000)
 
 @many
 @given(width=sides, height=sides)
-def test_layout_counts_patches_as_transformers_does(
-    checkpoint: Any, width: int, height: int
-) -> None:
+def test_layout_counts_patches_as_transformers_does(seeing: Any, width: int, height: int) -> None:
     try:
-        layout = checkpoint.family.layout(width, height)
+        layout = seeing.family.layout(width, height)
     except MediaRefused as error:
         assert f"{width}x{height}" in error.problem
         with pytest.raises(ValueError):
-            checkpoint.transformers_images.get_number_of_image_patches(height, width)
+            seeing.transformers_images.get_number_of_image_patches(height, width)
         return
-    patches = checkpoint.transformers_images.get_number_of_image_patches(height, width)
+    patches = seeing.transformers_images.get_number_of_image_patches(height, width)
     assert math.prod(layout.grid) == patches
-    assert layout.num_tokens == patches // checkpoint.transformers_images.merge_size**2
+    assert layout.num_tokens == patches // seeing.transformers_images.merge_size**2
 
 
-def test_items_say_what_the_layout_says(checkpoint: Any) -> None:
-    family = checkpoint.family
-    for ref in checkpoint.refs:
+def test_items_say_what_the_layout_says(seeing: Any) -> None:
+    family = seeing.family
+    for ref in seeing.refs:
         item = family.item(ref)
         layout = family.layout(ref.width, ref.height)
         assert item.ref == ref
@@ -58,81 +56,82 @@ def test_items_say_what_the_layout_says(checkpoint: Any) -> None:
         family.check_item(item)
 
 
-def test_an_item_is_made_once_for_an_image(checkpoint: Any) -> None:
-    ref = checkpoint.refs[0]
+def test_an_item_is_made_once_for_an_image(seeing: Any) -> None:
+    ref = seeing.refs[0]
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(ref), type=type(ref))
-    assert checkpoint.family.item(again) is checkpoint.family.item(ref)
+    assert seeing.family.item(again) is seeing.family.item(ref)
 
 
-def test_patches_are_bytes_one_row_for_each_place_of_the_grid(checkpoint: Any) -> None:
-    family = checkpoint.family
-    for ref in checkpoint.refs:
+def test_patches_are_bytes_one_row_for_each_place_of_the_grid(seeing: Any) -> None:
+    family = seeing.family
+    for ref in seeing.refs:
         item = family.item(ref)
-        patches = family.patches(checkpoint.store.image(ref), item)
+        patches = family.patches(seeing.store.image(ref), item)
         assert patches.dtype == np.uint8
         assert patches.flags.c_contiguous
         assert patches.ndim == 2
         assert len(patches) == math.prod(item.grid)
-        again = family.patches(checkpoint.store.image(ref), item)
+        again = family.patches(seeing.store.image(ref), item)
         assert np.array_equal(patches, again)
 
 
-def test_patches_of_another_size_than_the_ref_says_are_refused(checkpoint: Any) -> None:
-    item = checkpoint.family.item(checkpoint.refs[1])
+def test_patches_of_another_size_than_the_ref_says_are_refused(seeing: Any) -> None:
+    item = seeing.family.item(seeing.refs[1])
     ref = item.ref
     turned = Image.new("RGB", (ref.height, ref.width))
     with pytest.raises(Misaligned, match=ref.digest[:12]):
-        checkpoint.family.patches(turned, item)
+        seeing.family.patches(turned, item)
 
 
-def test_the_fingerprint_names_every_setting(checkpoint: Any) -> None:
-    same = load_family(checkpoint.path)
-    assert same.fingerprint == checkpoint.family.fingerprint
+def test_the_fingerprint_names_every_setting(seeing: Any) -> None:
+    same = load_family(seeing.path)
+    assert same.fingerprint == seeing.family.fingerprint
     assert same.settings["family"] == same.name
     prints = {same.fingerprint}
-    for override in ({"min_pixels": 2048}, {"max_pixels": 1 << 20}):
-        other = load_family(checkpoint.path, **override)
-        assert other.settings[next(iter(override))] == next(iter(override.values()))
+    for key, value in seeing.case.overrides:
+        other = load_family(seeing.path, **{key: value})
+        assert other.settings[key] == value
         prints.add(other.fingerprint)
-    assert len(prints) == 3
+    assert len(prints) == 1 + len(seeing.case.overrides)
 
 
-def test_an_item_of_other_settings_is_refused_with_both(checkpoint: Any) -> None:
-    other = load_family(checkpoint.path, min_pixels=4096)
-    item = other.item(checkpoint.refs[0])
+def test_an_item_of_other_settings_is_refused_with_both(seeing: Any) -> None:
+    key, value = seeing.case.overrides[0]
+    other = load_family(seeing.path, **{key: value})
+    item = other.item(seeing.refs[0])
     with pytest.raises(FingerprintMismatch) as caught:
-        checkpoint.family.check_item(item)
+        seeing.family.check_item(item)
     assert other.fingerprint in caught.value.problem
-    assert checkpoint.family.fingerprint in caught.value.problem
-    assert "min_pixels" in caught.value.problem
-    foreign = msgspec.structs.replace(checkpoint.family.item(checkpoint.refs[0]), family="other")
+    assert seeing.family.fingerprint in caught.value.problem
+    assert key in caught.value.problem
+    foreign = msgspec.structs.replace(seeing.family.item(seeing.refs[0]), family="other")
     with pytest.raises(FingerprintMismatch, match="other"):
-        checkpoint.family.check_item(foreign)
+        seeing.family.check_item(foreign)
 
 
-def test_an_item_with_a_wrong_grid_is_refused(checkpoint: Any) -> None:
-    item = checkpoint.family.item(checkpoint.refs[0])
+def test_an_item_with_a_wrong_grid_is_refused(seeing: Any) -> None:
+    item = seeing.family.item(seeing.refs[0])
     t, h, w = item.grid
     with pytest.raises(Misaligned, match="grid"):
-        checkpoint.family.check_item(msgspec.structs.replace(item, grid=(t, 2 * h, w)))
+        seeing.family.check_item(msgspec.structs.replace(item, grid=(t, 2 * h, w)))
 
 
-def test_settings_that_cannot_work_are_refused_at_load(checkpoint: Any) -> None:
+def test_settings_that_cannot_work_are_refused_at_load(seeing: Any) -> None:
     with pytest.raises(FamilyError, match="max_pixels"):
-        load_family(checkpoint.path, min_pixels=4096, max_pixels=1024)
+        load_family(seeing.path, min_pixels=4096, max_pixels=1024)
     with pytest.raises(FamilyError, match="sharpness"):
-        load_family(checkpoint.path, sharpness=3)
+        load_family(seeing.path, sharpness=3)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "preprocessor_config.json", "config.json"])
 def test_a_folder_with_a_file_missing_is_refused_by_name(
-    checkpoint: Any, editable: Path, name: str
+    seeing: Any, editable: Path, name: str
 ) -> None:
     from sightline.families import load_renderer
 
     (editable / name).unlink()
     with pytest.raises(FamilyError, match=name):
-        load_renderer(editable, checkpoint.store)
+        load_renderer(editable, seeing.store)
 
 
 @st.composite
@@ -142,12 +141,12 @@ def layouts(draw: st.DrawFn) -> tuple[int, list[tuple[int, int]]]:
     return draw(st.integers(0, 9)), draw(images)
 
 
-def place(checkpoint: Any, layout: tuple[int, list[tuple[int, int]]]) -> tuple[int, list[Any]]:
+def place(seeing: Any, layout: tuple[int, list[tuple[int, int]]]) -> tuple[int, list[Any]]:
     tail, images = layout
     slots, offset = [], 0
     for text, which in images:
-        item = checkpoint.family.item(checkpoint.refs[which])
-        length = checkpoint.family.num_tokens(item)
+        item = seeing.family.item(seeing.refs[which])
+        length = seeing.family.num_tokens(item)
         slots.append(PlacedSlot(offset + text, length, item.grid))
         offset += text + length
     return offset + tail, slots
@@ -156,11 +155,11 @@ def place(checkpoint: Any, layout: tuple[int, list[tuple[int, int]]]) -> tuple[i
 @many
 @given(first=layouts(), second=layouts(), start=st.integers(0, 1000))
 def test_positions_continue_where_the_last_ones_ended(
-    checkpoint: Any, first: Any, second: Any, start: int
+    seeing: Any, first: Any, second: Any, start: int
 ) -> None:
-    family = checkpoint.family
-    num_first, slots_first = place(checkpoint, first)
-    num_second, slots_second = place(checkpoint, second)
+    family = seeing.family
+    num_first, slots_first = place(seeing, first)
+    num_second, slots_second = place(seeing, second)
     head, middle = family.positions(num_first, slots_first, start)
     tail, end = family.positions(num_second, slots_second, middle)
     moved = [PlacedSlot(s.offset + num_first, s.length, s.grid) for s in slots_second]
@@ -171,28 +170,28 @@ def test_positions_continue_where_the_last_ones_ended(
     assert whole_end == end
 
 
-def test_text_advances_every_axis_by_one(checkpoint: Any) -> None:
-    found, end = checkpoint.family.positions(7, [], 5)
-    assert np.array_equal(found, np.tile(np.arange(5, 12), (checkpoint.family.num_axes, 1)))
+def test_text_advances_every_axis_by_one(seeing: Any) -> None:
+    found, end = seeing.family.positions(7, [], 5)
+    assert np.array_equal(found, np.tile(np.arange(5, 12), (seeing.family.num_axes, 1)))
     assert end == 12
 
 
 @pytest.mark.parametrize("change", ["length", "overlap", "outside"])
-def test_positions_refuse_slots_that_do_not_fit(checkpoint: Any, change: str) -> None:
-    num_tokens, (first, second) = place(checkpoint, (0, [(1, 0), (1, 1)]))
+def test_positions_refuse_slots_that_do_not_fit(seeing: Any, change: str) -> None:
+    num_tokens, (first, second) = place(seeing, (0, [(1, 0), (1, 1)]))
     broken = {
         "length": PlacedSlot(second.offset, second.length - 1, second.grid),
         "overlap": PlacedSlot(first.offset, second.length, second.grid),
         "outside": PlacedSlot(num_tokens, second.length, second.grid),
     }[change]
     with pytest.raises(Misaligned):
-        checkpoint.family.positions(num_tokens, [first, broken])
+        seeing.family.positions(num_tokens, [first, broken])
 
 
-def test_a_family_crosses_into_another_process(checkpoint: Any) -> None:
-    again = pickle.loads(pickle.dumps(checkpoint.family))
-    assert again.fingerprint == checkpoint.family.fingerprint
-    assert again.item(checkpoint.refs[0]) == checkpoint.family.item(checkpoint.refs[0])
+def test_a_family_crosses_into_another_process(seeing: Any) -> None:
+    again = pickle.loads(pickle.dumps(seeing.family))
+    assert again.fingerprint == seeing.family.fingerprint
+    assert again.item(seeing.refs[0]) == seeing.family.item(seeing.refs[0])
 
 
 PATCHES_PROGRAM = """
@@ -208,16 +207,16 @@ assert not heavy, heavy
 """
 
 
-def test_pixels_do_not_change_with_torchvision(checkpoint: Any, tmp_path: Path) -> None:
+def test_pixels_do_not_change_with_torchvision(seeing: Any, tmp_path: Path) -> None:
     # A torchvision that can be found and cannot be imported: whoever touches it fails.
     fake = tmp_path / "torchvision"
     fake.mkdir()
     (fake / "__init__.py").write_text("raise ImportError('operator torchvision::nms missing')")
-    ref = checkpoint.refs[2]
+    ref = seeing.refs[2]
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + PATCHES_PROGRAM
     digests = [
         subprocess.run(
-            [sys.executable, "-c", code, str(checkpoint.path), checkpoint.store.root, ref.digest],
+            [sys.executable, "-c", code, str(seeing.path), seeing.store.root, ref.digest],
             check=True,
             capture_output=True,
             text=True,

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from sightline import MediaRefused, MessageError
-from sightline.message import assistant, system, user
+from sightline.message import Message, assistant, system, user
 
 
 def test_text_that_spells_a_special_token_stays_text(checkpoint: Any) -> None:
@@ -37,9 +37,9 @@ def test_a_forged_turn_makes_no_second_message(checkpoint: Any) -> None:
 
 @pytest.mark.parametrize("role", ["system", "assistant"])
 def test_an_image_where_the_template_would_drop_it_is_refused_by_path(
-    checkpoint: Any, role: str
+    seeing: Any, role: str
 ) -> None:
-    url = checkpoint.refs[0].url
+    url = seeing.refs[0].url
     content = [
         {"type": "text", "text": "a"},
         {"type": "text", "text": "b"},
@@ -47,17 +47,21 @@ def test_an_image_where_the_template_would_drop_it_is_refused_by_path(
     ]
     messages = [{"role": role, "content": content}, {"role": "user", "content": "c"}]
     with pytest.raises(MessageError, match=r"messages\[0\]\.content\[2\].*" + role):
-        checkpoint.renderer.render(messages)
+        seeing.renderer.render(messages)
 
 
-def test_a_shape_that_cannot_be_laid_out_is_refused_by_path(checkpoint: Any) -> None:
-    ref = checkpoint.store.put(Image.new("RGB", (402, 2)))
+def test_a_shape_that_cannot_be_laid_out_is_refused_by_path(seeing: Any) -> None:
+    size = seeing.case.refused_size
+    ref = seeing.store.put(Image.new("RGB", size or (402, 2)))
     messages = [
         {"role": "user", "content": "a"},
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": ref.url}}]},
     ]
-    with pytest.raises(MediaRefused, match=r"messages\[1\]\.content\[0\]: .*402x2"):
-        checkpoint.renderer.render(messages)
+    if size is None:
+        assert seeing.renderer.render(messages).slots
+        return
+    with pytest.raises(MediaRefused, match=rf"messages\[1\]\.content\[0\]: .*{size[0]}x{size[1]}"):
+        seeing.renderer.render(messages)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,10 @@ def test_a_shape_that_cannot_be_laid_out_is_refused_by_path(checkpoint: Any) -> 
         ([user("a"), 3], r"messages\[1\]"),
         ([{"role": "wizard", "content": "a"}], r"messages\[0\]\.role"),
         ([user("a"), system("late")], r"messages\[1\]\.role"),
-        ([user("a"), assistant("b", reasoning="c")], r"messages\[1\]\.reasoning"),
+        (
+            [user("a"), Message(role="user", reasoning="c")],
+            r"messages\[1\]\.reasoning",
+        ),
         ([user("\ud800")], r"messages\[0\]\.content"),
         (
             [{"role": "user", "content": "a", "tool_calls": [{"name": "f"}]}],
@@ -91,3 +98,28 @@ def test_bridge_names_the_path_in_the_new_messages(checkpoint: Any) -> None:
     new = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": ""}}]}]
     with pytest.raises(MessageError, match=r"new_messages\[0\]\.content\[0\]\.image_url"):
         renderer.bridge(prompt, [renderer.stop_token_ids[0]], new)
+
+
+def test_what_only_some_formats_have_is_refused_by_the_others(checkpoint: Any) -> None:
+    case, render = checkpoint.case, checkpoint.renderer.render
+    tool = {"type": "function", "function": {"name": "f"}}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {}}]}
+    if not case.takes_reasoning:
+        with pytest.raises(MessageError, match=r"^messages\[1\]\.reasoning: "):
+            render([user("a"), assistant("b", reasoning="c")])
+    if not case.takes_tools:
+        with pytest.raises(MessageError, match="^tools: "):
+            render([user("a")], [tool])
+        with pytest.raises(MessageError, match=r"^messages\[1\]\.tool_calls: "):
+            render([user("a"), called])
+        with pytest.raises(MessageError, match=r"^messages\[1\]\.role: "):
+            render([user("a"), {"role": "tool", "content": "b"}])
+    if not case.shows_images:
+        content = [{"type": "text", "text": "a"}, {"type": "image", "ref": checkpoint.refs[0]}]
+        with pytest.raises(MessageError, match=r"^messages\[0\]\.content\[1\]: .*vision tower"):
+            render([{"role": "user", "content": content}])
+    if case.wants_query:
+        with pytest.raises(MessageError, match="^messages: .*asks"):
+            render([assistant("b")])
+    with pytest.raises(MessageError, match=r"^messages\[0\]\.reasoning: "):
+        render([{"role": "user", "content": "a", "reasoning_content": "b"}])

@@ -85,7 +85,7 @@ def turn_counts(turns: int) -> list[int]:
 def write_tiny(folder: Path) -> Path:
     from sightline.families import registry
 
-    registry.write_tiny(registry.family_names()[0], folder, seed=0)
+    registry.write_tiny(registry.first_family(), folder, seed=0)
     return folder
 
 

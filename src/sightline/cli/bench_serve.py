@@ -262,7 +262,7 @@ def _noise(rng: random.Random, side: int) -> bytes:
 def _write_tiny(folder: Path) -> Path:
     from sightline.families import registry
 
-    registry.write_tiny(registry.family_names()[0], folder, seed=0)
+    registry.write_tiny(registry.first_family(), folder, seed=0)
     return folder
 
 

@@ -19,14 +19,17 @@ def add(subparsers: Any) -> None:
     tiny = actions.add_parser("tiny", help="write a small checkpoint with random weights")
     tiny.add_argument("folder", type=Path, metavar="DIR", help="folder to write it to")
     names = registry.family_names()
-    tiny.add_argument("--family", choices=names, default=names[0], help="default: %(default)s")
+    first = registry.first_family()
+    tiny.add_argument("--family", choices=names, default=first, help="default: %(default)s")
+    tiny.add_argument("--type", help="model type of the family; an unknown one is told the known")
     tiny.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
     tiny.add_argument("--force", action="store_true", help="replace the checkpoint in DIR")
 
 
 def run(args: argparse.Namespace) -> int:
     check_target(args.folder, args.force)
-    write_whole(args.family, args.folder, args.seed)
+    options = {} if args.type is None else {"type": args.type}
+    write_whole(args.family, args.folder, args.seed, **options)
     count = num_parameters(args.folder)
     print(f"{args.family}: {count:,} parameters, seed {args.seed}\nmodel: {args.folder}")
     return 0
@@ -42,12 +45,12 @@ def check_target(folder: Path, force: bool) -> None:
         raise ConfigError(f"{folder} already holds a checkpoint", "add --force to replace it")
 
 
-def write_whole(family: str, folder: Path, seed: int) -> None:
+def write_whole(family: str, folder: Path, seed: int, **options: Any) -> None:
     """Writes beside `folder` and renames, so that no one finds half a checkpoint."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         made = Path(scratch) / "model"
-        registry.write_tiny(family, made, seed=seed)
+        registry.write_tiny(family, made, seed=seed, **options)
         if folder.exists():
             shutil.move(folder, Path(scratch) / "old")
         made.rename(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import threading
 import time
 import traceback
@@ -25,12 +26,18 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--hub", default="", help="address of the orchestrator's channel")
     parser.add_argument("--server", default="", help="address of the inference server")
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
+    parser.add_argument("--parent", type=int, default=0, help="process to end with")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     run_dir = RunDir(args.run_dir)
-    _end_with_parent()
+    if args.parent:
+        _end_with(args.parent)
+    if args.name.startswith(("trainer", "worker")):
+        # A signal to the whole run is for launcher and orchestrator, who end it in order.
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
     try:
         _run(args.name, run_dir, args.hub, args.server, args.threads)
     except SightlineError as error:
@@ -94,9 +101,8 @@ def _serve(file: RunFile, media_root: Path, server: str, threads: int) -> None:
     )
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """A launcher that was killed cannot end its processes; they notice and end themselves."""
-    parent = os.getppid()
 
     def look() -> None:
         while os.getppid() == parent:

@@ -6,6 +6,7 @@ A reader sees a manifest only when all that it names is whole on the disk.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
@@ -16,9 +17,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from sightline.errors import Misaligned, WireError
+from sightline.wire.file import append_line, read_lines
 from sightline.wire.weights import MANIFEST, Manifest, WeightFile
 
 WEIGHTS_FILE = "model.safetensors"
+HISTORY = "history.jsonl"
 
 
 def write_weights(
@@ -31,13 +34,10 @@ def write_weights(
     """
     data = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
     file = WeightFile(WEIGHTS_FILE, len(data), hashlib.sha256(data).hexdigest())
-    epoch = 0
-    while (folder := folder_of(root, version, epoch) / MANIFEST).is_file():
-        found = read_manifest(folder)
-        if found.files == [file]:
-            return folder, found
-        epoch += 1
+    epoch = _epoch_of(root, version, file.sha256)
     manifest = Manifest(version, vision_version, [file], epoch)
+    if (there := folder_of(root, version, epoch) / MANIFEST).is_file():
+        return there, manifest
     target = folder_of(root, version, epoch)
     part = root / f".{target.name}.part"
     shutil.rmtree(part, ignore_errors=True)
@@ -47,6 +47,20 @@ def write_weights(
     shutil.rmtree(target, ignore_errors=True)
     os.rename(part, target)
     return target / MANIFEST, manifest
+
+
+def _epoch_of(root: Path, version: int, sha256: str) -> int:
+    """The epoch of `version` with these bits. The history outlasts the folders, which go when no
+    engine can need them: a version that is made again is compared with what it was."""
+    history = root / HISTORY
+    lines = [json.loads(line) for line in read_lines(history)]
+    known = [line["sha256"] for line in lines if line["version"] == version]
+    if sha256 in known:
+        return known.index(sha256)
+    root.mkdir(parents=True, exist_ok=True)
+    line = {"version": version, "epoch": len(known), "sha256": sha256}
+    append_line(history, json.dumps(line).encode())
+    return len(known)
 
 
 def folder_of(root: Path, version: int, epoch: int) -> Path:

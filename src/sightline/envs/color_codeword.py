@@ -16,16 +16,18 @@ from PIL import Image
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.message import Message, assistant, user
 
+# Near the corners of the colour cube, and one in the middle of a face: a tower of random weights
+# tells colours apart by their direction from grey.
 COLORS: dict[str, tuple[int, int, int]] = {
-    "A": (220, 40, 40),
-    "B": (40, 180, 60),
-    "C": (50, 80, 220),
-    "D": (230, 210, 40),
-    "E": (150, 50, 180),
-    "F": (40, 200, 210),
-    "G": (240, 140, 40),
+    "A": (225, 35, 35),
+    "B": (35, 200, 60),
+    "C": (40, 70, 225),
+    "D": (235, 220, 45),
+    "E": (215, 50, 205),
+    "F": (45, 210, 220),
+    "G": (250, 135, 130),
     "H": (240, 240, 240),
-    "I": (30, 30, 30),
+    "I": (20, 20, 20),
 }
 LETTERS = "".join(COLORS)
 GLYPHS = {

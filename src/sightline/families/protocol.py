@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -44,6 +44,19 @@ class PlacedSlot:
     grid: tuple[int, int, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What a model's sequences can be packed into, and why."""
+
+    kind: Literal["tree", "flat", "rows"]
+    """`tree`: nodes once, under a mask. `flat`: sequences side by side in one row. `rows`: one
+    sequence a forward pass."""
+    reason: str
+
+
+TREE = Packing("tree", "every layer attends by the pattern that it is given")
+
+
 class Family(Protocol):
     name: str
     """The name of its folder."""
@@ -58,6 +71,7 @@ class Family(Protocol):
     """False for a text-only checkpoint."""
     slot_token_ids: tuple[int, ...]
     """The ids that fill slots: found there, and nowhere else."""
+    packing: Packing
 
     def layout(self, width: int, height: int) -> Layout: ...
 

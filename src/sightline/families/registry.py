@@ -24,6 +24,12 @@ def family_names() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(families_package.__path__) if m.ispkg)
 
 
+def first_family() -> str:
+    """The family that commands take when none is named: the folder that says so of itself."""
+    names = family_names()
+    return next((n for n in names if getattr(_folder(n), "IS_FIRST", False)), names[0])
+
+
 def _folder(name: str) -> ModuleType:
     return importlib.import_module(f"sightline.families.{name}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
 import signal
 import socket
@@ -17,12 +18,14 @@ from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
 from sightline.inference.door import Checked, Door
 from sightline.inference.server import Server
-from sightline.inference.settings import ServeSettings
+from sightline.inference.settings import ServeSettings, check_served
 from sightline.media import MediaStore
 
 KEEP_ALIVE_S = 600
 GRACE_S = 10
 BACKLOG = 2048
+ENGINE_DIED = 70
+"""Exit code when the engine's loop has failed beyond repair; its traceback is in the log."""
 
 
 def build_server(settings: ServeSettings) -> Server:
@@ -34,6 +37,7 @@ def build_server(settings: ServeSettings) -> Server:
         raise ConfigError("a server without a media root", "name the store's folder")
     store = MediaStore(settings.media_roots[0], fallback_roots=settings.media_roots[1:])
     family = load_family(settings.model, **settings.overrides)
+    check_served(family, str(settings.model))
     renderer = load_renderer(settings.model, store, family)
     engine = build_engine(settings, family, store, renderer.pad_token_ids)
     seeds = random.SystemRandom()
@@ -104,6 +108,7 @@ def serve(settings: ServeSettings) -> None:
     # What is loaded by now stays: walking over it again costs 0.2 s at every full collection.
     gc.collect()
     gc.freeze()
+    server.engine.on_death = lambda: os._exit(ENGINE_DIED)
     print(f"serving {settings.model} at http://{settings.host}:{port}", flush=True)
     _Uvicorn(config, server).run(sockets=[listening])
 

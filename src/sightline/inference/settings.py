@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sightline.errors import ConfigError
+from sightline.families import Family
+
 MEBIBYTE = 2**20
+
+
+def check_served(family: Family, model: str) -> None:
+    """Raises for a model whose layers keep more than keys and values from token to token."""
+    if family.packing.kind == "rows":
+        raise ConfigError(
+            f"the embedded engine cannot serve {model}: {family.packing.reason}",
+            "train it with `sightline sft`, or choose a checkpoint that attends in every layer",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 from sightline.config import Env, Model, RunFile
 from sightline.envs import load_environment
 from sightline.errors import ConfigError, DiskFull, FamilyError
-from sightline.families import load_family
+from sightline.families import Family, load_family
+from sightline.inference.settings import check_served
 from sightline.launch.processes import find_port, num_cores, share_threads
 from sightline.media import MediaStore
 from sightline.monitor import RunDir
@@ -16,10 +17,12 @@ from sightline.monitor import RunDir
 STATES_PER_CHECKPOINT = 3
 """Weights and the two moments of AdamW."""
 SPARE_BYTES = 1 << 30
+BYTES_PER_TOKEN = 16
+"""Of a batch on disk: the id, and logprob, advantage and version where it trains."""
 
 
-def check_model(model: Model, env: Env) -> None:
-    """The checkpoint is whole, known, and sees if the environment shows."""
+def check_model(model: Model, env: Env) -> Family:
+    """The family of the checkpoint, which is whole, known, and sees if the environment shows."""
     environment = load_environment(env.name, env.args)
     path = Path(model.path)
     if not path.is_dir():
@@ -27,14 +30,15 @@ def check_model(model: Model, env: Env) -> None:
             f"[model] path = {model.path!r} is no folder",
             "make a checkpoint with `sightline model tiny DIR`, or name one that is there",
         )
+    family: Family | None = None
+    why = "it has no vision tower"
     try:
-        sees = load_family(path, **model.overrides()).shows_images
-        why = "it has no vision tower"
+        family = load_family(path, **model.overrides())
     except FamilyError as error:
         if not environment.shows_images:
             raise
-        sees, why = False, error.problem
-    if environment.shows_images and not sees:
+        why = error.problem
+    if family is None or (environment.shows_images and not family.shows_images):
         raise ConfigError(
             f"[env] {env.name!r} shows images and [model] path = {model.path!r} cannot see: {why}",
             "choose a vision-language checkpoint, or an environment without images",
@@ -43,6 +47,11 @@ def check_model(model: Model, env: Env) -> None:
         raise ConfigError(
             f"[model] path = {model.path!r} holds no weights", "it needs *.safetensors files"
         )
+    return family
+
+
+def packing_line(family: Family) -> str:
+    return f"packing: {family.packing.kind} ({family.packing.reason})"
 
 
 def check_store(root: Path, max_gb: float) -> None:
@@ -57,7 +66,16 @@ def check_disk(config: RunFile, run_dir: RunDir) -> None:
     # One more of each than is kept: the next is whole before the oldest goes.
     checkpoints = (config.trainer.keep_checkpoints + 1) * STATES_PER_CHECKPOINT
     published = config.orchestrator.max_lag + 2
-    needed = weights * (checkpoints + published + 1) + SPARE_BYTES
+    batches = config.trainer.checkpoint_every + config.orchestrator.max_lag + 1
+    batch_bytes = (
+        config.orchestrator.groups_per_step
+        * config.orchestrator.group_size
+        * config.inference.max_len
+        * BYTES_PER_TOKEN
+    )
+    needed = weights * (checkpoints + published + 1) + batches * batch_bytes + SPARE_BYTES
+    # What a run that goes on has already written is counted in what it can need.
+    needed -= _bytes_in(run_dir.checkpoints, run_dir.weights, run_dir.batches)
     free = shutil.disk_usage(_existing(run_dir.path)).free
     if free < needed:
         raise DiskFull(
@@ -67,12 +85,35 @@ def check_disk(config: RunFile, run_dir: RunDir) -> None:
         )
 
 
-def check_run(config: RunFile, run_dir: RunDir) -> None:
-    check_model(config.model, config.env)
+def check_fit(config: RunFile) -> None:
+    """Settings that each are well and together cannot work."""
+    if config.rollout.max_tokens >= config.inference.max_len:
+        raise ConfigError(
+            f"[rollout] max_tokens = {config.rollout.max_tokens} leaves no room for a prompt in "
+            f"[inference] max_len = {config.inference.max_len}",
+            "raise max_len, or lower max_tokens",
+        )
+    for root in config.media.file_roots:
+        if not Path(root).is_absolute():
+            raise ConfigError(
+                f"[media] file_roots has {root!r}, which is relative",
+                "write the whole path: processes may run in other folders",
+            )
+
+
+def check_run(config: RunFile, run_dir: RunDir) -> Family:
+    family = check_model(config.model, config.env)
+    check_served(family, config.model.path)
     share_threads(config, num_cores())
-    check_store(Path(config.media.root or run_dir.media), config.media.max_gb)
+    check_fit(config)
     find_port(config.inference.host, config.inference.port, "[inference] port")
     check_disk(config, run_dir)
+    return family
+
+
+def _bytes_in(*folders: Path) -> int:
+    files = (file for folder in folders if folder.is_dir() for file in folder.rglob("*"))
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _existing(path: Path) -> Path:

@@ -111,7 +111,7 @@ class Processes:
         _error_file(self.run_dir, spec.name).unlink(missing_ok=True)
         with log:
             self._running[spec.name] = subprocess.Popen(
-                [sys.executable, "-m", "sightline", *spec.arguments],
+                [sys.executable, "-m", "sightline", *spec.arguments, "--parent", str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -159,13 +159,16 @@ class Processes:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         file = _error_file(self.run_dir, name)
         log = self.run_dir.logs / f"{name}.log"
-        resume = f"then go on with `sightline rl --resume {self.run_dir.path}`"
+        can_resume = self.run_dir.progress.parent.is_dir()
+        resume = f"then go on with `sightline rl --resume {self.run_dir.path}`" * can_resume
         if file.is_file():
             left = json.loads(file.read_text())
-            return ProcessFailed(f"{name} {how}: {left['problem']}", f"{left['fix']}; {resume}")
+            fix = "; ".join(part for part in (left["fix"], resume) if part)
+            return ProcessFailed(f"{name} {how}: {left['problem']}", fix)
         words = log.read_text(errors="replace").strip().splitlines()[-1:] if log.is_file() else []
         last = f"; its last words: {words[0]}" if words and code > 0 else ""
-        return ProcessFailed(f"{name} {how}{last}", f"see {log}, {resume}")
+        fix = ", ".join(part for part in (f"see {log}", resume) if part)
+        return ProcessFailed(f"{name} {how}{last}", fix)
 
 
 def _error_file(run_dir: RunDir, name: str) -> Path:
@@ -177,41 +180,65 @@ def leave_error(run_dir: RunDir, name: str, problem: str, fix: str) -> None:
     _error_file(run_dir, name).write_text(json.dumps({"problem": problem, "fix": fix}))
 
 
-def watch(processes: Processes, leader: str, tick: Callable[[], None]) -> bool:
+class Signals:
+    """Notes Ctrl-C, SIGTERM and a lost terminal, instead of dying of them."""
+
+    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> Signals:
+        self._before = {number: signal.signal(number, self._note) for number in self.NUMBERS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+def watch(processes: Processes, leader: str, tick: Callable[[], None], signals: Signals) -> bool:
     """Waits until `leader` has ended well, and returns whether a signal asked for it.
 
     Raises ProcessFailed, with all processes ended, when one fails or a second signal comes.
     """
-    asked: list[int] = []
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-
-    before = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
     told = False
     try:
         while processes.code(leader) is None:
             time.sleep(POLL_S)
-            tick()
+            tick = _ticked(tick)
             if processes.failed():
                 # What one death causes in the others follows within a moment; see them all.
                 time.sleep(2 * POLL_S)
-                raise processes.explain(*processes.failed()[0])
-            if len(asked) > 1:
+                break
+            if signals.count > 1:
                 raise ProcessFailed(
                     "ended at once by a second signal",
                     f"go on with `sightline rl --resume {processes.run_dir.path}`",
                 )
-            if asked and not told:
+            if signals.count and not told:
                 told = True
                 processes.signal(leader, signal.SIGTERM)
+        if told and processes.code(leader) == -signal.SIGTERM:
+            # It was told before it could listen: it had nothing to bring to an end yet.
+            processes.kill()
+            return True
         if processes.failed():
             raise processes.explain(*processes.failed()[0])
     except BaseException:
         processes.kill()
         raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     processes.stop()
-    return bool(asked)
+    return told
+
+
+def _ticked(tick: Callable[[], None]) -> Callable[[], None]:
+    """Calls `tick`; a view that fails (a closed pipe, say) is not called again."""
+    try:
+        tick()
+    except Exception:  # a view may fail, and never ends a run
+        return lambda: None
+    return tick

@@ -8,10 +8,12 @@ from rich.console import Console
 
 from sightline import config as config_module
 from sightline.config import RunFile, check_resume, dump
-from sightline.errors import ResumeRefused
-from sightline.launch.preflight import check_run
+from sightline.errors import ProcessFailed, ResumeRefused
+from sightline.launch.claim import check_pinned, claim_run_dir, locked, pin_model
+from sightline.launch.preflight import check_run, check_store, packing_line
 from sightline.launch.processes import (
     Processes,
+    Signals,
     Spec,
     find_port,
     num_cores,
@@ -22,25 +24,21 @@ from sightline.monitor import EventLog, RunDir
 from sightline.monitor.console import LiveView
 from sightline.monitor.report import write_report
 from sightline.monitor.summary import print_summary, summarize
+from sightline.wire.file import write_atomic
 
 LEADER = "orchestrator"
 
 
-def new_run_dir(base: str, name: str) -> RunDir:
-    """The next free `base/name-NNN`."""
-    number = 1
-    while (path := Path(base) / f"{name}-{number:03d}").exists():
-        number += 1
-    return RunDir(path)
-
-
 def start_run(config: RunFile, plain: bool) -> RunDir:
     """Runs `config` from its first step, in a directory of its own."""
-    run_dir = new_run_dir(config.run.dir, config.run.name)
-    check_run(config, run_dir)
-    run_dir.make()
-    run_dir.config.write_text(dump(config))
-    return _run(config, run_dir, plain)
+    print(packing_line(check_run(config, RunDir(Path(config.run.dir)))))
+    run_dir = claim_run_dir(config.run.dir, config.run.name)
+    with locked(run_dir):
+        check_store(Path(config.media.root or run_dir.media), config.media.max_gb)
+        run_dir.make()
+        pin_model(run_dir, Path(config.model.path))
+        write_atomic(run_dir.config, dump(config).encode())
+        return _run(config, run_dir, plain)
 
 
 def resume_run(path: Path, overrides: list[str], plain: bool) -> RunDir:
@@ -51,10 +49,13 @@ def resume_run(path: Path, overrides: list[str], plain: bool) -> RunDir:
     old = config_module.load(RunFile, run_dir.config)
     new = config_module.load(RunFile, run_dir.config, overrides)
     check_resume(old, new)
-    check_run(new, run_dir)
-    run_dir.make()
-    run_dir.config.write_text(dump(new))
-    return _run(new, run_dir, plain)
+    print(packing_line(check_run(new, run_dir)))
+    with locked(run_dir):
+        check_pinned(run_dir, Path(new.model.path))
+        check_store(Path(new.media.root or run_dir.media), new.media.max_gb)
+        run_dir.make()
+        write_atomic(run_dir.config, dump(new).encode())
+        return _run(new, run_dir, plain)
 
 
 def _specs(config: RunFile, run_dir: RunDir) -> list[Spec]:
@@ -87,17 +88,27 @@ def _run(config: RunFile, run_dir: RunDir, plain: bool) -> RunDir:
     processes = Processes(run_dir)
     view = LiveView(run_dir, plain)
     try:
-        for spec in specs:
-            processes.start(spec)
-        stopped = watch(processes, LEADER, view.update)
+        with Signals() as signals:
+            for spec in specs:
+                processes.start(spec)
+            stopped = watch(processes, LEADER, view.update, signals)
         view.update()
+    except ProcessFailed as error:
+        view.close()
+        _close(run_dir, console, error.problem)
+        raise
     finally:
         view.close()
         processes.kill()
-    extra = {"stopped_by": "a signal"} if stopped else {}
+    _close(run_dir, console, "a signal" if stopped else "")
+    return run_dir
+
+
+def _close(run_dir: RunDir, console: Console, stopped_by: str) -> None:
+    """Summary and report, whichever way the run ended."""
+    extra = {"stopped_by": stopped_by} if stopped_by else {}
     print_summary(summarize(run_dir, **extra), console)
     report = write_report(run_dir)
     # The last lines, bare, so that scripts can read them.
     print(f"run: {run_dir.path}")
-    print(f"report: {report}")
-    return run_dir
+    print(f"report: {report}", flush=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.console import Console
 
 from sightline.config import SftFile, dump
-from sightline.launch.preflight import check_model, check_store
-from sightline.launch.processes import Processes, Spec, num_cores, watch
-from sightline.launch.rl import new_run_dir
+from sightline.launch.claim import claim_run_dir
+from sightline.launch.preflight import check_model, check_store, packing_line
+from sightline.launch.processes import Processes, Signals, Spec, num_cores, watch
 from sightline.monitor import RunDir
 from sightline.monitor.events import by_step, read_events
 
@@ -18,8 +18,8 @@ EVERY_STEPS = 20
 
 
 def start_sft(config: SftFile) -> RunDir:
-    run_dir = new_run_dir(config.run.dir, config.run.name)
-    check_model(config.model, config.env)
+    family = check_model(config.model, config.env)
+    run_dir = claim_run_dir(config.run.dir, config.run.name)
     check_store(Path(config.media.root or run_dir.media), config.media.max_gb)
     for folder in (run_dir.logs, Path(config.sft.output).parent):
         folder.mkdir(parents=True, exist_ok=True)
@@ -27,6 +27,7 @@ def start_sft(config: SftFile) -> RunDir:
     threads = config.trainer.threads or num_cores()
     processes = Processes(run_dir)
     console = Console()
+    console.print(packing_line(family), highlight=False, soft_wrap=True)
     printed = 0
 
     def show() -> None:
@@ -38,9 +39,10 @@ def start_sft(config: SftFile) -> RunDir:
                 console.print(f"sft step {step:4d}/{config.run.steps}  loss {loss:.4f}")
                 printed = step
 
-    processes.start(Spec(NAME, ["process", NAME, str(run_dir.path)], threads))
     try:
-        watch(processes, NAME, show)
+        with Signals() as signals:
+            processes.start(Spec(NAME, ["process", NAME, str(run_dir.path)], threads))
+            watch(processes, NAME, show, signals)
         show()
     finally:
         processes.kill()

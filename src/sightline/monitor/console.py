@@ -243,7 +243,7 @@ def _rows(seen: _Seen) -> list[tuple[str, RenderableType]]:
             _cells(
                 f"tokens/s {spell.count(find_number(values, 'tokens_per_s'))}",
                 f"lag {_lag(values)}",
-                f"in flight {spell.count(find_number(values, 'rollouts_in_flight'))}",
+                f"groups ahead {spell.count(find_number(values, 'groups_ahead'))}",
             ),
         ),
         (

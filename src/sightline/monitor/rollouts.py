@@ -75,8 +75,11 @@ def pick_rollouts(run_dir: RunDir, gallery: Gallery, tokenizer: Tokenizer | None
         chosen = [files[0], files[-1]] if len(files) > 1 else files
         titled = [(f"Step {_step_of(file)}", file) for file in chosen]
     else:
-        named = ((name, run_dir.eval_traces(name)) for name in ("start", "final"))
-        titled = [(f"Evaluation, {name}", file) for name, file in named if file.is_file()]
+        titled = [
+            (f"Evaluation, {name}", file)
+            for name in ("start", "final")
+            for file in sorted(run_dir.traces.glob(f"eval_{name}_*.msgpack"))[:1]
+        ]
     return [_shelf(title, file, gallery, tokenizer) for title, file in titled]
 
 

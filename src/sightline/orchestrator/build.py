@@ -61,7 +61,9 @@ def build(
         again=list(books.progress.open_groups),
     )
     policy = Policy(engines=[client.adopt], weights=run_dir.weights)
-    watcher = StepWatcher(books, policy, store, events, rollouts, config.run.steps)
+    watcher = StepWatcher(
+        books, policy, store, events, rollouts, config.run.steps, config.media.max_bad_fraction
+    )
     parts = Parts(
         rollouts=rollouts,
         policy=policy,

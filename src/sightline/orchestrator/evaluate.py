@@ -35,14 +35,19 @@ class Evaluator:
         file = f"{name}_{step:06d}"
         traces = await self._play_all([None] * self.tasks)
         self._keep(file, traces)
+        played = list(traces)
         extra: dict[str, float] = {}
         if exchange:
             # Task i is shown the images of its neighbour.
             donors: list[Trace | None] = [*traces[1:], traces[0]]
             exchanged = await self._play_all(donors)
             self._keep(f"{file}_exchanged", exchanged)
+            played += exchanged
             extra["swapped"] = mean_measure(exchanged)
         self._write(name, step, traces, extra)
+        # Counted when all is played: an evaluation that is cut short is played again.
+        for trace in played:
+            self.books.count(trace)
         return mean_measure(traces)
 
     async def _play_all(self, donors: Sequence[Trace | None]) -> list[Trace]:
@@ -53,16 +58,17 @@ class Evaluator:
             async with gate:
                 return await self.rollouts.play_once(task, SPLIT, self.temperature, images)
 
-        return await asyncio.gather(*(one(i, donor) for i, donor in enumerate(donors)))
+        # A donor that broke before it showed anything has no images to give.
+        able = [(i, d) for i, d in enumerate(donors) if d is None or _images(d)]
+        return await asyncio.gather(*(one(i, donor) for i, donor in able))
 
     def _keep(self, name: str, traces: list[Trace]) -> None:
         write_traces(self.run_dir.eval_traces(name), traces)
-        for trace in traces:
-            self.books.count(trace)
         if all(trace.reward is None for trace in traces):
+            first = traces[0].error if traces else "no rollout showed an image"
             raise NothingTrains(
                 f"evaluation {name!r}: every one of {len(traces)} rollouts broke; the first: "
-                f"{traces[0].error}",
+                f"{first}",
                 "mend the environment or the server; logs/ has the details",
             )
 

@@ -62,7 +62,7 @@ class Judged:
     """One for every trace of the group."""
     samples: list[Sample]
     lags: list[int]
-    """Of the traces that train."""
+    """Of the traces whose tokens are in the batch."""
     counts: bool
     """Whether the group fills a place of the batch; a stale or broken one is replaced."""
     has_signal: bool
@@ -97,7 +97,7 @@ class Judge:
         if trains or (enough and self.keep_without_signal):
             for trace, of_node in zip(kept, advantages, strict=True):
                 samples += flatten(trace, of_node)
-        lags = [step - 1 - (trace.oldest_version or 0) for trace in kept] if trains else []
+        lags = [step - 1 - (trace.oldest_version or 0) for trace in kept] if samples else []
         return Judged(verdicts, samples, lags, counts=enough and bool(kept), has_signal=trains)
 
     def _alone(self, trace: Trace, step: int) -> str | None:

@@ -55,6 +55,8 @@ class Collected:
     has_signal: bool = False
     num_empty: int = 0
     """Whole batches in which nothing trained."""
+    num_dropped: int = 0
+    """Groups in a row that filled no place: stale, broken or filtered."""
     fresh: bool = False
     """Whether some group was sampled by version step-1 alone."""
 
@@ -105,7 +107,9 @@ async def _collect(parts: Parts, step: int) -> Collected:
         collected.traces += group.traces
         collected.lags += judged.lags
         collected.num_groups += judged.counts
+        collected.num_dropped = 0 if judged.counts else collected.num_dropped + 1
         collected.has_signal |= judged.has_signal
+        _check_dropped(parts, step, collected, judged)
         collected.fresh |= bool(judged.lags) and max(judged.lags) == 0
     return collected
 
@@ -125,7 +129,21 @@ def _is_full(parts: Parts, collected: Collected, wants_fresh: bool, step: int) -
                 "the policy may be as good as this reward can see",
             )
         return False
-    return collected.fresh or not wants_fresh
+    # A fresh group is worth a step's groups of waiting, not more: null is an honest measure.
+    waited = collected.num_groups - parts.groups_per_step
+    return collected.fresh or not wants_fresh or waited >= parts.groups_per_step
+
+
+def _check_dropped(parts: Parts, step: int, collected: Collected, judged: Judged) -> None:
+    most = parts.max_empty_batches * parts.groups_per_step
+    if collected.num_dropped >= most:
+        trace, verdict = judged.verdicts[-1]
+        last = trace.error.strip().splitlines()[-1:] or [""]
+        raise NothingTrains(
+            f"step {step}: {collected.num_dropped} groups in a row were dropped, the last with "
+            f"verdict {verdict!r} {last[0]}".rstrip(),
+            "mend what breaks the rollouts (metrics.jsonl has each), or loosen the filters",
+        )
 
 
 async def _next_group(parts: Parts, step: int, collected: Collected) -> Group:

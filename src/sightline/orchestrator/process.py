@@ -43,6 +43,8 @@ class Switchboard:
     hub: AsyncHub
     ready: dict[str, Ready] = field(default_factory=dict)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
+    last_step: int = 0
+    """The step that the trainer's last checkpoint covers."""
     on_played: Callable[[Played, str], None] = lambda played, worker: None
     on_published: Callable[[Published], None] = lambda published: None
 
@@ -73,6 +75,7 @@ class Switchboard:
                         self.ready[peer] = message
                         self._joined.notify_all()
                 case Finished():
+                    self.last_step = message.step
                     self.finished.set()
                 case _:
                     raise WireError(
@@ -101,7 +104,8 @@ async def main(config: RunFile, run_dir: RunDir, media_root: Path, hub: str, ser
         await board.wait_for({TRAINER, *workers})
         await _catch_up(board, books, built.parts)
         await _train(config, books, built.parts, built.evaluator, events, stop)
-        await notes.take()
+        with contextlib.suppress(OSError, ValueError):
+            await notes.take()
         await _finish(board, books, store, workers, events)
 
     began = time.monotonic()
@@ -113,6 +117,7 @@ async def main(config: RunFile, run_dir: RunDir, media_root: Path, hub: str, ser
             built.parts.policy.keep_adopting(),
             _keep_time(books, before, began),
             notes.keep_taking(),
+            _keep_room(store),
         )
     finally:
         await client.close()
@@ -184,7 +189,7 @@ async def _finish(
     events.write("state", phase="finishing")
     await board.send(TRAINER, Finish(books.progress.step))
     await board.finished.wait()
-    books.forget_batches(books.progress.step)
+    books.forget_batches(board.last_step)
     for worker in workers:
         await board.send(worker, Quit())
     books.save()
@@ -205,6 +210,15 @@ async def _keep_time(books: Books, before: float, began: float) -> None:
     while True:
         books.progress.seconds = before + time.monotonic() - began
         await asyncio.sleep(0.2)
+
+
+async def _keep_room(store: MediaStore) -> None:
+    """Ends the run when store or disk are full; a step, or an evaluation, may last long."""
+    while True:
+        await asyncio.sleep(30.0)
+        # Counted anew: the workers put images that this process's store does not know of.
+        fresh = MediaStore(store.root, max_bytes=store.max_bytes)
+        await asyncio.to_thread(fresh.check_room)
 
 
 @dataclass

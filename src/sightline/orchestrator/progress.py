@@ -101,7 +101,8 @@ class Books:
 
 def is_bad_media(trace: Trace) -> bool:
     """Whether an image broke the rollout, at the worker's door or at the server."""
-    return trace.error_kind.lower().startswith(("media", "pixel"))
+    kind = trace.error_kind.lower()
+    return kind.startswith(("media", "pixel")) and kind != "media_unavailable"
 
 
 def _step_of(name: str) -> int:

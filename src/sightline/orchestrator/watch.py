@@ -6,13 +6,14 @@ import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
+from sightline.errors import MediaError
 from sightline.media import MediaStore
 from sightline.monitor import EventLog
 from sightline.orchestrator.group import Group
 from sightline.orchestrator.judge import BROKEN, Judged, count
 from sightline.orchestrator.loop import Collected
 from sightline.orchestrator.policy import Policy
-from sightline.orchestrator.progress import Books
+from sightline.orchestrator.progress import Books, is_bad_media
 from sightline.orchestrator.rollouts import Rollouts
 
 
@@ -36,6 +37,7 @@ class StepWatcher:
     events: EventLog
     rollouts: Rollouts
     steps_total: int
+    max_bad_fraction: float
     sums: StepSums = field(default_factory=StepSums)
     _recent_s: list[float] = field(default_factory=list)
 
@@ -60,6 +62,14 @@ class StepWatcher:
     def settle(self, collected: Collected) -> None:
         """Takes a step into the books. What a step that is cut short has seen is played again,
         and is not in them."""
+        bad = [trace for trace in collected.traces if is_bad_media(trace)]
+        if len(bad) > self.max_bad_fraction * len(collected.traces):
+            raise MediaError(
+                f"bad media broke {len(bad)} of {len(collected.traces)} rollouts, more than "
+                f"[media] max_bad_fraction = {self.max_bad_fraction} allows. The last: "
+                f"{bad[-1].error}",
+                "mend the store (`sightline media verify`), or raise the budget",
+            )
         self.books.verdicts.update(self.sums.verdicts)
         for trace in collected.traces:
             self.books.count(trace)

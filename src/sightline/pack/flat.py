@@ -18,9 +18,12 @@ def pack(samples: Sequence[Sample], step: int, family: Family, limit: Cost) -> l
     """The micro-batches of a batch. Every trained token weighs the same in the step's loss.
 
     The same samples give the same packs, in every process and after every restart. A sample that
-    is larger than `limit` gets a micro-batch of its own.
+    is larger than `limit` gets a micro-batch of its own, and so does every sample of a family
+    that cannot pack.
     """
     total = sum(len(sample.trained) for sample in samples)
+    if family.packing.kind == "rows":
+        limit = Cost(0, 0)
     return [_micro_batch(group, step, family, total) for group in _bins(samples, limit)]
 
 

@@ -6,6 +6,17 @@
 
 from sightline.render.emitter import Emitter
 from sightline.render.protocol import Bridged, Refused, Rendered, Renderer, Span
+from sightline.render.template import ChatTemplate, TemplateError
 from sightline.render.tokenizer import Tokenizer
 
-__all__ = ["Bridged", "Emitter", "Refused", "Rendered", "Renderer", "Span", "Tokenizer"]
+__all__ = [
+    "Bridged",
+    "ChatTemplate",
+    "Emitter",
+    "Refused",
+    "Rendered",
+    "Renderer",
+    "Span",
+    "TemplateError",
+    "Tokenizer",
+]

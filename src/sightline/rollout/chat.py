@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sightline.envs.protocol import Messages
-from sightline.errors import EngineError, Misaligned
+from sightline.errors import EngineError, EnvironmentFailed, Misaligned
 from sightline.media import MediaRef, MediaStore
 from sightline.message import AssistantMessage
 from sightline.render import Renderer
@@ -49,6 +49,15 @@ class RolloutChat:
     async def ask(self, all_messages: Messages) -> AssistantMessage:
         return await self._call(self.trace.prepare(all_messages, self.renderer))
 
+    def _check_exchanged(self, turn: Turn) -> None:
+        """Images that did not come through `put` cannot be exchanged, and would go unnoticed."""
+        if any(slot.item.ref not in self.exchanged for slot in turn.slots):
+            raise EnvironmentFailed(
+                "an image of this environment does not come through chat.put, so that it cannot "
+                "be exchanged",
+                "put images with chat.put and send the refs, or set [eval] tasks = 0",
+            )
+
     async def _call(self, turn: Turn) -> AssistantMessage:
         params = SamplingParams(
             max_tokens=self.max_tokens,
@@ -58,6 +67,8 @@ class RolloutChat:
             stop_token_ids=self.renderer.stop_token_ids,
         )
         self.num_turns += 1
+        if self.exchanged:
+            self._check_exchanged(turn)
         request = GenerateRequest.of(
             turn.prompt_ids, turn.slots, params, self.modality, request_id=self.trace.id
         )

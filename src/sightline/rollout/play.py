@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import numbers
 import random
 import time
 import traceback
@@ -44,10 +45,14 @@ class Player:
         )
         error, kind = "", ""
         try:
-            outcome = await asyncio.wait_for(self._rollout(play, trace), self.timeout_s)
+            async with asyncio.timeout(self.timeout_s) as limit:
+                outcome = await self._rollout(play, trace)
             _record(trace, outcome)
         except TimeoutError:
-            error, kind = f"took more than {self.timeout_s} s", "timeout"
+            if limit.expired():
+                error, kind = f"took more than {self.timeout_s} s", "timeout"
+            else:
+                error, kind = traceback.format_exc(), EnvironmentFailed.__name__
         except EngineError as problem:
             error, kind = str(problem), problem.kind
         except SightlineError as problem:
@@ -86,16 +91,23 @@ def _outcome(result: object, name: str) -> Outcome:
         outcome = result
     elif isinstance(result, dict):
         outcome = Outcome(reward=float(sum(result.values())), parts=dict(result))
-    elif isinstance(result, (int, float)):
+    elif isinstance(result, numbers.Real):
         outcome = Outcome(reward=float(result))
     else:
         raise EnvironmentFailed(
             f"environment {name!r} returned a {type(result).__name__}",
             "return a number, a dict of named numbers, or an Outcome",
         )
-    if not math.isfinite(outcome.reward):
+    # Plain numbers from here on: an environment may well compute with numpy.
+    outcome = Outcome(
+        reward=float(outcome.reward),
+        parts={str(part): float(value) for part, value in outcome.parts.items()},
+        per_turn=None if outcome.per_turn is None else [float(v) for v in outcome.per_turn],
+    )
+    earned = [outcome.reward, *outcome.parts.values(), *(outcome.per_turn or ())]
+    if not all(math.isfinite(number) for number in earned):
         raise EnvironmentFailed(
-            f"environment {name!r} returned reward {outcome.reward}", "return a finite number"
+            f"environment {name!r} returned {outcome}", "return finite numbers only"
         )
     return outcome
 
@@ -107,5 +119,5 @@ def _record(trace: Trace, outcome: Outcome) -> None:
             "give one per call, in order",
         )
     trace.reward = outcome.reward
-    trace.rewards = {name: float(value) for name, value in outcome.parts.items()}
+    trace.rewards = outcome.parts
     trace.per_turn = outcome.per_turn

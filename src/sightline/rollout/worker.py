@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 from sightline.config import RunFile
 from sightline.envs import load_environment
@@ -42,15 +43,25 @@ async def main(config: RunFile, media_root: Path, hub: str, server: str, name: s
     await spoke.send(control.encode(Ready(name)))
     running: dict[str, asyncio.Task[None]] = {}
 
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
     async def play(request: Play) -> None:
         try:
             played = await player.play(request)
             await spoke.send(control.encode(played))
+        except Exception as error:  # a rollout that nobody hears of would stop the run for ever
+            if not failed.done():
+                failed.set_exception(error)
         finally:
             running.pop(request.rollout_id, None)
 
     while True:
-        message = control.decode(await spoke.receive())
+        received = asyncio.ensure_future(spoke.receive())
+        either: set[asyncio.Future[Any]] = {received, failed}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            failed.result()
+        message = control.decode(received.result())
         match message:
             case Play():
                 running[message.rollout_id] = asyncio.create_task(play(message))

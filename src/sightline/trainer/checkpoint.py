@@ -104,7 +104,7 @@ class Ledger:
                 f"{batch[:12]}",
                 "restore batches/ of the run, or start a new run",
             )
-        append_line(self._path, msgspec.json.encode(LedgerLine(step, batch)))
+        append_line(self._path, msgspec.json.encode(LedgerLine(step, batch)), sync=True)
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -87,6 +87,9 @@ class Preparer:
             try:
                 pixels[key] = flight.result()
             except MediaError as error:
+                if isinstance(error.__cause__, OSError):
+                    # A disk that fails may heal; a replay would then train on other samples.
+                    raise
                 problems[key] = error
         return pixels, problems
 

@@ -5,6 +5,7 @@ Letters: T tokens, S trained tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -24,6 +25,11 @@ from sightline.trainer.optimizer import learning_rate
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, Origin
 from sightline.wire.score import StepScores
+
+_DIVERGED = (
+    "start a new run, with a lower [trainer] lr, from the last checkpoint: it is whole, and these "
+    "weights were not published"
+)
 
 
 @dataclass(slots=True)
@@ -46,10 +52,11 @@ def hidden_of(
         patches = torch.from_numpy(ready.patches).to(device)
         encoded = forward.encode(patches, [entry.item.grid for entry in batch.items])
         index, where = _places(batch, family)
-        if int(index.max()) >= len(encoded):
+        wanted = sum(family.num_tokens(entry.item) for entry in batch.items)
+        if len(encoded) != wanted:
             raise Misaligned(
-                f"micro-batch of step {batch.step}: {len(encoded)} features for "
-                f"{int(index.max()) + 1} visual tokens",
+                f"micro-batch of step {batch.step}: {len(encoded)} features for {wanted} "
+                "visual tokens",
                 "the family's num_tokens and its vision tower disagree",
             )
         features = encoded[torch.from_numpy(index).to(device)]
@@ -139,10 +146,7 @@ class Learner:
             _measure(sums, log_p, logprobs, old[part], own[part], clipped, self.banned)
             chosen.append(logprobs.detach())
         if not torch.isfinite(total):
-            raise Misaligned(
-                f"step {step}: the loss is {float(total)}",
-                "lower [trainer] lr; the last checkpoint is whole",
-            )
+            raise Misaligned(f"step {step}: the loss is {float(total)}", _DIVERGED)
         total.backward()
         sums["loss"] += float(total.detach())
         return torch.cat(chosen).cpu().numpy()
@@ -151,6 +155,8 @@ class Learner:
         """Clips and applies the gradients, and returns their norm before clipping."""
         parameters = [p for p in self.forward.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_norm)
+        if not math.isfinite(float(norm)):
+            raise Misaligned(f"step {step}: the gradient's norm is {float(norm)}", _DIVERGED)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config, step, self.steps)
         self.optimizer.step()

@@ -16,11 +16,16 @@ def write_atomic(path: Path, data: bytes) -> None:
     os.replace(part, path)
 
 
-def append_line(path: Path, line: bytes) -> None:
-    """One whole line by one write; a kill can tear at most the last line of the file."""
+def append_line(path: Path, line: bytes, sync: bool = False) -> None:
+    """One whole line by one write; a kill can tear at most the last line of the file.
+
+    With `sync` it also outlasts the machine.
+    """
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(handle, line + b"\n")
+        if sync:
+            os.fsync(handle)
     finally:
         os.close(handle)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 import msgspec
 
@@ -36,10 +37,10 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def key(self) -> str:
         """Binds content and processing: SHA-256 over media digest and fingerprint."""
-        return hashlib.sha256(f"{self.ref.digest}:{self.fingerprint}".encode()).hexdigest()
+        return _key(self.ref.digest, self.fingerprint)
 
     def to_raw(self) -> str:
-        return RAW_PREFIX + _encoder.encode(self).decode()
+        return _raw(self)
 
     @classmethod
     def from_raw(cls, raw: str) -> MediaItem:
@@ -53,6 +54,17 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise WireError(
                 f"not a media item: {error}", "make it with MediaItem.to_raw"
             ) from error
+
+
+# Every request names all images of its history: what is known of an image is not made again.
+@lru_cache(maxsize=65536)
+def _key(digest: str, fingerprint: str) -> str:
+    return hashlib.sha256(f"{digest}:{fingerprint}".encode()).hexdigest()
+
+
+@lru_cache(maxsize=65536)
+def _raw(item: MediaItem) -> str:
+    return RAW_PREFIX + _encoder.encode(item).decode()
 
 
 _encoder = msgspec.json.Encoder()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import msgspec
+import numpy as np
 
 from sightline.errors import Misaligned
 from sightline.wire.array import Array
@@ -60,6 +61,11 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"{num_trained} trained tokens",
                     "drop the sample; its producer is broken",
                 )
+        if not np.isfinite(self.advantages.numpy()).all():
+            raise Misaligned(
+                f"sample {self.trace_id}: an advantage is not finite",
+                "drop the sample; its rewards are broken",
+            )
         if sum(segment.stop - segment.start for segment in self.segments) != num_trained:
             raise Misaligned(
                 f"sample {self.trace_id}: its segments do not cover {num_trained} trained tokens",

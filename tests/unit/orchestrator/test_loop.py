@@ -31,6 +31,8 @@ class World:
         self.in_flight = 0
         self.reward_of = lambda play: float(int(play.rollout_id.split(".")[1]) % 2)
         self.lags: list[int] = []
+        self.error = ""
+        self.always_version: int | None = None
         self.books = Books.open(run_dir)
         self.policy = Policy([self.adopt], run_dir.weights)
         self.rollouts = Rollouts(
@@ -60,7 +62,7 @@ class World:
             return
         assert isinstance(message, Play)
         self.played.append(message)
-        version = self.policy.version
+        version = self.policy.version if self.always_version is None else self.always_version
 
         def answer() -> None:
             self.rollouts.played(self._played(message, version))
@@ -76,7 +78,8 @@ class World:
             ),
         ]  # fmt: skip
         trace = Trace(id=play.rollout_id, group_id=play.group_id, nodes=nodes)
-        trace.reward = self.reward_of(play)
+        trace.reward = None if self.error else self.reward_of(play)
+        trace.error = self.error
         return Played(play.rollout_id, play.group_id, encode(trace))
 
     async def announce(self, announce: Announce) -> None:
@@ -154,6 +157,20 @@ def test_a_run_of_batches_in_which_nothing_trains_says_so(run_dir: RunDir) -> No
     world.reward_of = lambda play: 0.5
     with pytest.raises(NothingTrains, match="2 batches in a row"):
         play(world, range(1, 3))
+
+
+def test_groups_that_all_break_end_the_run_with_the_last_error(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=0)
+    world.error = "boom: no such level"
+    with pytest.raises(NothingTrains, match="6 groups in a row were dropped.*no such level"):
+        play(world, range(1, 3))
+
+
+def test_a_probe_does_not_wait_for_ever_for_a_fresh_group(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=1, train_after=5)
+    world.always_version = 0
+    play(world, range(1, 3), probe_every=2)
+    assert [a.step for a in world.announced] == [1, 2]
 
 
 def test_open_groups_are_played_again_after_a_restart(run_dir: RunDir) -> None:

@@ -1,29 +1,45 @@
-"""Qwen-VL: Qwen3-VL checkpoints.
+"""Qwen-VL: Qwen2.5-VL, Qwen3-VL and Qwen3.5 checkpoints, and text-only Qwen3.
 
-`vision` has layout and pixels, `positions` the MRoPE arithmetic, `render` the chat format,
-`forward` the torch half and `tiny` a small random checkpoint. This file loads without torch and
-transformers.
+`vision` has layout and pixels, `positions` the MRoPE arithmetic, `text` the family of a
+text-only checkpoint, `formats/` the chat formats and `render` what they share, `forward` the
+torch half and `tiny` small random checkpoints. This file loads without torch and transformers.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from sightline.errors import FamilyError
+from sightline.families.protocol import Family
+from sightline.families.qwen_vl.formats import FORMATS
 from sightline.families.qwen_vl.render import QwenVLRenderer
+from sightline.families.qwen_vl.text import QwenText
 from sightline.families.qwen_vl.vision import QwenVL
 from sightline.message import Door
 
-MODEL_TYPES = ("qwen3_vl",)
+IS_FIRST = True
+"""Commands that are given no family take this one."""
 
 
 def claims(config: dict[str, Any]) -> bool:
-    return config.get("model_type") in MODEL_TYPES
+    return config.get("model_type") in FORMATS
 
 
-def load_family(path: Path, overrides: dict[str, int]) -> QwenVL:
-    return QwenVL.load(path, overrides)
+def load_family(path: Path, overrides: dict[str, int]) -> Family:
+    config = json.loads((path / "config.json").read_text())
+    if "vision_config" in config:
+        return QwenVL.load(path, overrides)
+    for key in overrides:
+        raise FamilyError(
+            f"{key} for {path}, which has no vision tower",
+            f"remove [model] {key} from the run file",
+        )
+    return QwenText()
 
 
-def load_renderer(path: Path, family: QwenVL, door: Door) -> QwenVLRenderer:
-    return QwenVLRenderer.load(path, family, door)
+def load_renderer(
+    path: Path, family: Family, door: Door, numbers_pictures: bool = False
+) -> QwenVLRenderer:
+    return QwenVLRenderer.load(path, family, door, numbers_pictures)

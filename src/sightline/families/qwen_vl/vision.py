@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sightline.errors import FamilyError, FingerprintMismatch, MediaRefused, Misaligned
-from sightline.families.protocol import Layout, PlacedSlot
+from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned
+from sightline.families.protocol import TREE, Layout, Packing, PlacedSlot
 from sightline.families.qwen_vl.positions import NUM_AXES, positions
 from sightline.families.qwen_vl.settings import (
     Settings,
@@ -40,16 +40,17 @@ class QwenVL:
     name = "qwen_vl"
     num_axes = NUM_AXES
     modality = "image"
+    shows_images = True
 
     def __init__(
         self,
         settings: Settings,
-        shows_images: bool = True,
         slot_token_ids: tuple[int, ...] = (),
+        packing: Packing = TREE,
     ) -> None:
         self._settings = settings
-        self.shows_images = shows_images
         self.slot_token_ids = slot_token_ids
+        self.packing = packing
         self.settings: dict[str, Any] = settings.described(self.name)
         self.fingerprint = fingerprint(self.settings)
         self.patch = settings.patch
@@ -60,22 +61,20 @@ class QwenVL:
         self._item = lru_cache(maxsize=_ITEMS_KEPT)(self._make_item)
         self._layout = lru_cache(maxsize=_ITEMS_KEPT)(self._make_layout)
 
-    def __reduce__(self) -> tuple[type[QwenVL], tuple[Settings, bool]]:
+    def __reduce__(self) -> tuple[type[QwenVL], tuple[Settings, tuple[int, ...], Packing]]:
         # Another process gets a family of its own, with empty caches.
-        return QwenVL, (self._settings, self.shows_images)
+        return QwenVL, (self._settings, self.slot_token_ids, self.packing)
 
     @classmethod
     def load(cls, path: Path, overrides: dict[str, int]) -> QwenVL:
         config = json.loads((path / "config.json").read_text())
         settings = read_settings(path, overrides)
-        vision_config = config.get("vision_config")
-        if vision_config is not None:
-            check_agrees(settings, vision_config, path)
+        check_agrees(settings, config["vision_config"], path)
         pads = (config.get("image_token_id"), config.get("video_token_id"))
         return cls(
             settings,
-            shows_images=vision_config is not None,
             slot_token_ids=tuple(int(pad) for pad in pads if pad is not None),
+            packing=_packing(config.get("text_config") or config),
         )
 
     def layout(self, width: int, height: int) -> Layout:
@@ -90,10 +89,6 @@ class QwenVL:
         return self._item(ref)
 
     def _make_item(self, ref: MediaRef) -> MediaItem:
-        if not self.shows_images:
-            raise FamilyError(
-                "the checkpoint has no vision tower", "use a vision-language checkpoint"
-            )
         grid = self.layout(ref.width, ref.height).grid
         return MediaItem(ref=ref, family=self.name, grid=grid, fingerprint=self.fingerprint)
 
@@ -159,6 +154,17 @@ class QwenVL:
         self, num_tokens: int, slots: Sequence[PlacedSlot], start: int = 0
     ) -> tuple[np.ndarray, int]:
         return positions(num_tokens, slots, self.merge, start)
+
+
+def _packing(text_config: dict[str, Any]) -> Packing:
+    recurrent = sum(kind == "linear_attention" for kind in text_config.get("layer_types") or ())
+    if recurrent:
+        return Packing(
+            "rows",
+            f"{recurrent} linear-attention layers carry a state along a row and know no boundary "
+            "in it: a second sequence would see the first",
+        )
+    return TREE
 
 
 def fit(width: int, height: int, settings: Settings) -> tuple[int, int]:

@@ -87,6 +87,8 @@ class Engine:
         self._lock = threading.RLock()
         self._is_stopping = False
         self._deliver: Deliver = lambda requests: None
+        self.on_death: Callable[[], None] = lambda: None
+        """Called on the engine's thread when its loop has failed beyond repair."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, deliver: Deliver) -> None:
@@ -156,6 +158,15 @@ class Engine:
     # --- the loop
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException:
+            # Nothing can be computed any more (a device error that sticks, say), and requests
+            # would wait for ever: the process ends, and whoever watches it learns why.
+            traceback.print_exc()
+            self.on_death()
+
+    def _loop(self) -> None:
         torch.set_num_threads(self._settings.threads)
         with torch.inference_mode():
             while not self._is_stopping:

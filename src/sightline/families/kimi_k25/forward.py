@@ -1,0 +1,91 @@
+"""The torch half of Kimi K2.5: patches to features, tokens to hidden states.
+
+The parts of transformers' model are called one by one, so that images go where the slots say
+(its own forward pass searches for pad ids) and each distinct image is encoded once. Latent
+attention and experts are transformers' own; attention itself is the function that is registered.
+
+Letters: N patches or visual tokens, B rows, T tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForImageTextToText
+
+from sightline.families.kimi_k25.vision import KimiK25
+
+
+class KimiK25Forward:
+    def __init__(self, model: nn.Module, family: KimiK25) -> None:
+        self.model = model
+        self._family = family
+        body: Any = model.model
+        self._tower = body.vision_tower
+        self._projector = body.mm_projector
+        self._text = body.language_model
+        self._head: nn.Module = model.lm_head
+        device = next(model.parameters()).device
+        self._table = torch.from_numpy(family.table.copy()).to(device)
+
+    def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Of the tower and of the projector: all that the features of an image depend on."""
+        parts = {"vision_tower": self._tower, "mm_projector": self._projector}
+        return [
+            (f"model.{part}.{name}", p)
+            for part, module in parts.items()
+            for name, p in module.named_parameters()
+        ]
+
+    def rows(self, patches: torch.Tensor) -> torch.Tensor:
+        """Float rows (N, 3, patch, patch) of uint8 patches (N, 3*patch*patch).
+
+        By table, one column a channel: arithmetic would round differently on other devices.
+        """
+        side = self._family.patch
+        by_channel = patches.view(patches.shape[0], 3, side, side).long()
+        channel = torch.arange(3, device=patches.device).view(1, 3, 1, 1)
+        return self._table[by_channel, channel]
+
+    def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
+        rows = self.rows(patches).to(next(self._tower.parameters()).dtype)
+        out = self._tower(rows, grid_thw=torch.tensor(grids, device=rows.device))
+        features: torch.Tensor = self._projector(out.pooler_output).squeeze(1)
+        return features
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        features: torch.Tensor | None,
+        feature_places: torch.Tensor | None,
+        attention: Any,
+    ) -> torch.Tensor:
+        embeds = self._text.embed_tokens(token_ids)
+        if features is not None and feature_places is not None and len(feature_places):
+            flat = embeds.reshape(-1, embeds.shape[-1])
+            flat = flat.index_copy(0, feature_places, features.to(embeds.dtype))
+            embeds = flat.view(embeds.shape)
+        out = self._text(
+            inputs_embeds=embeds, position_ids=positions[0], use_cache=False, pattern=attention
+        )
+        hidden: torch.Tensor = out.last_hidden_state
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._head(hidden)
+        return logits
+
+
+def load(
+    path: Path, family: KimiK25, device: torch.device, dtype: torch.dtype, attention: str
+) -> KimiK25Forward:
+    model = AutoModelForImageTextToText.from_pretrained(
+        path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
+    # Set afterwards: while loading, transformers takes a name with "flash" in it for a package.
+    model.config._attn_implementation = attention
+    return KimiK25Forward(model.to(device), family)

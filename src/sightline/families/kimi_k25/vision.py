@@ -1,0 +1,196 @@
+"""Sizes to grids, and images to patches. Pixels are uint8 up to the place that uses them.
+
+An image keeps its size, or shrinks to the limits, and is padded with black at the right and at
+the bottom to whole visual tokens. The arithmetic is that of transformers' processor, which runs
+on torchvision; here Pillow resizes, so pixels are the same wherever no resize takes place.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sightline.errors import FamilyError, FingerprintMismatch, MediaRefused, Misaligned
+from sightline.families.kimi_k25.settings import (
+    Settings,
+    check_agrees,
+    fingerprint,
+    read_settings,
+)
+from sightline.families.protocol import TREE, Layout, PlacedSlot
+from sightline.media import MediaRef
+from sightline.wire import MediaItem
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_ITEMS_KEPT = 8192
+
+
+class KimiK25:
+    """The family of one checkpoint. It holds no state but caches, and is safe for many threads."""
+
+    name = "kimi_k25"
+    num_axes = 1
+    modality = "vision_chunk"
+    packing = TREE
+
+    def __init__(
+        self,
+        settings: Settings,
+        shows_images: bool = True,
+        slot_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self._settings = settings
+        self.shows_images = shows_images
+        self.slot_token_ids = slot_token_ids
+        self.settings: dict[str, Any] = settings.described(self.name)
+        self.fingerprint = fingerprint(self.settings)
+        self.patch = settings.patch
+        self.merge = settings.merge
+        self.table = make_table(settings)
+        """float32 (256, 3): what a uint8 value of a channel becomes in a row."""
+        self._item = lru_cache(maxsize=_ITEMS_KEPT)(self._make_item)
+        self._layout = lru_cache(maxsize=_ITEMS_KEPT)(self._make_layout)
+
+    def __reduce__(self) -> tuple[type[KimiK25], tuple[Settings, bool, tuple[int, ...]]]:
+        # Another process gets a family of its own, with empty caches.
+        return KimiK25, (self._settings, self.shows_images, self.slot_token_ids)
+
+    @classmethod
+    def load(cls, path: Path, overrides: dict[str, int]) -> KimiK25:
+        config = json.loads((path / "config.json").read_text())
+        settings = read_settings(path, overrides)
+        vision_config = config.get("vision_config")
+        if vision_config is not None:
+            check_agrees(settings, vision_config, path)
+        pad = config.get("image_token_id", config.get("media_placeholder_token_id"))
+        return cls(
+            settings,
+            shows_images=vision_config is not None,
+            slot_token_ids=() if pad is None else (int(pad),),
+        )
+
+    def layout(self, width: int, height: int) -> Layout:
+        return self._layout(width, height)
+
+    def _make_layout(self, width: int, height: int) -> Layout:
+        new_height, new_width = fit(width, height, self._settings)
+        factor = self._settings.factor
+        rows, columns = -(-new_height // factor), -(-new_width // factor)
+        grid = (1, rows * self.merge, columns * self.merge)
+        return Layout(grid, rows * columns, new_height, new_width)
+
+    def item(self, ref: MediaRef) -> MediaItem:
+        return self._item(ref)
+
+    def _make_item(self, ref: MediaRef) -> MediaItem:
+        if not self.shows_images:
+            raise FamilyError(
+                "the checkpoint has no vision tower", "use a vision-language checkpoint"
+            )
+        grid = self.layout(ref.width, ref.height).grid
+        return MediaItem(ref=ref, family=self.name, grid=grid, fingerprint=self.fingerprint)
+
+    def check_item(self, item: MediaItem) -> None:
+        if item.family != self.name or item.fingerprint != self.fingerprint:
+            raise FingerprintMismatch(
+                f"the item of image {item.ref.digest[:12]} was made by {item.family} with settings "
+                f"{item.fingerprint}; here {self.name} has {self.fingerprint}: "
+                f"{json.dumps(self.settings, sort_keys=True)}",
+                "give both sides one checkpoint folder and one set of pixel limits",
+            )
+        layout = self.layout(item.ref.width, item.ref.height)
+        if item.grid != layout.grid:
+            raise Misaligned(
+                f"the item of image {item.ref.digest[:12]} has grid {item.grid}; "
+                f"{item.ref.width}x{item.ref.height} gives {layout.grid}",
+                "make items with family.item",
+            )
+
+    def num_tokens(self, item: MediaItem) -> int:
+        return math.prod(item.grid) // self.merge**2
+
+    def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
+        """uint8 (patches, 3*patch*patch): channel, row, column; the patches row by row.
+
+        The image is the one that `store.image` gives: upright. Modes other than RGB are converted
+        as transformers converts them, which drops alpha.
+        """
+        ref = item.ref
+        if image.size != (ref.width, ref.height):
+            raise Misaligned(
+                f"image {ref.digest[:12]} decodes to {image.size}, its ref says "
+                f"{(ref.width, ref.height)}",
+                "decode with store.image, which turns the image upright first",
+            )
+        layout = self.layout(ref.width, ref.height)
+        if image.mode != "RGB":
+            image = image.convert("RGB")
+        if image.size != (layout.width, layout.height):
+            image = image.resize((layout.width, layout.height), self._settings.resample)
+        return self._cut(image, layout.grid)
+
+    def _cut(self, image: Image.Image, grid: tuple[int, int, int]) -> np.ndarray:
+        _, rows, columns = grid
+        side = self.patch
+        padded = np.zeros((rows * side, columns * side, 3), dtype=np.uint8)
+        padded[: image.height, : image.width] = np.asarray(image)
+        split = padded.reshape(rows, side, columns, side, 3).transpose(0, 2, 4, 1, 3)
+        return np.ascontiguousarray(split).reshape(rows * columns, 3 * side * side)
+
+    def rows(self, patches: np.ndarray) -> np.ndarray:
+        """float32 (patches, 3, patch, patch): what the vision tower takes."""
+        by_channel = patches.reshape(len(patches), 3, self.patch, self.patch)
+        values: np.ndarray = self.table[by_channel, np.arange(3)[None, :, None, None]]
+        return values
+
+    def positions(
+        self, num_tokens: int, slots: Sequence[PlacedSlot], start: int = 0
+    ) -> tuple[np.ndarray, int]:
+        """One axis: a visual token counts as a token of text does."""
+        done = 0
+        for slot in slots:
+            length = math.prod(slot.grid) // self.merge**2
+            if slot.length != length:
+                raise Misaligned(
+                    f"a slot of {slot.length} tokens for grid {slot.grid}, which fills {length}",
+                    "make slots with the renderer of the family",
+                )
+            if slot.offset < done or slot.offset + slot.length > num_tokens:
+                raise Misaligned(
+                    f"a slot at {slot.offset} of {slot.length} tokens, after {done}, "
+                    f"of {num_tokens}",
+                    "slots must be sorted, apart and inside the tokens",
+                )
+            done = slot.offset + slot.length
+        return np.arange(start, start + num_tokens, dtype=np.int32)[None], start + num_tokens
+
+
+def fit(width: int, height: int, settings: Settings) -> tuple[int, int]:
+    """Height and width to shrink to, before padding; the image's own where it is small enough."""
+    if min(width, height) < 1:
+        raise MediaRefused(f"an image of {width}x{height}", "pass an image that has pixels")
+    patch, longest = settings.patch, settings.max_patches_per_side * settings.patch
+    num_patches = max(1.0, width // patch) * max(1.0, height // patch)
+    scale = min(
+        1.0, math.sqrt(settings.patch_limit / num_patches), longest / height, longest / width
+    )
+    new_height, new_width = max(1, int(height * scale)), max(1, int(width * scale))
+    return min(new_height, longest), min(new_width, longest)
+
+
+def make_table(settings: Settings) -> np.ndarray:
+    # Rescaling is folded into mean and deviation, in float32, as transformers folds it.
+    mean, std = np.array(settings.mean, np.float32), np.array(settings.std, np.float32)
+    if settings.rescale is not None:
+        mean, std = mean * np.float32(1 / settings.rescale), std * np.float32(1 / settings.rescale)
+    table: np.ndarray = (np.arange(256, dtype=np.float32)[:, None] - mean) / std
+    table.setflags(write=False)
+    return table

@@ -1,0 +1,153 @@
+"""How formats write the tools on offer and the calls of them: as JSON, or as tags."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+from sightline.errors import MessageError
+from sightline.families.qwen_vl.formats.base import ChatFormat
+from sightline.message import Message, ToolCall
+from sightline.render import Emitter
+from sightline.render.protocol import Tools
+
+_JSON_HEAD = (
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
+)
+_JSON_TAIL = (
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments "
+    "within <tool_call></tool_call> XML tags:\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+)
+_TAGS_HEAD = "# Tools\n\nYou have access to the following functions:\n\n<tools>"
+_TAGS_TAIL = (
+    "\n</tools>\n\nIf you choose to call a function ONLY reply in the following format with NO "
+    "suffix:\n\n<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\n"
+    "value_1\n</parameter>\n<parameter=example_parameter_2>\nThis is the value for the second "
+    "parameter\nthat can span\nmultiple lines\n</parameter>\n</function>\n</tool_call>\n\n"
+    "<IMPORTANT>\nReminder:\n- Function calls MUST follow the specified format: an inner "
+    "<function=...></function> block must be nested within <tool_call></tool_call> XML tags\n"
+    "- Required parameters MUST be specified\n- You may provide optional reasoning for your "
+    "function call in natural language BEFORE the function call, but NOT after\n- If there is no "
+    "function call available, answer the question like normal with your current knowledge and do "
+    "not tell the user about function calls\n</IMPORTANT>"
+)
+
+_FUNCTION = re.compile(r"\n<function=([^\n>]+)>\n(.*)</function>\n", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^\n>]+)>\n(.*?)\n</parameter>\n", re.DOTALL)
+_SCALARS = {"True": True, "False": False, "None": None}
+
+
+class _Call(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class JsonCalls(ChatFormat):
+    """A call is a JSON object with name and arguments."""
+
+    not_carried = (*ChatFormat.not_carried, "JSON spacing around a call's arguments")
+
+    def emit_tools(self, emitter: Emitter, tools: Tools, first: Message) -> None:
+        self.open(emitter, "system")
+        if first.role == "system":
+            emitter.text(first.text + "\n\n")
+        emitter.text(_JSON_HEAD)
+        for i, tool in enumerate(tools):
+            emitter.text("\n" + tool_json(tool, f"tools[{i}]"))
+        self.emit_marked(emitter, _JSON_TAIL)
+        self.close(emitter)
+
+    def emit_call(self, emitter: Emitter, call: ToolCall) -> None:
+        emitter.text(f'\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n')
+
+    def read_call(self, said: str) -> ToolCall | None:
+        try:
+            call = msgspec.json.decode(said, type=_Call)
+        except msgspec.MsgspecError:
+            return None
+        return ToolCall(name=call.name, arguments=bytes(call.arguments).decode())
+
+
+class TaggedCalls(ChatFormat):
+    """A call is a function tag around one parameter tag for each argument."""
+
+    not_carried = (
+        *ChatFormat.not_carried,
+        "JSON spacing and number spelling of a call's arguments",
+        "whether an argument is a string or the number, boolean or null that it spells",
+        "string arguments that spell a JSON list or object",
+        "arguments that spell the tags themselves",
+    )
+
+    def emit_tools(self, emitter: Emitter, tools: Tools, first: Message) -> None:
+        self.open(emitter, "system")
+        emitter.text(_TAGS_HEAD)
+        for i, tool in enumerate(tools):
+            emitter.text("\n" + tool_json(tool, f"tools[{i}]"))
+        self.emit_marked(emitter, _TAGS_TAIL)
+        content = first.text.strip() if first.role == "system" else ""
+        emitter.text("\n\n" + content if content else "")
+        self.close(emitter)
+
+    def check_call(self, call: ToolCall, path: str) -> None:
+        try:
+            known = isinstance(json.loads(call.arguments), dict)
+        except ValueError:
+            known = False
+        if not known:
+            raise MessageError.at(
+                f"{path}.function.arguments", "not a JSON object", "pass an object of arguments"
+            )
+
+    def emit_call(self, emitter: Emitter, call: ToolCall) -> None:
+        emitter.text(f"\n<function={call.name}>\n")
+        for name, value in json.loads(call.arguments).items():
+            emitter.text(f"<parameter={name}>\n{_spelled(value)}\n</parameter>\n")
+        emitter.text("</function>\n")
+
+    def read_call(self, said: str) -> ToolCall | None:
+        function = _FUNCTION.fullmatch(said)
+        if function is None:
+            return None
+        arguments: dict[str, Any] = {}
+        name, body = function.groups()
+        at = 0
+        while at < len(body):
+            parameter = _PARAMETER.match(body, at)
+            if parameter is None or parameter[1] in arguments:
+                return None
+            arguments[parameter[1]] = _value(parameter[2])
+            at = parameter.end()
+        return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+
+
+def _spelled(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value)
+
+
+def _value(spelled: str) -> Any:
+    """The value that the template spells this way; a string where nothing else does."""
+    if spelled in _SCALARS:
+        return _SCALARS[spelled]
+    try:
+        value = json.loads(spelled)
+    except ValueError:
+        return spelled
+    # A number that Python would spell in another way was no number.
+    if isinstance(value, (dict, list)) or str(value) == spelled or isinstance(value, bool):
+        return value
+    return spelled
+
+
+def tool_json(tool: Any, path: str) -> str:
+    try:
+        return json.dumps(tool, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise MessageError.at(path, f"not JSON: {error}", "pass plain dicts") from None

@@ -1,0 +1,88 @@
+"""One launcher a run directory, and one checkpoint a run."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sightline.errors import ConfigError, ResumeRefused
+from sightline.monitor import RunDir
+from sightline.wire.file import write_atomic
+
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+WHOLE_BYTES = 64 << 20
+"""Larger files are told apart by size, head and tail."""
+
+
+def claim_run_dir(base: str, name: str) -> RunDir:
+    """Makes the next free `base/name-NNN`; two launchers never get the same."""
+    number = 1
+    while True:
+        path = Path(base) / f"{name}-{number:03d}"
+        try:
+            path.mkdir(parents=True)
+            return RunDir(path)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make {path}: {error.strerror}", "set [run] dir to a folder of yours"
+            ) from error
+
+
+@contextmanager
+def locked(run_dir: RunDir) -> Iterator[None]:
+    """Held for as long as the launcher lives; the system lets go of it, however that ends."""
+    with open(run_dir.path / ".lock", "wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ResumeRefused(
+                f"{run_dir.path} is in use by another launcher",
+                "wait for it, or end it first",
+            ) from error
+        yield
+
+
+def pin_model(run_dir: RunDir, model: Path) -> None:
+    """Remembers what the checkpoint of a new run holds."""
+    write_atomic(_file(run_dir), json.dumps(_digests(model), indent=1).encode())
+
+
+def check_pinned(run_dir: RunDir, model: Path) -> None:
+    """A run goes on only from the checkpoint that it began with: it is the reference of the KL,
+    and version 0 of the policy."""
+    if not _file(run_dir).is_file():
+        return
+    before, now = json.loads(_file(run_dir).read_bytes()), _digests(model)
+    changed = sorted(
+        name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
+    )
+    if changed:
+        raise ResumeRefused(
+            f"{model / changed[0]} is not what it was when the run began",
+            "restore the checkpoint, or start a new run",
+        )
+
+
+def _file(run_dir: RunDir) -> Path:
+    return run_dir.path / "model.json"
+
+
+def _digests(model: Path) -> dict[str, str]:
+    files = sorted({file for pattern in MODEL_FILES for file in model.glob(pattern)})
+    return {file.name: _digest(file) for file in files}
+
+
+def _digest(file: Path) -> str:
+    size = file.stat().st_size
+    if size <= WHOLE_BYTES:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    with open(file, "rb") as opened:
+        head = opened.read(1 << 20)
+        opened.seek(-(1 << 20), 2)
+        return hashlib.sha256(str(size).encode() + head + opened.read()).hexdigest()

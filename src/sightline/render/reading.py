@@ -1,0 +1,34 @@
+"""What renderers look at in a message before it is read: roles, and where its images stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sightline.errors import MessageError
+from sightline.message import ImagePart, Message
+from sightline.render.protocol import Messages
+
+_IMAGE_KINDS = ("image", "image_url", "input_image")
+
+
+def check_list(messages: Messages, name: str) -> None:
+    if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Sequence):
+        raise MessageError.at(name, f"a {type(messages).__name__}", "pass a list of messages")
+
+
+def field_of(message: Message | dict[str, Any], name: str) -> Any:
+    return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
+
+
+def image_paths(message: Message | dict[str, Any], path: str) -> list[str]:
+    """Where the images of a message stand, as its author counts: joined texts shift nothing."""
+    content = field_of(message, "content")
+    if not isinstance(content, (list, tuple)):
+        return []
+    return [
+        f"{path}.content[{i}]"
+        for i, part in enumerate(content)
+        if isinstance(part, ImagePart)
+        or (isinstance(part, dict) and part.get("type") in _IMAGE_KINDS)
+    ]

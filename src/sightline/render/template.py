@@ -1,0 +1,84 @@
+"""A checkpoint's own chat template, rendered as transformers renders it. By jinja2 alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from sightline.errors import FamilyError
+
+TemplateError = jinja2.TemplateError
+
+
+class ChatTemplate:
+    """Text of messages. A renderer is compared with it; nothing is sampled from it."""
+
+    def __init__(self, source: str) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = _now
+        self._template = environment.from_string(source)
+
+    @classmethod
+    def find(cls, path: Path) -> ChatTemplate | None:
+        """The template of a checkpoint folder: a file of its own, or in the tokenizer's."""
+        source = find_source(path)
+        if source is None:
+            return None
+        try:
+            return cls(source)
+        except TemplateError as error:
+            raise FamilyError(
+                f"{path}: the chat template is no template: {error}",
+                "use the chat template that the checkpoint was published with",
+            ) from error
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        generation_prompt: bool = True,
+        **settings: Any,
+    ) -> str:
+        return self._template.render(
+            messages=list(messages),
+            tools=list(tools) if tools else None,
+            add_generation_prompt=generation_prompt,
+            **settings,
+        )
+
+
+def find_source(path: Path) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text()
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        file = path / name
+        found = json.loads(file.read_text()).get("chat_template") if file.is_file() else None
+        if isinstance(found, list):
+            found = {entry["name"]: entry["template"] for entry in found}.get("default")
+        if isinstance(found, str):
+            return found
+    return None
+
+
+def _to_json(value: Any, **settings: Any) -> str:
+    # jinja2's own filter escapes what would be markup in a web page.
+    return json.dumps(value, **{"ensure_ascii": False, **settings})
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

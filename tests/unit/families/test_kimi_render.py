@@ -1,0 +1,213 @@
+"""The chat format of Kimi K2.5: witness tokens, reasoning, tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sightline import MediaStore, MessageError, load_renderer
+from sightline.families.kimi_k25 import tiny
+from sightline.families.kimi_k25.declare import declare
+from sightline.message import Message, ToolCall, assistant, text, user
+from sightline.render import Bridged, Refused, Renderer
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "kimi_tokens.json"
+"""Made by the package `renderers` 0.1.12 on the tokenizer of `tiny`, each pad repeated for its
+image, with a turn of the assistant opened for reasoning or with reasoning closed, and with marks
+of reasoning that are text or tokens."""
+
+Load = Callable[..., Renderer]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
+    return MediaStore(tmp_path_factory.mktemp("media"))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kimi")
+    tiny.write(path)
+    return path
+
+
+@pytest.fixture
+def load(written: Path, store: MediaStore, tmp_path: Path) -> Load:
+    """A renderer; weights take no part, so only the tokenizer's files differ."""
+
+    def made(thinking: bool, think_tokens: bool = False) -> Renderer:
+        tokenizer = tiny.make_tokenizer(think_tokens=think_tokens)
+        config = json.loads((written / "config.json").read_text())
+        config["text_config"]["vocab_size"] = tokenizer.get_vocab_size(with_added_tokens=True)
+        described = tiny.tokenizer_config(tokenizer, thinking)
+        preprocessor = (written / "preprocessor_config.json").read_text()
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+        (tmp_path / "preprocessor_config.json").write_text(preprocessor)
+        return load_renderer(tmp_path, store)
+
+    return made
+
+
+@pytest.mark.parametrize("think_tokens", [False, True])
+@pytest.mark.parametrize("thinking", [False, True])
+def test_tokens_are_those_of_the_witness(
+    load: Load, store: MediaStore, thinking: bool, think_tokens: bool
+) -> None:
+    golden = json.loads(GOLDEN.read_text())
+    refs = [store.put(Image.new("RGB", tuple(size))) for size in golden["sizes"]]
+    renderer = load(thinking, think_tokens)
+    key = ("open" if thinking else "closed") + (", marks are tokens" if think_tokens else "")
+    for entry in golden["conversations"]:
+        for message in entry["messages"]:
+            for part in message["content"] if isinstance(message["content"], list) else ():
+                if part["type"] == "image_url":
+                    part["image_url"] = {"url": refs[part["image_url"]].url}
+        prompt = entry.get("generation_prompt", True)
+        rendered = renderer.render(entry["messages"], entry.get("tools"), prompt)
+        assert rendered.token_ids == entry["token_ids"][key]
+
+
+def called(reasoning: str | None = None, name: str = "look", number: int = 0) -> Message:
+    call = ToolCall(name=name, arguments='{"a": true}', id=f"functions.{name}:{number}")
+    return Message(role="assistant", reasoning=reasoning, tool_calls=(call,))
+
+
+def answered(content: str) -> Message:
+    return Message(role="tool", content=text(content), tool_call_id="functions.look:0")
+
+
+def said(renderer: Renderer, message: Message) -> list[int]:
+    """What a sampler says for the message, its header given."""
+    rendered = renderer.render([user("hi"), message], generation_prompt=False)
+    own = rendered.trained[0]
+    return rendered.token_ids[own.start : own.stop]
+
+
+def encoded(renderer: Renderer, content: str) -> list[int]:
+    rendered = renderer.render([user(content)], generation_prompt=False)
+    return rendered.token_ids[3:-1]
+
+
+@pytest.mark.parametrize("think_tokens", [False, True])
+def test_reasoning_of_calls_stays_until_an_answer_follows(load: Load, think_tokens: bool) -> None:
+    renderer = load(True, think_tokens)
+    talk = [user("hi"), called("first"), answered("x"), called("second", number=1)]
+    kept = renderer.decode(renderer.render(talk).token_ids)
+    assert "<think>first</think>" in kept and "<think>second</think>" in kept
+    left = renderer.decode(renderer.render([*talk, assistant("done", "third")]).token_ids)
+    assert left.count("<think></think>") == 3
+
+
+@pytest.mark.parametrize("think_tokens", [False, True])
+def test_a_call_with_its_reasoning_is_bridged(load: Load, think_tokens: bool) -> None:
+    renderer = load(True, think_tokens)
+    prompt = renderer.render([user("hi")]).token_ids
+    completion = said(renderer, called("I look."))
+    bridged = renderer.bridge(prompt, completion, [answered("x")])
+    assert isinstance(bridged, Bridged)
+    whole = renderer.render([user("hi"), called("I look."), answered("x")])
+    assert prompt + completion + bridged.token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("think_tokens", [False, True])
+def test_bridge_refuses_where_the_template_would_take_reasoning_back(
+    load: Load, think_tokens: bool
+) -> None:
+    renderer = load(True, think_tokens)
+    prompt = renderer.render([user("hi")]).token_ids
+    completion = [*encoded(renderer, "x"), *said(renderer, assistant("y"))]
+    parsed = renderer.parse(completion)
+    assert (parsed.reasoning, parsed.text) == ("x", "y")
+    refused = Refused("history_rewritten")
+    assert renderer.bridge(prompt, completion, [user("and?")]) == refused
+    # Reasoning of an earlier call is taken back by an answer that has none of its own.
+    cycle = renderer.render([user("hi"), called("I look."), answered("x")]).token_ids
+    answer = said(renderer, assistant("done"))
+    assert renderer.bridge(cycle, answer, [user("and?")]) == refused
+    plain = renderer.render([user("hi"), called(), answered("x")]).token_ids
+    assert isinstance(renderer.bridge(plain, answer, [user("and?")]), Bridged)
+
+
+def test_bridge_refuses_a_stop_inside_open_reasoning(load: Load) -> None:
+    renderer = load(True)
+    prompt = renderer.render([user("hi")]).token_ids
+    completion = [*encoded(renderer, "hm"), renderer.stop_token_ids[0]]
+    assert renderer.bridge(prompt, completion, [user("a")]) == Refused("stop_inside_reasoning")
+
+
+def test_reasoning_that_was_cut_off_before_it_began_is_closed(load: Load) -> None:
+    renderer = load(True)
+    prompt = renderer.render([user("hi")]).token_ids
+    bridged = renderer.bridge(prompt, [], [user("go on")])
+    assert isinstance(bridged, Bridged)
+    whole = renderer.render([user("hi"), assistant(""), user("go on")])
+    assert prompt + bridged.token_ids == whole.token_ids
+
+
+@pytest.mark.parametrize("think_tokens", [False, True])
+def test_parse_takes_reasoning_content_and_calls_apart(load: Load, think_tokens: bool) -> None:
+    renderer = load(True, think_tokens)
+    message = Message(
+        role="assistant",
+        content=text("see <think>"),
+        reasoning=" why\n漢",
+        tool_calls=(
+            ToolCall(name="look", arguments='{"a": [true, null, "é"]}', id="functions.look:3"),
+            ToolCall(name="run", arguments="{}", id="functions.run:4"),
+        ),
+    )
+    assert renderer.parse(said(renderer, message)).as_message() == message
+    open_ = renderer.parse(encoded(renderer, "still thinking"))
+    assert (open_.reasoning, open_.text, open_.stopped) == ("still thinking", "", False)
+
+
+def test_a_section_of_calls_ends_reasoning_that_was_not_closed(load: Load) -> None:
+    renderer = load(True, True)
+    ids = said(renderer, called())
+    completion = [*encoded(renderer, "hm"), *ids[1:]]
+    parsed = renderer.parse(completion)
+    assert parsed.reasoning == "hm" and [call.name for call in parsed.tool_calls] == ["look"]
+    drafted = [*ids[1:-1], *encoded(renderer, "no"), *said(renderer, assistant("y"))]
+    assert renderer.parse(drafted).tool_calls == ()
+    assert renderer.parse(drafted).text == "y"
+
+
+def test_malformed_calls_come_back_with_their_text(load: Load) -> None:
+    renderer = load(False)
+    bad = Message(role="assistant", content=text("so"), tool_calls=(ToolCall("f", "{broken"),))
+    parsed = renderer.parse(said(renderer, bad))
+    assert parsed.tool_calls == ()
+    assert parsed.text.startswith("so<|tool_calls_section_begin|>")
+    assert "{broken" in parsed.malformed_calls[0]
+    cut = said(renderer, called())[:-3]
+    assert renderer.parse(cut).malformed_calls and not renderer.parse(cut).tool_calls
+
+
+def test_a_call_without_an_id_is_named_by_its_function_and_number(load: Load) -> None:
+    renderer = load(False)
+    calls = (ToolCall("f", "{}"), ToolCall("g", "{}"))
+    talk = [user("a"), Message(role="assistant", tool_calls=calls), called()]
+    spoken = renderer.decode(renderer.render(talk).token_ids)
+    assert "functions.f:0" in spoken and "functions.g:1" in spoken
+
+
+@pytest.mark.parametrize(
+    ("tool", "path"),
+    [
+        ({"type": "web_search"}, r"tools\[0\]"),
+        ({"type": "function", "function": {}}, r"tools\[0\]"),
+        ({"name": "f", "parameters": {"properties": {"a": 3}}}, r"tools\[0\]\.parameters"),
+        ({"name": "f", "parameters": {"properties": {"a": {"$ref": "#/x"}}}}, "leads nowhere"),
+        ({"name": "f", "description": {1, 2}}, "not JSON"),
+    ],
+)
+def test_a_tool_that_cannot_be_declared_is_refused_by_path(tool: Any, path: str) -> None:
+    with pytest.raises(MessageError, match=path):
+        declare([tool])

@@ -1,0 +1,213 @@
+"""Every model type of the family: packs as it declares, computes what transformers computes, and
+trains."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import making
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from sightline.errors import ConfigError
+from sightline.families import load_family, load_renderer
+from sightline.families.registry import write_tiny
+from sightline.inference.settings import check_served
+from sightline.media import MediaStore
+from sightline.message import assistant, user
+from sightline.pack import Cost, pack
+from sightline.pixels import Materializer
+from sightline.trainer import sft
+from sightline.trainer.build import build_learner
+from sightline.trainer.feed import Preparer, ReadyBatch
+from sightline.trainer.learner import Learner
+from sightline.wire.sample import Batch, Sample
+
+TYPES = ("qwen3_vl", "qwen3_vl_thinking", "qwen2_5_vl", "qwen3_5", "qwen3")
+WHOLE, ALONE = Cost(1 << 20, 1 << 20), Cost(1, 1)
+PACKINGS = {"qwen3_5": "rows"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def find(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp("types") / kind
+            write_tiny("qwen_vl", made[kind], seed=0, type=kind)
+        return made[kind]
+
+    return find
+
+
+@pytest.fixture(params=TYPES)
+def model(request: pytest.FixtureRequest, folder: Callable[[str], Path]) -> Path:
+    return folder(request.param)
+
+
+def samples(model: Path, store: MediaStore, count: int, seed: int = 0) -> list[Sample]:
+    if load_family(model).shows_images:
+        return making.samples(model, store, count, seed)
+    rng, renderer = random.Random(seed), load_renderer(model, store)
+    made = []
+    for i in range(count):
+        talk = [user(" ".join(rng.choices(making.WORDS, k=rng.randint(1, 9))))]
+        talk.append(assistant(" ".join(rng.choices(making.WORDS, k=rng.randint(1, 9)))))
+        made.append(sft.sample_of(talk, renderer, f"t{i}"))
+    return made
+
+
+def build(model: Path, store: MediaStore) -> Learner:
+    return build_learner(making.model_config(model), making.trainer_config(), store, steps=10)
+
+
+def ready(learner: Learner, store: MediaStore, given: list[Sample], limit: Cost) -> ReadyBatch:
+    materializer = Materializer(learner.family, store, max_bytes=1 << 24)
+    return Preparer(learner.family, materializer, limit, 0.0).prepare(Batch(1, given), digest="")
+
+
+def backward(learner: Learner, batch: ReadyBatch) -> tuple[dict[str, np.ndarray], torch.Tensor]:
+    """Logprobs by trace, and all gradients as one vector."""
+    learner.optimizer.zero_grad(set_to_none=True)
+    found: dict[str, np.ndarray] = {}
+    for micro_batch in batch.micro_batches:
+        logprobs = learner._backward(micro_batch, 1, defaultdict(float))
+        for origin in micro_batch.batch.origins:
+            part = logprobs[origin.start : origin.stop]
+            found[f"{origin.trace_id}.{origin.node}"] = part
+    grads = [p.grad.flatten() for p in learner.forward.model.parameters() if p.grad is not None]
+    return found, torch.cat(grads)
+
+
+def test_what_it_packs_into_is_declared_with_a_reason(model: Path) -> None:
+    packing = load_family(model).packing
+    assert packing.kind == PACKINGS.get(model.name, "tree")
+    assert packing.reason
+
+
+def test_packed_equals_unpacked(model: Path, store: MediaStore) -> None:
+    learner = build(model, store)
+    given = samples(model, store, count=6, seed=1)
+    packed, alone = (ready(learner, store, given, limit) for limit in (WHOLE, ALONE))
+    rows = learner.family.packing.kind == "rows"
+    assert len(packed.micro_batches) == (6 if rows else 1)
+    assert len(alone.micro_batches) == 6
+    (logprobs, grads), (logprobs_alone, grads_alone) = (
+        backward(learner, batch) for batch in (packed, alone)
+    )
+    assert logprobs.keys() == logprobs_alone.keys()
+    for key, found in logprobs.items():
+        np.testing.assert_allclose(found, logprobs_alone[key], atol=1e-5)
+    assert float((grads - grads_alone).norm() / grads_alone.norm()) < 1e-5
+
+
+def test_a_recurrent_layer_would_leak_between_packed_sequences(
+    folder: Callable[[str], Path], store: MediaStore
+) -> None:
+    """Why Qwen3.5 declares rows: side by side, a sequence is computed otherwise than alone."""
+    model = folder("qwen3_5")
+    learner = build(model, store)
+    given = samples(model, store, count=3, seed=1)
+    alone, _ = backward(learner, ready(learner, store, given, ALONE))
+    flat = load_family(folder("qwen3_vl")).packing
+    learner.family.packing = flat
+    leaked, _ = backward(learner, ready(learner, store, given, WHOLE))
+    worst = max(float(np.abs(leaked[key] - alone[key]).max()) for key in alone)
+    assert worst > 1e-3
+
+
+def test_logprobs_are_those_of_plain_transformers(model: Path, store: MediaStore) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    learner = build(model, store)
+    sees = learner.family.shows_images
+    auto: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    plain = auto.from_pretrained(model, dtype=torch.float32)
+    given = samples(model, store, count=3, seed=7)
+    assert not sees or any(sample.slots for sample in given)
+    ours = learner.step(ready(learner, store, given, WHOLE)).scores
+    by_trace: dict[str, list[np.ndarray]] = {}
+    for origin in ours.origins:
+        part = ours.logprobs.numpy()[origin.start : origin.stop]
+        by_trace.setdefault(origin.trace_id, []).append(part)
+    for sample in given:
+        theirs = plain_logprobs(plain, sample, learner, store)
+        np.testing.assert_allclose(np.concatenate(by_trace[sample.trace_id]), theirs, atol=2e-5)
+
+
+def plain_logprobs(
+    model: torch.nn.Module, sample: Sample, learner: Learner, store: MediaStore
+) -> np.ndarray:
+    ids = torch.from_numpy(sample.token_ids.numpy().astype(np.int64))[None]
+    inputs: dict[str, torch.Tensor] = {"input_ids": ids}
+    if sample.slots:
+        family: Any = learner.family
+        items = [sample.items[slot.item] for slot in sample.slots]
+        rows = [family.rows(family.patches(store.image(i.ref), i)) for i in items]
+        inputs["pixel_values"] = torch.from_numpy(np.concatenate(rows))
+        inputs["image_grid_thw"] = torch.tensor([i.grid for i in items])
+        inputs["mm_token_type_ids"] = torch.isin(ids, torch.tensor(family.slot_token_ids)).int()
+    with torch.no_grad():
+        logits = model(**inputs).logits[0].float()
+    logits[:, list(learner.pad_ids)] = float("-inf")
+    trained = torch.from_numpy(sample.trained.numpy().astype(np.int64))
+    logs = torch.log_softmax(logits[trained - 1], dim=-1)
+    return logs.gather(-1, ids[0][trained, None]).squeeze(-1).numpy()
+
+
+def test_it_trains_on_demonstrations(model: Path, store: MediaStore) -> None:
+    learner = build(model, store)
+    given = samples(model, store, count=4, seed=3)
+    losses = [sft._step(learner, ready(learner, store, given, WHOLE)) for _ in range(6)]
+    assert losses[-1] < losses[0]
+
+
+def test_rows_hold_one_sequence_each(folder: Callable[[str], Path], store: MediaStore) -> None:
+    model = folder("qwen3_5")
+    given = samples(model, store, count=5, seed=2)
+    packs = pack(given, 1, load_family(model), WHOLE)
+    assert [len(p.items) == 0 or len(set(p.subtree_end.numpy().tolist())) == 1 for p in packs]
+    assert sorted(len(p.token_ids) for p in packs) == sorted(len(s.token_ids) for s in given)
+
+
+def test_the_engine_says_which_it_serves(model: Path) -> None:
+    family = load_family(model)
+    if family.packing.kind == "rows":
+        with pytest.raises(ConfigError, match="linear-attention"):
+            check_served(family, str(model))
+    else:
+        check_served(family, str(model))
+
+
+def test_a_family_of_any_type_crosses_into_another_process(model: Path) -> None:
+    import pickle
+
+    family = load_family(model)
+    again = pickle.loads(pickle.dumps(family))
+    assert again.fingerprint == family.fingerprint
+    assert again.packing == family.packing
+    assert again.slot_token_ids == family.slot_token_ids
+
+
+def test_text_only_takes_no_pixel_settings_and_no_slots(
+    folder: Callable[[str], Path], store: MediaStore
+) -> None:
+    from sightline import FamilyError, Misaligned
+    from sightline.families import PlacedSlot
+
+    model = folder("qwen3")
+    with pytest.raises(FamilyError, match="min_pixels"):
+        load_family(model, min_pixels=4096)
+    family = load_family(model)
+    with pytest.raises(Misaligned):
+        family.positions(4, [PlacedSlot(0, 1, (1, 2, 2))])
+    sample = samples(model, store, 1)[0]
+    assert sample.items == [] and sample.slots == []
+    assert msgspec.structs.asdict(sample)["trace_id"] == "t0"

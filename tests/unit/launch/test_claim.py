@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sightline.config import RunFile, check_resume
+from sightline.errors import ResumeRefused
+from sightline.launch.claim import check_pinned, claim_run_dir, locked, pin_model
+
+
+def test_two_launchers_get_two_directories(tmp_path: Path) -> None:
+    names = [claim_run_dir(str(tmp_path), "r").path.name for _ in range(3)]
+    assert names == ["r-001", "r-002", "r-003"]
+
+
+def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
+    run_dir = claim_run_dir(str(tmp_path), "r")
+    with locked(run_dir), pytest.raises(ResumeRefused, match="in use"), locked(run_dir):
+        pass
+    with locked(run_dir):
+        pass
+
+
+def test_a_run_goes_on_only_from_the_checkpoint_it_began_with(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    run_dir = claim_run_dir(str(tmp_path), "r")
+    pin_model(run_dir, model)
+    check_pinned(run_dir, model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(ResumeRefused, match="model.safetensors is not what it was"):
+        check_pinned(run_dir, model)
+
+
+def test_steps_may_change_only_where_no_schedule_depends_on_them() -> None:
+    def file(steps: int, schedule: str) -> RunFile:
+        return RunFile.model_validate(
+            {
+                "model": {"path": "m"},
+                "env": {"name": "e"},
+                "run": {"steps": steps},
+                "trainer": {"schedule": schedule},
+            }
+        )
+
+    check_resume(file(10, "constant"), file(20, "constant"))
+    with pytest.raises(ResumeRefused, match="steps was 10 and is now 20"):
+        check_resume(file(10, "cosine"), file(20, "cosine"))

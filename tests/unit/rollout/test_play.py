@@ -1,0 +1,86 @@
+"""Whatever an environment does costs its own rollout, and is reported."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sightline.envs import Environment, Outcome, Task
+from sightline.families import load_renderer
+from sightline.media import MediaStore
+from sightline.rollout.client import GenerateClient
+from sightline.rollout.play import Player
+from sightline.trace import Trace, decode
+from sightline.wire.control import Play
+
+
+class Returns(Environment):
+    """Earns what it is given, or raises it; speaks to no model."""
+
+    name = "returns"
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def task(self, index: int, split: str) -> Task:
+        return Task(index, split)
+
+    async def rollout(self, task: Task, chat: Any) -> Any:
+        if isinstance(self.result, Exception):
+            raise self.result
+        if self.result == "sleep":
+            await asyncio.sleep(60)
+        return self.result
+
+
+@pytest.fixture
+def play(tiny_model: Path, store: MediaStore):
+    renderer = load_renderer(tiny_model, store)
+
+    def run(result: Any) -> Trace:
+        player = Player(
+            Returns(result), renderer, store, GenerateClient("http://127.0.0.1:9"), "image",
+            max_tokens=4, timeout_s=0.2,
+        )  # fmt: skip
+        played = asyncio.run(player.play(Play("r", "g", 0, "train", 1, 1.0)))
+        return decode(played.trace)
+
+    return run
+
+
+def test_numbers_of_numpy_are_numbers(play) -> None:
+    trace = play(Outcome(np.float64(0.5), {"a": np.float32(1)}, per_turn=[]))
+    assert trace.reward == 0.5 and trace.rewards == {"a": 1.0} and not trace.error
+    assert play(np.float32(2)).reward == 2.0
+    assert play({"a": 1, "b": np.int64(2)}).reward == 3.0
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        float("nan"),
+        Outcome(1.0, {"a": float("inf")}),
+        Outcome(1.0, per_turn=[float("nan")]),
+        Outcome(1.0, per_turn=[1.0]),
+        "a string",
+        None,
+    ],
+)
+def test_what_is_no_reward_breaks_the_rollout(play, result: Any) -> None:
+    trace = play(result)
+    assert trace.reward is None and trace.error_kind == "EnvironmentFailed" and trace.error
+
+
+def test_an_exception_is_recorded_with_its_traceback(play) -> None:
+    trace = play(RuntimeError("the game crashed"))
+    assert "the game crashed" in trace.error and "Traceback" in trace.error
+
+
+def test_a_timeout_of_the_environments_own_is_not_ours(play) -> None:
+    own = play(TimeoutError("the browser took too long"))
+    assert own.error_kind == "EnvironmentFailed" and "browser" in own.error
+    assert play("sleep").error_kind == "timeout"
