@@ -42,6 +42,7 @@ class Client:
 
     host: str
     port: int
+    modality: str = "image"
 
     def call(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes, Any]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
@@ -55,7 +56,7 @@ class Client:
     def generate(
         self, tokens: Sequence[int], slots: Sequence[Slot] = (), params: SamplingParams = GREEDY
     ) -> GenerateResponse:
-        request = GenerateRequest.of(list(tokens), list(slots), params)
+        request = GenerateRequest.of(list(tokens), list(slots), params, self.modality)
         status, body, _ = self.call("POST", "/inference/v1/generate", msgspec.json.encode(request))
         assert status == 200, body
         return msgspec.json.decode(body, type=GenerateResponse)
@@ -198,7 +199,7 @@ def next_turn(
 ) -> tuple[list[int], list[Slot]]:
     """The prompt that follows an answer."""
     bridged = renderer.bridge(prompt, said, [message])
-    assert isinstance(bridged, Bridged)
+    assert isinstance(bridged, Bridged), bridged
     return [*prompt, *said, *bridged.token_ids], [*slots, *bridged.slots]
 
 

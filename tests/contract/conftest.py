@@ -320,6 +320,16 @@ def seeing(request: pytest.FixtureRequest, load: Callable[[Case], Checkpoint]) -
     return load(request.param)
 
 
+@pytest.fixture(
+    scope="session",
+    params=[case for case in CASES if case.published_template],
+    ids=lambda case: case.name,
+)
+def templated(request: pytest.FixtureRequest, load: Callable[[Case], Checkpoint]) -> Checkpoint:
+    """A checkpoint whose published template can be had; the others' witness is in golden/."""
+    return load(request.param)
+
+
 @pytest.fixture
 def editable(seeing: Checkpoint, tmp_path: Path) -> Path:
     """A copy of the checkpoint's folder that a test may damage."""

@@ -36,6 +36,15 @@ def register() -> str:
     return NAME
 
 
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """torch's attention. Values narrower than keys are widened for it: the fused kernels take
+    none, and what torch does instead is several times slower."""
+    width = v.shape[-1]
+    if width < k.shape[-1]:
+        v = F.pad(v, (0, k.shape[-1] - width))
+    return F.scaled_dot_product_attention(q, k, v, **options)[..., :width]
+
+
 def _no_mask(*args: Any, **kwargs: Any) -> None:
     return None
 
@@ -110,7 +119,7 @@ class Flat:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        out = F.scaled_dot_product_attention(
+        out = attend(
             self._split(q),
             self._split(k),
             self._split(v),
@@ -138,7 +147,7 @@ class Tree:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        return F.scaled_dot_product_attention(
+        return attend(
             q, k, v, attn_mask=self._mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
         )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import sightline.families as families_package
 from sightline.errors import FamilyError
+from sightline.families.hub import find_checkpoint
 from sightline.families.protocol import Family, Forward
 from sightline.media import Ingest, MediaStore
 from sightline.message import Door
@@ -46,6 +47,12 @@ def _folder_of(path: Path) -> ModuleType:
     )
 
 
+def find_peer_config(model: Path) -> str | None:
+    """What `sightline bench render` compares the family of a checkpoint with."""
+    found: str | None = getattr(_folder_of(model), "PEER_CONFIG", None)
+    return found
+
+
 def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():
@@ -57,8 +64,8 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def load_family(model: str | Path, **overrides: int) -> Family:
-    """The family of a checkpoint folder, with its processor settings (`overrides` win)."""
-    path = Path(model)
+    """The family of a checkpoint (a folder or an id of the hub); `overrides` win over its own."""
+    path = find_checkpoint(model)
     return cast(Family, _folder_of(path).load_family(path, overrides))
 
 
@@ -73,7 +80,7 @@ def load_renderer(
     `family` is the checkpoint's own where it is left out. `door` says which sources of images
     are allowed; without one, data: and media: urls only.
     """
-    path = Path(model)
+    path = find_checkpoint(model)
     folder = _folder_of(path)
     if family is None:
         family = folder.load_family(path, {})
@@ -85,7 +92,9 @@ def load_forward(
 ) -> Forward:
     """The model itself, with torch; `attention` is a name that transformers' registry knows."""
     module = importlib.import_module(f"sightline.families.{family.name}.forward")
-    return cast(Forward, module.load(Path(model), family, device, dtype, attention))
+    return cast(
+        Forward, module.load(find_checkpoint(model, True), family, device, dtype, attention)
+    )
 
 
 def write_tiny(name: str, path: Path, seed: int, **options: Any) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import TypeVar
 
-from sightline.config import Env, Model, RunFile
+from sightline.config import Env, Model, RunFile, SftFile
 from sightline.envs import load_environment
 from sightline.errors import ConfigError, DiskFull, FamilyError
 from sightline.families import Family, load_family
+from sightline.families.hub import find_checkpoint
 from sightline.inference.settings import check_served
 from sightline.launch.processes import find_port, num_cores, share_threads
 from sightline.media import MediaStore
@@ -19,6 +21,16 @@ STATES_PER_CHECKPOINT = 3
 SPARE_BYTES = 1 << 30
 BYTES_PER_TOKEN = 16
 """Of a batch on disk: the id, and logprob, advantage and version where it trains."""
+
+
+RunT = TypeVar("RunT", RunFile, SftFile)
+
+
+def resolve_model(config: RunT) -> RunT:
+    """The run file with the folder of its model, which for an id of the hub is of one commit."""
+    folder = find_checkpoint(config.model.path, with_weights=True)
+    model = config.model.model_copy(update={"path": str(folder)})
+    return config.model_copy(update={"model": model})
 
 
 def check_model(model: Model, env: Env) -> Family:

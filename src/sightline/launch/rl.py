@@ -10,7 +10,7 @@ from sightline import config as config_module
 from sightline.config import RunFile, check_resume, dump
 from sightline.errors import ProcessFailed, ResumeRefused
 from sightline.launch.claim import check_pinned, claim_run_dir, locked, pin_model
-from sightline.launch.preflight import check_run, check_store, packing_line
+from sightline.launch.preflight import check_run, check_store, packing_line, resolve_model
 from sightline.launch.processes import (
     Processes,
     Signals,
@@ -31,6 +31,7 @@ LEADER = "orchestrator"
 
 def start_run(config: RunFile, plain: bool) -> RunDir:
     """Runs `config` from its first step, in a directory of its own."""
+    config = resolve_model(config)
     print(packing_line(check_run(config, RunDir(Path(config.run.dir)))))
     run_dir = claim_run_dir(config.run.dir, config.run.name)
     with locked(run_dir):

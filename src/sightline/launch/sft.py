@@ -8,7 +8,7 @@ from rich.console import Console
 
 from sightline.config import SftFile, dump
 from sightline.launch.claim import claim_run_dir
-from sightline.launch.preflight import check_model, check_store, packing_line
+from sightline.launch.preflight import check_model, check_store, packing_line, resolve_model
 from sightline.launch.processes import Processes, Signals, Spec, num_cores, watch
 from sightline.monitor import RunDir
 from sightline.monitor.events import by_step, read_events
@@ -18,6 +18,7 @@ EVERY_STEPS = 20
 
 
 def start_sft(config: SftFile) -> RunDir:
+    config = resolve_model(config)
     family = check_model(config.model, config.env)
     run_dir = claim_run_dir(config.run.dir, config.run.name)
     check_store(Path(config.media.root or run_dir.media), config.media.max_gb)

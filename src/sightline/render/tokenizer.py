@@ -1,4 +1,4 @@
-"""A checkpoint's `tokenizer.json`, by the `tokenizers` library alone."""
+"""A checkpoint's tokenizer, by the `tokenizers` library alone."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ class Tokenizer:
     token of it. Only `token_id`, called by a renderer for what its format emits, does.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, description: str | None = None) -> None:
+        """Reads tokenizer.json in `path`, or a `description` of that form, made from another."""
         file = path / "tokenizer.json"
-        if not file.is_file():
-            raise FamilyError(
-                f"no tokenizer.json in {path}", "point [model] path at a whole checkpoint folder"
-            )
-        self._full = tokenizers.Tokenizer.from_file(str(file))
+        if description is None:
+            if not file.is_file():
+                raise FamilyError(
+                    f"no tokenizer.json in {path}",
+                    "point [model] path at a whole checkpoint folder",
+                )
+            description = file.read_text()
+        self._full = tokenizers.Tokenizer.from_str(description)
         self._full.no_truncation()
         self._full.no_padding()
-        self._plain = _without_added_tokens(file)
+        self._plain = _without_added_tokens(description)
         self.vocab_size: int = self._full.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
@@ -65,9 +69,9 @@ class Tokenizer:
         return str(self._full.decode([int(i) for i in token_ids], skip_special_tokens=skip_special))
 
 
-def _without_added_tokens(file: Path) -> tokenizers.Tokenizer:
+def _without_added_tokens(description: str) -> tokenizers.Tokenizer:
     # The library matches added tokens in text before anything else, special or not, and offers
     # no switch for it: the same tokenizer built from a description without them does not.
-    description = json.loads(file.read_text())
-    description["added_tokens"] = []
-    return tokenizers.Tokenizer.from_str(json.dumps(description))
+    left = json.loads(description)
+    left["added_tokens"] = []
+    return tokenizers.Tokenizer.from_str(json.dumps(left))

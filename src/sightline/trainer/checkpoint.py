@@ -111,6 +111,13 @@ def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
 
 
+def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds beside parameters: the bias of a router, say. It does not train."""
+    kept = model.state_dict().keys()
+    buffers = model.named_buffers()
+    return {name: b.detach().cpu().contiguous() for name, b in buffers if name in kept}
+
+
 def export_checkpoint(source: Path, target: Path, model: torch.nn.Module) -> None:
     """A plain transformers checkpoint: the source's files with the model's weights."""
     part = target.with_name(f".{target.name}.part")
@@ -119,7 +126,8 @@ def export_checkpoint(source: Path, target: Path, model: torch.nn.Module) -> Non
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and "index.json" not in file.name:
             shutil.copy2(file, part / file.name)
-    save_file(parameters_of(model), part / "model.safetensors", metadata={"format": "pt"})
+    weights = parameters_of(model) | _buffers_of(model)
+    save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
     shutil.rmtree(target, ignore_errors=True)
     os.rename(part, target)
 

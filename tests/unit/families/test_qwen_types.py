@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import making
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -27,7 +26,8 @@ from sightline.trainer import sft
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import Preparer, ReadyBatch
 from sightline.trainer.learner import Learner
-from sightline.wire.sample import Batch, Sample
+from sightline.wire.array import Array
+from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
 
 TYPES = ("qwen3_vl", "qwen3_vl_thinking", "qwen2_5_vl", "qwen3_5", "qwen3")
 WHOLE, ALONE = Cost(1 << 20, 1 << 20), Cost(1, 1)
@@ -173,7 +173,7 @@ def test_rows_hold_one_sequence_each(folder: Callable[[str], Path], store: Media
     model = folder("qwen3_5")
     given = samples(model, store, count=5, seed=2)
     packs = pack(given, 1, load_family(model), WHOLE)
-    assert [len(p.items) == 0 or len(set(p.subtree_end.numpy().tolist())) == 1 for p in packs]
+    assert all(len(set(p.subtree_end.numpy().tolist())) == 1 for p in packs)
     assert sorted(len(p.token_ids) for p in packs) == sorted(len(s.token_ids) for s in given)
 
 
@@ -210,4 +210,58 @@ def test_text_only_takes_no_pixel_settings_and_no_slots(
         family.positions(4, [PlacedSlot(0, 1, (1, 2, 2))])
     sample = samples(model, store, 1)[0]
     assert sample.items == [] and sample.slots == []
-    assert msgspec.structs.asdict(sample)["trace_id"] == "t0"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind not in PACKINGS])
+def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
+    folder: Callable[[str], Path], store: MediaStore, kind: str
+) -> None:
+    import threading
+
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from sightline.inference.settings import ServeSettings
+    from sightline.inference.torch_engine.build import build_engine
+    from sightline.inference.torch_engine.request import Request
+    from sightline.wire.generate import SamplingParams
+
+    model = folder(kind)
+    learner, renderer = build(model, store), load_renderer(model, store)
+    family = learner.family
+    shown = [store.put(making.image(random.Random(3), 120, 90))] if family.shows_images else []
+    rendered = renderer.render([user("see ", *shown)])
+    settings = ServeSettings(
+        model=model, media_roots=(Path(store.root),), device="cpu", max_rows=4, max_len=512
+    )
+    engine = build_engine(settings, family, store, renderer.pad_token_ids)
+    done, finished = threading.Event(), []
+
+    def deliver(requests: list[Request]) -> None:
+        finished.extend(requests)
+        done.set()
+
+    engine.start(deliver)
+    prompt = np.array(rendered.token_ids, dtype=np.int32)
+    keys = [slot.item.key for slot in rendered.slots]
+    params = SamplingParams(max_tokens=12, temperature=1.0)
+    engine.submit([Request(prompt, list(rendered.slots), keys, params, seed=7)])
+    assert done.wait(60)
+    engine.stop()
+    engine.join(10)
+    said = finished[0]
+    assert said.error is None and said.tokens
+    auto: Any = AutoModelForImageTextToText if family.shows_images else AutoModelForCausalLM
+    plain = auto.from_pretrained(model, dtype=torch.float32)
+    slots = [SampleSlot(s.offset, s.length, i, None) for i, s in enumerate(rendered.slots)]
+    sample = Sample(
+        trace_id="t", group_id="", env="", reward=0.0,
+        token_ids=Array.of(np.concatenate([prompt, said.tokens]), "int32"),
+        trained=Array.of(np.arange(len(prompt), len(prompt) + len(said.tokens)), "int32"),
+        logprobs=Array.of(said.logprobs, "float32"),
+        advantages=Array.of(np.zeros(len(said.tokens)), "float32"),
+        versions=Array.of(np.zeros(len(said.tokens)), "int32"),
+        segments=[Segment(0, len(prompt), len(prompt) + len(said.tokens))],
+        items=[slot.item for slot in rendered.slots], slots=slots,
+    )  # fmt: skip
+    theirs = plain_logprobs(plain, sample, learner, store)
+    np.testing.assert_allclose(said.logprobs, theirs, atol=2e-5)

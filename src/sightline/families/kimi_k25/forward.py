@@ -84,7 +84,11 @@ def load(
     path: Path, family: KimiK25, device: torch.device, dtype: torch.dtype, attention: str
 ) -> KimiK25Forward:
     model = AutoModelForImageTextToText.from_pretrained(
-        path, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        path,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        local_files_only=True,
+        trust_remote_code=False,
     )
     # Set afterwards: while loading, transformers takes a name with "flash" in it for a package.
     model.config._attn_implementation = attention

@@ -18,6 +18,7 @@ import numpy as np
 from sightline.errors import FamilyError, MediaRefused, MessageError
 from sightline.families.kimi_k25.declare import declare
 from sightline.families.kimi_k25.parse import END_THINK, THINK, Parser
+from sightline.families.kimi_k25.tokens import load_tokenizer
 from sightline.families.kimi_k25.vision import KimiK25
 from sightline.message import (
     ROLES,
@@ -102,7 +103,7 @@ class KimiK25Renderer:
 
     @classmethod
     def load(cls, path: Path, family: KimiK25, door: Door) -> KimiK25Renderer:
-        tokenizer = Tokenizer(path)
+        tokenizer = load_tokenizer(path)
         config = json.loads((path / "config.json").read_text())
         vocab_size = int((config.get("text_config") or config)["vocab_size"])
         if tokenizer.vocab_size > vocab_size:
@@ -202,10 +203,13 @@ class KimiK25Renderer:
     def _has_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         """Whether a turn of the assistant in the prompt holds reasoning."""
         ids = np.asarray(prompt_ids)
+        header = [*self._assistant, *self._think]
         for start in np.flatnonzero(ids == self._roles["assistant"])[:-1].tolist():
-            own = start + len(self._assistant) + len(self._think)
-            closed = own + len(self._end_think)
-            if ids[own:closed].tolist() != self._end_think:
+            own = start + len(header)
+            # A policy can say the first token of a header; it opens no turn.
+            if ids[start:own].tolist() != header:
+                continue
+            if ids[own : own + len(self._end_think)].tolist() != self._end_think:
                 # Said letter by letter, an empty reasoning has other ids.
                 said = self._tokenizer.decode(ids[own : own + len(END_THINK)].tolist())
                 if not said.startswith(END_THINK):

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import GenerationConfig, Kimi_K25Config, Kimi_K25ForConditionalGeneration
 
 from sightline.errors import FamilyError
-from sightline.families.kimi_k25.tokens import WORDS
+from sightline.families.kimi_k25.tokens import make_pre_tokenizer
 
 SPECIAL_TOKENS = (
     "[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|start_header_id|>",
@@ -128,14 +128,25 @@ def _write_all(folder: Path, seed: int, settings: TinySettings) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Kimi_K25ForConditionalGeneration(make_config(settings, tokenizer))
-        # transformers draws these with deviation 1, which would drown the pixels.
-        positions: Any = model.model.vision_tower.patch_embed.pos_emb.position_embeddings
-        positions.data.mul_(settings.initializer_std)
+        _settle(model, settings)
     # Not save_pretrained: it draws a progress bar and makes a file that only its owner can read.
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
     (folder / "model.safetensors").write_bytes(save(model.state_dict(), {"format": "pt"}))
     _generation_config(tokenizer).save_pretrained(folder)
+
+
+def _settle(model: Any, settings: TinySettings) -> None:
+    """Brings weights to the scale of the rest of a model this narrow."""
+    # transformers draws these with deviation 1, which would drown the pixels.
+    positions = model.model.vision_tower.patch_embed.pos_emb.position_embeddings
+    positions.data.mul_(settings.initializer_std)
+    # The latent is wider than the model: at full size each step of Adam would move keys and
+    # values that much more than it moves anything else.
+    width = settings.kv_lora_rank / settings.hidden
+    for layer in model.model.language_model.layers:
+        layer.self_attn.kv_a_layernorm.weight.data.div_(width)
+        layer.self_attn.kv_b_proj.weight.data.mul_(width**0.5)
 
 
 def _generation_config(tokenizer: Tokenizer) -> GenerationConfig:
@@ -156,12 +167,7 @@ def make_tokenizer(
     words = alphabet + [left + right for left, right in merges]
     vocabulary = {word: i for i, word in enumerate(words)}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=list(merges), fuse_unk=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = make_pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens(
         [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]

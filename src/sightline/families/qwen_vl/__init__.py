@@ -21,6 +21,8 @@ from sightline.message import Door
 
 IS_FIRST = True
 """Commands that are given no family take this one."""
+PEER_CONFIG = "Qwen3VLRendererConfig"
+"""What the released package `renderers` calls its configuration for this family."""
 
 
 def claims(config: dict[str, Any]) -> bool:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
+from sightline.compute.attention import attend
 from sightline.inference.torch_engine.plan import Plan
 
 FIRST_ROWS = 16
@@ -165,7 +165,7 @@ def _attend(
 ) -> torch.Tensor:
     """(real tokens, N, D)."""
     q = run if group.queries is None else run[group.queries]
-    out = F.scaled_dot_product_attention(
+    out = attend(
         q.unflatten(0, (group.num_rows, group.num_queries)).transpose(1, 2),
         _seen(keys, group),
         _seen(values, group),

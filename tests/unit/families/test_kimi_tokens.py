@@ -1,0 +1,107 @@
+"""A folder as Kimi K2.5 is published: ranks and special tokens, and no code is run."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Library
+
+from sightline import FamilyError, MediaStore, load_family, load_renderer
+from sightline.families.kimi_k25 import tiny
+from sightline.families.kimi_k25.tokens import NUM_SPECIAL, load_tokenizer
+from sightline.message import user
+
+TEXTS = (
+    "user assistant <think></think> it's 12345 cats",
+    "漢字かな HelloWorld's\n\n  two  spaces\t\n",
+    "e\u0301 🙂👩‍👩‍👧 Привет <|im_end|> \r\n x",
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kimi")
+    tiny.write(path)
+    return path
+
+
+@pytest.fixture
+def published(made: Path, tmp_path: Path) -> Path:
+    """The tiny checkpoint in the shape of the release, with code beside it that fails when run."""
+    path = Path(shutil.copytree(made, tmp_path / "published"))
+    library = Library.from_file(str(made / "tokenizer.json"))
+    words = sorted(library.get_vocab(with_added_tokens=False).items(), key=lambda pair: pair[1])
+    letters = {c: byte for byte, c in enumerate(byte_letters())}
+    lines = [base64.b64encode(bytes(letters[c] for c in w)) + b" %d" % i for w, i in words]
+    (path / "tiktoken.model").write_bytes(b"\n".join(lines) + b"\n")
+    (path / "tokenizer.json").unlink()
+    for name in ("tokenization_kimi.py", "configuration_kimi_k25.py"):
+        (path / name).write_text("raise SystemExit('code of the checkpoint was run')")
+    edit(path / "config.json", auto_map={"AutoConfig": "configuration_kimi_k25.KimiK25Config"})
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"] |= {"model_type": "kimi_k2", "vocab_size": len(words) + NUM_SPECIAL}
+    config["media_placeholder_token_id"] = config.pop("image_token_id")
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def byte_letters() -> list[str]:
+    """What GPT-2 shows for each byte: itself where it can be seen, else a letter from 256 on."""
+    shown = set(range(33, 127)) | set(range(161, 173)) | set(range(174, 256))
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return [chr(b) if b in shown else chr(256 + hidden.index(b)) for b in range(256)]
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_ranks_give_the_tokens_of_the_tokenizer_that_they_came_from(
+    made: Path, published: Path
+) -> None:
+    ours, theirs = load_tokenizer(published), load_tokenizer(made)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == text
+    for token in tiny.SPECIAL_TOKENS:
+        assert ours.token_id(token) == theirs.token_id(token)
+
+
+def test_a_published_folder_renders_without_its_code(
+    made: Path, published: Path, store: MediaStore
+) -> None:
+    messages = [user(text) for text in TEXTS]
+    ours, theirs = load_renderer(published, store), load_renderer(made, store)
+    assert ours.render(messages).token_ids == theirs.render(messages).token_ids
+    assert ours.pad_token_ids == theirs.pad_token_ids
+    assert load_family(published).slot_token_ids == (ours.pad_token_ids[0],)
+
+
+def test_a_turn_is_opened_for_reasoning_where_the_folder_says_nothing(
+    published: Path, store: MediaStore
+) -> None:
+    config = json.loads((published / "tokenizer_config.json").read_text())
+    del config["thinking"]
+    (published / "tokenizer_config.json").write_text(json.dumps(config))
+    renderer = load_renderer(published, store)
+    assert renderer.decode(renderer.render([user("a")]).token_ids).endswith("<think>")
+
+
+@pytest.mark.parametrize("damage", ["not base64", "a gap", "no config", "a far token"])
+def test_a_damaged_folder_is_refused(published: Path, damage: str) -> None:
+    ranks, config = published / "tiktoken.model", published / "tokenizer_config.json"
+    if damage == "not base64":
+        ranks.write_text("?? 0\n")
+    elif damage == "a gap":
+        ranks.write_bytes(b"\n".join(ranks.read_bytes().splitlines()[1:]))
+    elif damage == "no config":
+        config.unlink()
+    else:
+        edit(config, added_tokens_decoder={"99999": {"content": "<|x|>"}})
+    with pytest.raises(FamilyError):
+        load_tokenizer(published)
