@@ -111,7 +111,7 @@ class Processes:
         _error_file(self.run_dir, spec.name).unlink(missing_ok=True)
         with log:
             self._running[spec.name] = subprocess.Popen(
-                [sys.executable, "-m", "sightline", *spec.arguments, "--parent", str(os.getpid())],
+                [sys.executable, "-m", "sightline", *spec.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

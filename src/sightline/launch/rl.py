@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -67,7 +68,8 @@ def _specs(config: RunFile, run_dir: RunDir) -> list[Spec]:
 
     def spec(name: str, count: int) -> Spec:
         words = ["process", name, str(run_dir.path), "--hub", hub, "--server", server]
-        return Spec(name, [*words, "--threads", str(count)], count)
+        words += ["--threads", str(count), "--parent", str(os.getpid())]
+        return Spec(name, words, count)
 
     workers = [spec(f"worker-{i}", 1) for i in range(config.rollout.workers)]
     return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -42,7 +43,8 @@ def start_sft(config: SftFile) -> RunDir:
 
     try:
         with Signals() as signals:
-            processes.start(Spec(NAME, ["process", NAME, str(run_dir.path)], threads))
+            words = ["process", NAME, str(run_dir.path), "--parent", str(os.getpid())]
+            processes.start(Spec(NAME, words, threads))
             watch(processes, NAME, show, signals)
         show()
     finally:
