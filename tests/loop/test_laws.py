@@ -115,7 +115,9 @@ def test_a_step_without_a_fresh_token_reports_null(run_dir: RunDir) -> None:
     assert probe is not None and probe < 1e-5, "a probe step has a fresh group"
     assert set(lags) == set(trained) == set(range(1, 7))
     for event in trained.values():
-        assert event.values["mismatch_kl"] != 0
+        is_measured = event.values["mismatch_kl"] is not None
+        assert is_measured == (event.values["fresh_tokens"] > 0)
+    assert trained[1].values["fresh_tokens"] > 0, "the first step is on policy"
 
 
 def test_what_nothing_needs_any_more_is_gone(run_dir: RunDir) -> None:

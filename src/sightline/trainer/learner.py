@@ -173,6 +173,7 @@ class Learner:
             "kl_ref": sums["kl_ref"] / num if self.reference is not None else None,
             # Null, not 0, when no token was sampled by the version that the trainer holds.
             "mismatch_kl": sums["fresh_kl"] / fresh if fresh else None,
+            "fresh_tokens": fresh,
             "lag_kl": sums["older_kl"] / older if older else None,
             "lr": learning_rate(self.config, ready.step, self.steps),
             "trained_tokens": sums["tokens"],
