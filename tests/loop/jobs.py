@@ -97,8 +97,10 @@ def live_processes(run_dir: RunDir) -> list[str]:
     for folder in Path("/proc").iterdir():
         try:
             words = (folder / "cmdline").read_bytes().decode().split("\0")
+            home = (folder / "cwd").readlink()
         except OSError:
             continue
-        if "process" in words and str(run_dir.path) in " ".join(words):
+        # The launcher names the run directory as it was given, from where it was started.
+        if "process" in words and any((home / word) == run_dir.path for word in words if word):
             found.append(" ".join(words))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,9 @@ def test_a_killed_launcher_takes_its_processes_along(home: Path) -> None:
     job = Job(home, *RUN)
     job.wait_for_step(2)
     run_dir = job.run_dir
+    assert len(live_processes(run_dir)) == 4
     job.process.kill()
-    job.process.wait()
-    import time
+    job.process.communicate()
 
     deadline = time.monotonic() + 10
     while live_processes(run_dir) and time.monotonic() < deadline:
