@@ -100,6 +100,9 @@ async def _collect(parts: Parts, step: int) -> Collected:
     collected = Collected()
     wants_fresh = parts.probe_every > 0 and step % parts.probe_every == 0
     while not _is_full(parts, collected, wants_fresh, step):
+        if wants_fresh and collected.num_groups >= parts.groups_per_step:
+            # Nothing can be fresh before the engines hold the version that this step trains.
+            await parts.policy.at_least(step - 1)
         group = await _next_group(parts, step, collected)
         judged = parts.judge.judge(group, step)
         parts.watcher.saw(step, group, judged)
@@ -129,9 +132,11 @@ def _is_full(parts: Parts, collected: Collected, wants_fresh: bool, step: int) -
                 "the policy may be as good as this reward can see",
             )
         return False
-    # A fresh group is worth a step's groups of waiting, not more: null is an honest measure.
+    # A fresh group is worth waiting for what was under way when its version came, and for one
+    # step's groups more; then null is an honest measure.
     waited = collected.num_groups - parts.groups_per_step
-    return collected.fresh or not wants_fresh or waited >= parts.groups_per_step
+    most = parts.groups_per_step * (max(1, parts.max_lag) + 1)
+    return collected.fresh or not wants_fresh or waited >= most
 
 
 def _check_dropped(parts: Parts, step: int, collected: Collected, judged: Judged) -> None:
