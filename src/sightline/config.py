@@ -121,6 +121,9 @@ class Orchestrator(Section):
 
 class Trainer(Section):
     lr: float = Field(1e-5, gt=0, description="Peak learning rate.")
+    vision_lr: float | None = Field(
+        None, gt=0, description="Peak learning rate of the vision tower; unset, `lr`."
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="After the warm-up, down to `lr_end` at the last step."
     )

@@ -75,15 +75,17 @@ class ColorCodeword(Environment):
         )
 
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
-        answer = ""
+        truth = "".join(letter for letter, _ in task.data)
+        answer, malformed = "", False
         per_turn: list[float] = []
         for turn in range(self.turns):
             said = await chat.send([self._show(task, turn, chat.put)])
+            # A turn earns what it adds: a letter that is not repeated is lost again.
+            gain = _num_right(said.text, truth) - _num_right(answer, truth)
             answer = said.text
-            per_turn.append(self._turn_reward(task, turn, answer))
-        truth = self._truth(task, self.turns)
-        letters = _fraction_right(answer, truth)
-        malformed = not _is_well_formed(answer, len(truth))
+            malformed = not _is_well_formed(answer, (turn + 1) * self.squares)
+            per_turn.append(gain / self.squares - self.malformed_penalty * malformed)
+        letters = _num_right(answer, truth) / len(truth)
         return Outcome(
             reward=letters - self.malformed_penalty * malformed,
             parts={
@@ -134,16 +136,6 @@ class ColorCodeword(Environment):
         glyph.putdata([0 if bit == "1" else 255 for bit in GLYPHS[letter]])
         return _png(glyph.resize((self.side, self.side), Image.Resampling.NEAREST))
 
-    def _truth(self, task: Task, turns: int) -> str:
-        return "".join(letter for letter, _ in task.data[: turns * self.squares])
-
-    def _turn_reward(self, task: Task, turn: int, answer: str) -> float:
-        """What this turn added: the share of its own squares that are named right."""
-        before, now = turn * self.squares, (turn + 1) * self.squares
-        if not _is_well_formed(answer, now):
-            return -self.malformed_penalty
-        return _fraction_right(answer[before:], self._truth(task, turn + 1)[before:])
-
 
 def _png(image: Image.Image) -> bytes:
     file = io.BytesIO()
@@ -155,8 +147,8 @@ def _is_well_formed(answer: str, length: int) -> bool:
     return len(answer) == length and all(letter in COLORS for letter in answer)
 
 
-def _fraction_right(answer: str, truth: str) -> float:
-    return sum(a == b for a, b in zip(answer, truth, strict=False)) / len(truth)
+def _num_right(answer: str, truth: str) -> int:
+    return sum(a == b for a, b in zip(answer, truth, strict=False))
 
 
 ENVIRONMENT = ColorCodeword

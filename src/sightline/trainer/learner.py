@@ -21,7 +21,7 @@ from sightline.families import Family, Forward
 from sightline.trainer import loss as losses
 from sightline.trainer.checks import check_micro_batch
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
-from sightline.trainer.optimizer import learning_rate
+from sightline.trainer.optimizer import lr_scale, set_learning_rate
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, Origin
 from sightline.wire.score import StepScores
@@ -157,8 +157,7 @@ class Learner:
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_norm)
         if not math.isfinite(float(norm)):
             raise Misaligned(f"step {step}: the gradient's norm is {float(norm)}", _DIVERGED)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.config, step, self.steps)
+        set_learning_rate(self.optimizer, lr_scale(self.config, step, self.steps))
         self.optimizer.step()
         return float(norm)
 
@@ -175,7 +174,7 @@ class Learner:
             "mismatch_kl": sums["fresh_kl"] / fresh if fresh else None,
             "fresh_tokens": fresh,
             "lag_kl": sums["older_kl"] / older if older else None,
-            "lr": learning_rate(self.config, ready.step, self.steps),
+            "lr": self.config.lr * lr_scale(self.config, ready.step, self.steps),
             "trained_tokens": sums["tokens"],
             "tokens": float(sum(len(batch.token_ids) for batch in packed)),
             "micro_batches": float(len(packed)),

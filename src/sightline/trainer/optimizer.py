@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -12,23 +13,40 @@ from sightline.families import Forward
 
 def build_optimizer(forward: Forward, config: Trainer, train_vision: bool) -> torch.optim.AdamW:
     """AdamW over what trains; matrices decay, vectors do not. A frozen tower has no gradient."""
-    for _, parameter in forward.vision_parameters():
+    vision = [parameter for _, parameter in forward.vision_parameters()]
+    for parameter in vision:
         parameter.requires_grad_(train_vision)
-    trained = [p for p in forward.model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    seen = {id(parameter) for parameter in vision}
+    text = [p for p in forward.model.parameters() if p.requires_grad and id(p) not in seen]
+    groups = _groups(text, config.lr, config.weight_decay)
+    if train_vision:
+        groups += _groups(vision, config.vision_lr or config.lr, config.weight_decay)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
-def learning_rate(config: Trainer, step: int, steps: int) -> float:
-    """Of `step`, counted from 1."""
+def _groups(
+    parameters: list[torch.nn.Parameter], peak: float, weight_decay: float
+) -> list[dict[str, Any]]:
+    matrices = [p for p in parameters if p.ndim >= 2]
+    vectors = [p for p in parameters if p.ndim < 2]
+    return [
+        {"params": matrices, "peak_lr": peak, "weight_decay": weight_decay},
+        {"params": vectors, "peak_lr": peak, "weight_decay": 0.0},
+    ]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, scale: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * scale
+
+
+def lr_scale(config: Trainer, step: int, steps: int) -> float:
+    """Of the peak learning rates, at `step`, counted from 1."""
     if step <= config.warmup_steps:
-        return config.lr * step / config.warmup_steps
+        return step / config.warmup_steps
     if config.schedule == "constant":
-        return config.lr
+        return 1.0
     done = (step - config.warmup_steps) / max(steps - config.warmup_steps, 1)
     done = min(done, 1.0)
     left = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return config.lr * (config.lr_end + (1 - config.lr_end) * left)
+    return config.lr_end + (1 - config.lr_end) * left

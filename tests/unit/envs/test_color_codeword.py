@@ -70,7 +70,20 @@ def test_a_malformed_answer_costs_extra_and_the_measure_is_without_it(store: Med
     outcome, _ = play(store, [word[:1], word[:2], word + "x"])
     assert outcome.parts["letters"] == 1.0 and outcome.parts["malformed"] == 1.0
     assert outcome.reward == 1.0 - 0.3
-    assert outcome.per_turn == [1.0, 1.0, -0.3]
+    assert outcome.per_turn == [1.0, 1.0, 1.0 - 0.3]
+
+
+def test_a_letter_that_is_not_repeated_is_lost_and_one_that_is_mended_is_paid(
+    store: MediaStore,
+) -> None:
+    word = truth()
+    forgotten = wrong(word[0]) + word[1:]
+    outcome, _ = play(store, [word[:1], forgotten[:2], forgotten])
+    assert outcome.per_turn == [1.0, 0.0, 1.0]
+    mended, _ = play(store, [forgotten[:1], word[:2], word])
+    assert mended.per_turn == [0.0, 2.0, 1.0]
+    for one in (outcome, mended):
+        assert sum(one.per_turn or []) == round(3 * one.parts["letters"])
 
 
 def test_several_squares_a_turn_are_several_images(store: MediaStore) -> None:
