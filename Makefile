@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WHEEL_VENV := .venv-wheel
 BUNDLE := build/gpu-bundle
+TORCHVISION := build/torchvision
 TOKENIZERS := build/tokenizers
 TOKENIZER_VERSION := 3.7.2
 EXAMPLE := examples/color_codeword
@@ -23,7 +24,7 @@ BUNDLE_TAGS := --python-version 3.12 --implementation cp --abi cp312 --abi abi3 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help $(VENV) demo tokenizers test test-loop check format docs wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) demo tokenizers test test-loop test-torchvision check format docs wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,10 +52,19 @@ $(TOKENIZERS)/%:
 	mv $@.part $@
 
 test: $(STAMP) tokenizers ## the quick tests
-	$(BIN)/python -m pytest tests -m "not gpu and not loop"
+	$(BIN)/python -m pytest tests -m "not gpu and not loop and not torchvision"
 
 test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
 	$(BIN)/python -m pytest tests -m "loop and not gpu"
+
+test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
+	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/processors
+
+# Without its dependencies: the environment has them, and its torch is to stay as it is.
+$(TORCHVISION): constraints.txt
+	rm -rf $@
+	$(BIN)/python $(PIP_INSTALL) --no-deps --target $@ torchvision
+	@touch $@
 
 check: $(STAMP) ## formatter, linter, type checker and the architecture test
 	$(BIN)/ruff format --check .

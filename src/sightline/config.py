@@ -39,6 +39,9 @@ class Model(Section):
     path: str = Field(..., description="Folder of the checkpoint to start from.")
     min_pixels: int | None = Field(None, description="Overrides the checkpoint's lower bound.")
     max_pixels: int | None = Field(None, description="Overrides the checkpoint's upper bound.")
+    number_pictures: bool = Field(
+        False, description="Whether the prompt numbers its images, where the chat format can."
+    )
     train_vision: bool = Field(True, description="Whether the vision tower trains.")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Precision of weights and arithmetic, on both sides."

@@ -25,11 +25,12 @@ from PIL import Image
 from sightline import FamilyError, FingerprintMismatch, MediaRefused, Misaligned
 from sightline.families import PlacedSlot, load_family
 
+thousand = settings(max_examples=1000, deadline=None)
 many = settings(max_examples=200, deadline=None)
 sides = st.integers(1, 3000)
 
 
-@many
+@thousand
 @given(width=sides, height=sides)
 def test_layout_counts_patches_as_transformers_does(seeing: Any, width: int, height: int) -> None:
     try:

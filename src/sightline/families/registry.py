@@ -74,17 +74,27 @@ def load_renderer(
     store: MediaStore,
     family: Family | None = None,
     door: Door | None = None,
+    number_pictures: bool = False,
 ) -> Renderer:
     """The renderer of a checkpoint folder; it puts images into `store`.
 
     `family` is the checkpoint's own where it is left out. `door` says which sources of images
-    are allowed; without one, data: and media: urls only.
+    are allowed; without one, data: and media: urls only. `number_pictures` writes a number before
+    every image, where the chat format has a way to.
     """
     path = find_checkpoint(model)
     folder = _folder_of(path)
     if family is None:
         family = folder.load_family(path, {})
-    return cast(Renderer, folder.load_renderer(path, family, door or Ingest(store)))
+    door = door or Ingest(store)
+    if not number_pictures:
+        return cast(Renderer, folder.load_renderer(path, family, door))
+    if not getattr(folder, "CAN_NUMBER_PICTURES", False):
+        raise FamilyError(
+            f"the chat format of {path} does not number pictures",
+            "remove [model] number_pictures from the run file",
+        )
+    return cast(Renderer, folder.load_renderer(path, family, door, number_pictures=True))
 
 
 def load_forward(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,8 @@ class RolloutChat:
     num_put: int = 0
     leaf: int = field(default=ROOT)
     num_turns: int = 0
+    one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a thread reads the trace: nothing may be committed meanwhile."""
 
     def put(self, image: Any) -> MediaRef:
         if self.exchanged:
@@ -44,10 +47,17 @@ class RolloutChat:
         return self.store.put(image)
 
     async def send(self, new_messages: Messages) -> AssistantMessage:
-        return await self._call(self.trace.extend(self.leaf, new_messages, self.renderer))
+        async with self.one_at_a_time:
+            # In a thread: a long text takes the tokenizer a while, and other rollouts go on.
+            turn = await asyncio.to_thread(
+                self.trace.extend, self.leaf, new_messages, self.renderer
+            )
+        return await self._call(turn)
 
     async def ask(self, all_messages: Messages) -> AssistantMessage:
-        return await self._call(self.trace.prepare(all_messages, self.renderer))
+        async with self.one_at_a_time:
+            turn = await asyncio.to_thread(self.trace.prepare, all_messages, self.renderer)
+        return await self._call(turn)
 
     def _check_exchanged(self, turn: Turn) -> None:
         """Images that did not come through `put` cannot be exchanged, and would go unnoticed."""
@@ -86,14 +96,15 @@ class RolloutChat:
                 f"trace {self.trace.id}: the server's logprobs are not those of its tokens",
                 "the rollout is dropped; look at the server's log",
             )
-        message = self.renderer.parse(choice.token_ids)
-        node = turn.commit(
-            completion_ids=choice.token_ids,
-            logprobs=[entry.logprob for entry in choice.logprobs.content],
-            versions=[PolicySpan.of(span) for span in choice.weight_versions],
-            finish_reason=choice.finish_reason,
-            pixel_digests=response.sightline.pixel_digests if response.sightline else None,
-            message=message,
-        )
-        self.leaf = node.id
+        message = await asyncio.to_thread(self.renderer.parse, choice.token_ids)
+        async with self.one_at_a_time:
+            node = turn.commit(
+                completion_ids=choice.token_ids,
+                logprobs=[entry.logprob for entry in choice.logprobs.content],
+                versions=[PolicySpan.of(span) for span in choice.weight_versions],
+                finish_reason=choice.finish_reason,
+                pixel_digests=response.sightline.pixel_digests if response.sightline else None,
+                message=message,
+            )
+            self.leaf = node.id
         return message

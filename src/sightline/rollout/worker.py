@@ -28,7 +28,7 @@ def build_player(config: RunFile, media_root: Path, server: str) -> Player:
     door = Ingest(store, config.media.file_roots, config.media.http_hosts)
     return Player(
         env=load_environment(config.env.name, config.env.args),
-        renderer=load_renderer(model.path, store, family, door),
+        renderer=load_renderer(model.path, store, family, door, model.number_pictures),
         store=store,
         client=GenerateClient(server),
         modality=family.modality,

@@ -48,7 +48,9 @@ def build(config: SftFile, run_dir: RunDir) -> Parts:
     learner = build_learner(config.model, config.trainer, store, config.run.steps)
     return Parts(
         env=load_environment(config.env.name, config.env.args),
-        renderer=load_renderer(config.model.path, store, learner.family),
+        renderer=load_renderer(
+            config.model.path, store, learner.family, number_pictures=config.model.number_pictures
+        ),
         store=store,
         learner=learner,
         preparer=Preparer(

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -66,3 +75,87 @@ def test_the_resolved_run_file_names_the_commit(cache: Path, tiny_model: Path) -
         {"model": {"path": "lab/tiny"}, "env": {"name": "color_codeword"}, "sft": {"output": "x"}}
     )
     assert resolve_model(config).model.path == str(snapshot)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Speaks as much of the hub's protocol as its client asks for, from a folder."""
+
+    folder: Path
+    asked: list[str]
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        headers = {"X-Repo-Commit": COMMIT}
+        if path.startswith("/lab/tiny/resolve/"):
+            body = (self.folder / Path(path).name).read_bytes()
+            headers["ETag"] = f'"{hashlib.sha1(body).hexdigest()}"'
+            if self.command == "GET":
+                self.asked.append(Path(path).name)
+        elif path.startswith("/api/models/lab/tiny/tree/"):
+            files = [(file.name, file.stat().st_size) for file in self.folder.iterdir()]
+            tree = [{"type": "file", "path": n, "size": s, "oid": n} for n, s in files]
+            body = json.dumps(tree).encode()
+        elif path.startswith("/api/models/lab/tiny"):
+            names = [{"rfilename": file.name} for file in self.folder.iterdir()]
+            body = json.dumps({"id": "lab/tiny", "sha": COMMIT, "siblings": names}).encode()
+        else:
+            self.send_error(404)
+            return
+        self.send_response(200)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tiny_model: Path) -> Iterator[tuple[str, list[str]]]:
+    """The address of a hub that holds lab/tiny, and the files that were fetched from it."""
+    asked: list[str] = []
+    handler = type("TinyHub", (Hub,), {"folder": tiny_model, "asked": asked})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+FIND = """
+import sys
+from sightline.families.hub import find_checkpoint
+print(find_checkpoint(sys.argv[1], with_weights=sys.argv[2] == "weights"))
+"""
+
+
+def test_what_is_not_cached_is_fetched_small_files_first(
+    hub: tuple[str, list[str]], tiny_model: Path, tmp_path: Path
+) -> None:
+    address, asked = hub
+    env = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+
+    def find(model: str, what: str = "files", **more: str) -> Path:
+        words = [sys.executable, "-c", FIND, model, what]
+        done = subprocess.run(words, env={**env, **more}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return Path(done.stdout.strip().splitlines()[-1])
+
+    small = {name for name in SMALL_FILES if (tiny_model / name).is_file()}
+    found = find("lab/tiny")
+    assert found.name == COMMIT
+    assert set(asked) == small == {file.name for file in found.iterdir()}
+    asked.clear()
+    assert find("lab/tiny", HF_HUB_OFFLINE="1") == found and not asked
+    assert find(f"lab/tiny@{COMMIT}", "weights") == found
+    assert asked == ["model.safetensors"]
+    assert (found / "model.safetensors").read_bytes() == (
+        tiny_model / "model.safetensors"
+    ).read_bytes()

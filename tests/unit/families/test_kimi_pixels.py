@@ -135,20 +135,3 @@ def test_a_bound_on_pixels_shrinks_images(tmp_path: Path) -> None:
         read_settings(tmp_path, {"min_pixels": 1000})
     with pytest.raises(FamilyError, match="max_pixels"):
         read_settings(tmp_path, {"max_pixels": 100})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [(28, 28), (29, 27), (640, 480), (300, 20), (2500, 1900)])
-def test_pixels_are_those_of_transformers(size: tuple[int, int], store: MediaStore) -> None:
-    # Only the GPU machine has torchvision, on which this processor runs.
-    from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
-
-    image = noise(*size)
-    made = Kimi_K25ImageProcessor()(images=[image], return_tensors="np")
-    rows = FAMILY.rows(patches_of(image, store))
-    assert made["image_grid_thw"].tolist() == [list(FAMILY.layout(*size).grid)]
-    layout = FAMILY.layout(*size)
-    if (layout.width, layout.height) == size:
-        assert np.array_equal(rows, made["pixel_values"])
-    else:
-        assert np.abs(rows - made["pixel_values"]).max() <= 2 * (2 / 255) + 1e-6

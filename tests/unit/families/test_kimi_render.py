@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sightline import MediaStore, MessageError, load_renderer
+from sightline import FamilyError, MediaStore, MessageError, load_renderer
 from sightline.families.kimi_k25 import tiny
 from sightline.families.kimi_k25.declare import declare
 from sightline.message import Message, ToolCall, assistant, text, user
@@ -211,3 +211,10 @@ def test_a_call_without_an_id_is_named_by_its_function_and_number(load: Load) ->
 def test_a_tool_that_cannot_be_declared_is_refused_by_path(tool: Any, path: str) -> None:
     with pytest.raises(MessageError, match=path):
         declare([tool])
+
+
+def test_numbered_pictures_are_refused_because_the_format_has_none(
+    written: Path, store: MediaStore
+) -> None:
+    with pytest.raises(FamilyError, match="does not number pictures"):
+        load_renderer(written, store, number_pictures=True)

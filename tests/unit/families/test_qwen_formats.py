@@ -14,7 +14,6 @@ from PIL import Image
 from sightline import FamilyError, MediaStore, load_renderer
 from sightline.families.qwen_vl.formats import FORMATS
 from sightline.families.registry import write_tiny
-from sightline.media import Ingest
 from sightline.message import Message, ToolCall, assistant, user
 from sightline.render import Bridged, Refused, Renderer
 
@@ -228,10 +227,7 @@ def test_a_plain_answer_of_qwen3_can_be_followed_by_a_question(
 def test_pictures_are_numbered_on_demand_and_the_bridge_goes_on_counting(
     folder: Callable[[str], Path], store: MediaStore, kind: str
 ) -> None:
-    from sightline.families import load_family, qwen_vl
-
-    path, family = folder(kind), load_family(folder(kind))
-    renderer = qwen_vl.load_renderer(path, family, Ingest(store), numbers_pictures=True)
+    renderer = load_renderer(folder(kind), store, number_pictures=True)
     ref = store.put(Image.new("RGB", (32, 32)))
     asked = user("see ", ref, ref)
     prompt = renderer.render([asked]).token_ids

@@ -173,7 +173,7 @@ def test_layout_of_the_worked_sizes(
     assert (layout.height, layout.width) == (grid[1] * settings.patch, grid[2] * settings.patch)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(
     width=st.integers(1, 8000),
     height=st.integers(1, 8000),

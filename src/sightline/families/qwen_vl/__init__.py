@@ -23,6 +23,7 @@ IS_FIRST = True
 """Commands that are given no family take this one."""
 PEER_CONFIG = "Qwen3VLRendererConfig"
 """What the released package `renderers` calls its configuration for this family."""
+CAN_NUMBER_PICTURES = True
 
 
 def claims(config: dict[str, Any]) -> bool:
@@ -42,6 +43,6 @@ def load_family(path: Path, overrides: dict[str, int]) -> Family:
 
 
 def load_renderer(
-    path: Path, family: Family, door: Door, numbers_pictures: bool = False
+    path: Path, family: Family, door: Door, number_pictures: bool = False
 ) -> QwenVLRenderer:
-    return QwenVLRenderer.load(path, family, door, numbers_pictures)
+    return QwenVLRenderer.load(path, family, door, number_pictures)

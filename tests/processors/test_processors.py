@@ -1,0 +1,84 @@
+"""Our checkpoints and pixels beside the processors of transformers that need torchvision."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sightline import MediaStore
+from sightline.families import Family, load_family
+from sightline.families.registry import write_tiny
+
+SIZES = [(28, 28), (29, 27), (640, 480), (300, 20), (1280, 720), (7, 900), (2500, 1900), (9000, 40)]
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "kimi"
+    write_tiny("kimi_k25", path, seed=0)
+    return path
+
+
+@pytest.fixture(scope="module")
+def kimi_images(kimi: Path) -> Any:
+    from transformers import AutoImageProcessor
+
+    return AutoImageProcessor.from_pretrained(kimi, local_files_only=True)
+
+
+def noise(width: int, height: int) -> Image.Image:
+    rng = np.random.default_rng(width * 7919 + height)
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def photo(width: int, height: int) -> Image.Image:
+    """Smooth, as most pictures are: a few waves in each channel."""
+    x, y = np.meshgrid(np.linspace(0, 6, width), np.linspace(0, 4, height))
+    waves = [np.sin(x + c) * np.cos(y * (1 + c / 2)) for c in range(3)]
+    return Image.fromarray((127.5 + 127 * np.stack(waves, -1)).astype(np.uint8))
+
+
+def test_the_whole_processor_loads(tiny_model: Path) -> None:
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(tiny_model, local_files_only=True)
+    assert processor.image_token == "<|image_pad|>"
+    assert processor.chat_template
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("draw", [noise, photo])
+def test_kimi_pixels_are_those_of_transformers(
+    draw: Any, size: tuple[int, int], kimi: Path, kimi_images: Any, store: MediaStore
+) -> None:
+    family: Family = load_family(str(kimi))
+    image = draw(*size)
+    item = family.item(store.put(image))
+    rows = family.rows(family.patches(image, item))
+    theirs = kimi_images(images=[image], return_tensors="np")
+    assert theirs["image_grid_thw"].tolist() == [list(item.grid)]
+    difference = np.abs(rows - theirs["pixel_values"].reshape(rows.shape)).max()
+    layout = family.layout(*size)
+    if (layout.width, layout.height) == size:
+        assert difference == 0
+    else:
+        # Rows run from -1 to 1: a level of 255 is 2 / 255 of them.
+        assert difference <= 2 * (2 / 255) + 1e-6
+
+
+def test_kimi_grids_are_those_of_transformers_for_a_thousand_sizes(
+    kimi: Path, kimi_images: Any
+) -> None:
+    family = load_family(str(kimi))
+    rng = random.Random(0)
+    for _ in range(1000):
+        width, height = (round(2 ** rng.uniform(0, 13)) for _ in range(2))
+        layout = family.layout(width, height)
+        patches = kimi_images.get_number_of_image_patches(height, width)
+        assert layout.grid[1] * layout.grid[2] == patches, (width, height)
+        assert layout.num_tokens == patches // kimi_images.merge_size**2

@@ -1,0 +1,147 @@
+"""Many rollouts share one renderer and one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from PIL import Image
+
+from sightline.envs import Environment, Outcome, Task
+from sightline.families import load_family, load_renderer
+from sightline.media import MediaStore
+from sightline.message import Message, user
+from sightline.render import Renderer
+from sightline.rollout.client import GenerateClient
+from sightline.rollout.play import Player
+from sightline.rollout.scripted import ScriptedPolicy
+from sightline.trace import Trace, decode
+from sightline.wire.control import Play
+
+NUM_ROLLOUTS = 2000
+
+
+class Talks(Environment):
+    """A few turns of text and pictures, by the number of the task."""
+
+    name = "talks"
+
+    def task(self, index: int, split: str) -> Task:
+        return Task(index, split)
+
+    async def rollout(self, task: Task, chat: Any) -> Outcome:
+        rng = random.Random(task.index)
+        for turn in range(2):
+            words = "".join(chr(rng.randrange(32, 1200)) for _ in range(rng.randrange(200)))
+            shown = [chat.put(picture(rng.randrange(5)))] if rng.random() < 0.5 else []
+            await chat.send([user(f"{turn} {words}", *shown)])
+        return Outcome(1.0)
+
+
+def picture(number: int) -> Image.Image:
+    return Image.new("RGB", (32 + 32 * number, 64), (number, 0, 0))
+
+
+@asynccontextmanager
+async def playing(env: Environment, renderer: Any, store: MediaStore) -> AsyncIterator[Player]:
+    """A player of `env` against a policy that says random text."""
+    runner = web.AppRunner(ScriptedPolicy().app())
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    client = GenerateClient(site.name)
+    yield Player(env, renderer, store, client, "image", max_tokens=6, timeout_s=100)
+    await client.close()
+    await runner.cleanup()
+
+
+async def play(one: Player, index: int) -> Trace:
+    played = await one.play(Play(f"r{index}", "g", index, "train", index, 1.0))
+    return decode(played.trace)
+
+
+def test_rollouts_that_share_a_renderer_say_what_each_says_alone(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    async def main() -> None:
+        async with playing(Talks(), load_renderer(tiny_model, store), store) as one:
+            together = await asyncio.gather(*(play(one, index) for index in range(NUM_ROLLOUTS)))
+            for index in range(0, NUM_ROLLOUTS, 40):
+                alone, beside = await play(one, index), together[index]
+                assert not alone.error and alone.num_images_shown == beside.num_images_shown
+                assert [n.token_ids for n in alone.nodes] == [n.token_ids for n in beside.nodes]
+                assert [n.slots for n in alone.nodes] == [n.slots for n in beside.nodes]
+            assert not any(trace.error for trace in together)
+
+    asyncio.run(main())
+
+
+class Slow:
+    """A renderer that works only while the event loop turns: one that it held up would hang."""
+
+    def __init__(self, real: Renderer, loop: asyncio.AbstractEventLoop) -> None:
+        self.real, self.loop = real, loop
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def _turns(self, name: str) -> None:
+        turned = threading.Event()
+        self.loop.call_soon_threadsafe(turned.set)
+        assert turned.wait(10), f"the event loop stands still while {name} works"
+        self.calls.append(name)
+
+    def render(self, *args: Any, **more: Any) -> Any:
+        self._turns("render")
+        return self.real.render(*args, **more)
+
+    def bridge(self, *args: Any, **more: Any) -> Any:
+        self._turns("bridge")
+        return self.real.bridge(*args, **more)
+
+    def parse(self, token_ids: Sequence[int]) -> Any:
+        self._turns("parse")
+        return self.real.parse(token_ids)
+
+
+def test_the_event_loop_turns_while_a_renderer_works(tiny_model: Path, store: MediaStore) -> None:
+    async def main() -> None:
+        slow = Slow(load_renderer(tiny_model, store), asyncio.get_running_loop())
+        async with playing(Talks(), slow, store) as one:
+            trace = await play(one, 0)
+        assert not trace.error, trace.error
+        assert slow.calls == ["render", "parse", "bridge", "parse"]
+
+    asyncio.run(main())
+
+
+class Untouchable:
+    """Whoever asks it for anything pays for images."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"a turn of text asked for {name}")
+
+
+def test_a_turn_of_text_pays_nothing_for_images(
+    tiny_model: Path, store: MediaStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = load_family(tiny_model)
+    renderer = load_renderer(tiny_model, store, family)
+    for name in ("layout", "item", "check_item", "num_tokens", "patches", "positions", "rows"):
+        if hasattr(type(family), name):
+            monkeypatch.setattr(type(family), name, property(lambda self: Untouchable().image))
+    monkeypatch.setattr(renderer, "_door", Untouchable())
+    asked: list[Message] = [user("hello")]
+    prompt = renderer.render(asked).token_ids
+    said = [*renderer.render([user("well")]).token_ids[3:5], renderer.stop_token_ids[0]]
+    assert renderer.bridge(prompt, said, [user("and?")])
+    with pytest.raises(AssertionError, match="a turn of text asked for"):
+        renderer.render([user(store.put(Image.new("RGB", (32, 32))))])
