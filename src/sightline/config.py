@@ -152,6 +152,9 @@ class Trainer(Section):
         2, ge=1, description="Newest checkpoints that are kept.", json_schema_extra=FREE
     )
     device: str = Field("auto", description="cpu, cuda or auto.")
+    ranks: int = Field(
+        1, ge=1, description="Processes that share the model and the work.", json_schema_extra=FREE
+    )
     threads: int = Field(
         0, ge=0, description="Compute threads; 0 shares the cores with the server."
     )

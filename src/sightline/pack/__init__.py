@@ -2,5 +2,6 @@
 
 from sightline.pack.cost import Cost
 from sightline.pack.flat import pack
+from sightline.pack.spread import empty_micro_batch, spread
 
-__all__ = ["Cost", "pack"]
+__all__ = ["Cost", "empty_micro_batch", "pack", "spread"]

@@ -15,18 +15,25 @@ from sightline.monitor import EventLog, RunDir
 from sightline.pack import Cost
 from sightline.pixels import Materializer
 from sightline.trainer.checkpoint import Checkpoints, Ledger
-from sightline.trainer.feed import Feed, Preparer
-from sightline.trainer.keeper import Keeper
+from sightline.trainer.feed import Feed, Preparer, ReadyBatch
+from sightline.trainer.keeper import Follower, Keeper
 from sightline.trainer.learner import Learner
 from sightline.trainer.loop import Parts
 from sightline.trainer.optimizer import build_optimizer
+from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
+from sightline.trainer.shard import join, shard
+from sightline.trainer.spread import ShareFeed, Spread
 from sightline.wire.control import Announce, Control
 
 MEGABYTE = 1 << 20
 
 
-def build_learner(model: Model, trainer: Trainer, store: MediaStore, steps: int) -> Learner:
+def build_learner(
+    model: Model, trainer: Trainer, store: MediaStore, steps: int, ranks: Ranks = ALONE
+) -> Learner:
     device = torch.device(pick_device(trainer.device))
+    if ranks.size > 1:
+        join(ranks, device)
     family = load_family(model.path, **model.overrides())
     renderer = load_renderer(model.path, store, family)
     forward = load_model(model.path, family, str(device), model.dtype)
@@ -35,6 +42,11 @@ def build_learner(model: Model, trainer: Trainer, store: MediaStore, steps: int)
     if trainer.kl_weight > 0:
         reference = load_model(model.path, family, str(device), model.dtype)
         reference.model.eval().requires_grad_(False)
+    whole = reference_whole = None
+    if ranks.size > 1:
+        whole = shard(forward, ranks.size, device)
+        if reference is not None:
+            reference_whole = shard(reference, ranks.size, device, frozen=True)
     return Learner(
         forward=forward,
         reference=reference,
@@ -45,6 +57,9 @@ def build_learner(model: Model, trainer: Trainer, store: MediaStore, steps: int)
         pad_ids=renderer.pad_token_ids,
         vocab_size=renderer.vocab_size,
         device=device,
+        ranks=ranks,
+        whole=whole,
+        reference_whole=reference_whole,
     )
 
 
@@ -53,9 +68,12 @@ def build(
     run_dir: RunDir,
     announcements: Callable[[], Announce | None],
     send: Callable[[Control], None],
+    ranks: Ranks = ALONE,
+    lead: Lead | None = None,
 ) -> Parts:
+    """Of rank 0, which hears the orchestrator; with `lead` it hands out what the others compute."""
     store = MediaStore(Path(config.media.root or run_dir.media))
-    learner = build_learner(config.model, config.trainer, store, config.run.steps)
+    learner = build_learner(config.model, config.trainer, store, config.run.steps, ranks)
     checkpoints = Checkpoints(run_dir.checkpoints, config.trainer.keep_checkpoints)
     state = checkpoints.load(learner.forward.model, learner.optimizer)
     preparer = Preparer(
@@ -77,9 +95,30 @@ def build(
         checkpoint_step=state.step,
         materializer=preparer.materializer,
     )
+    hand_out = Spread(lead, ranks.size) if lead is not None else _keep_all
     return Parts(
-        feed=Feed(announcements, preparer, state.step + 1),
+        feed=Feed(announcements, preparer, state.step + 1, hand_out),
         learner=learner,
         keeper=keeper,
+        first_step=state.step,
+    )
+
+
+def _keep_all(ready: ReadyBatch) -> ReadyBatch:
+    return ready
+
+
+def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follow) -> Parts:
+    """Of a rank other than 0."""
+    store = MediaStore(Path(config.media.root or run_dir.media))
+    learner = build_learner(config.model, config.trainer, store, config.run.steps, ranks)
+    checkpoints = Checkpoints(run_dir.checkpoints, config.trainer.keep_checkpoints)
+    state = checkpoints.load(learner.forward.model, learner.optimizer)
+    family = learner.family
+    materializer = Materializer(family, store, config.trainer.pixel_cache_mb * MEGABYTE)
+    return Parts(
+        feed=ShareFeed(follow, materializer, len(family.positions(1, ())[0]), state.step + 1),
+        learner=learner,
+        keeper=Follower(learner, config.trainer.checkpoint_every, state.step),
         first_step=state.step,
     )

@@ -34,6 +34,8 @@ class ReadyMicroBatch:
     batch: MicroBatch
     patches: np.ndarray | None
     """uint8, of the distinct images in their order; None when there is none."""
+    shows: bool = False
+    """Whether another rank shows an image beside it: then this one goes through the tower too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +145,14 @@ class Feed:
     """Iterates over ready batches, in step order, prepared one ahead by a thread."""
 
     def __init__(
-        self, announcements: Callable[[], Announce | None], preparer: Preparer, next_step: int
+        self,
+        announcements: Callable[[], Announce | None],
+        preparer: Preparer,
+        next_step: int,
+        spread: Callable[[ReadyBatch], ReadyBatch] = lambda ready: ready,
     ) -> None:
         self._announcements = announcements
+        self._spread = spread
         self._preparer = preparer
         self._next_step = next_step
         self._ready: queue.Queue[ReadyBatch | BaseException | None] = queue.Queue(maxsize=1)
@@ -183,7 +190,7 @@ class Feed:
                 "resume the run: `sightline rl --resume RUN`",
             )
         self._next_step += 1
-        return self._preparer.prepare(Batch.from_bytes(data), announced.digest)
+        return self._spread(self._preparer.prepare(Batch.from_bytes(data), announced.digest))
 
 
 def _waited(ready: ReadyBatch, seconds: float) -> ReadyBatch:
