@@ -155,6 +155,12 @@ class Trainer(Section):
     ranks: int = Field(
         1, ge=1, description="Processes that share the model and the work.", json_schema_extra=FREE
     )
+    stuck_after_s: float = Field(
+        900.0,
+        ge=0,
+        description="A trainer that stands still with work at hand so long ends; 0 is never.",
+        json_schema_extra=FREE,
+    )
     threads: int = Field(
         0, ge=0, description="Compute threads; 0 shares the cores with the server."
     )

@@ -20,6 +20,7 @@ from sightline.trainer.keeper import Follower, Keeper
 from sightline.trainer.learner import Learner
 from sightline.trainer.loop import Parts
 from sightline.trainer.optimizer import build_optimizer
+from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
 from sightline.trainer.shard import join, shard
 from sightline.trainer.spread import ShareFeed, Spread
@@ -82,6 +83,8 @@ def build(
         limit=Cost(config.trainer.micro_batch_tokens, config.trainer.micro_batch_patches),
         max_bad_fraction=config.media.max_bad_fraction,
     )
+    tell = (lead.fail,) if lead is not None else ()
+    learner.pulse = Pulse(config.trainer.stuck_after_s, *tell)
     keeper = Keeper(
         run_dir=run_dir,
         learner=learner,
@@ -100,6 +103,7 @@ def build(
         feed=Feed(announcements, preparer, state.step + 1, hand_out),
         learner=learner,
         keeper=keeper,
+        pulse=learner.pulse,
         first_step=state.step,
     )
 
@@ -114,11 +118,13 @@ def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follo
     learner = build_learner(config.model, config.trainer, store, config.run.steps, ranks)
     checkpoints = Checkpoints(run_dir.checkpoints, config.trainer.keep_checkpoints)
     state = checkpoints.load(learner.forward.model, learner.optimizer)
+    learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail)
     family = learner.family
     materializer = Materializer(family, store, config.trainer.pixel_cache_mb * MEGABYTE)
     return Parts(
         feed=ShareFeed(follow, materializer, len(family.positions(1, ())[0]), state.step + 1),
         learner=learner,
         keeper=Follower(learner, config.trainer.checkpoint_every, state.step),
+        pulse=learner.pulse,
         first_step=state.step,
     )

@@ -23,6 +23,7 @@ from sightline.trainer import loss as losses
 from sightline.trainer.checks import check_micro_batch
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
 from sightline.trainer.optimizer import lr_scale, set_learning_rate
+from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import Ranks
 from sightline.trainer.shard import Whole, gather_to_lead, sum_over_ranks, whole_tensor
 from sightline.wire.array import Array
@@ -116,6 +117,7 @@ class Learner:
     whole: Whole | None = None
     """Around the sharded model; None where one rank holds all of it."""
     reference_whole: Whole | None = None
+    pulse: Pulse = field(default_factory=Pulse)
     banned: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -127,11 +129,13 @@ class Learner:
         sums = dict.fromkeys(_SUMS, 0.0)
         scored: list[tuple[MicroBatch, np.ndarray]] = []
         self.optimizer.zero_grad(set_to_none=True)
-        for micro_batch in ready.micro_batches:
+        for number, micro_batch in enumerate(ready.micro_batches, start=1):
+            self.pulse.mark(f"micro-batch {number} of step {ready.step}")
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
             sums["all_tokens"] += len(micro_batch.batch.token_ids)
             if len(micro_batch.batch.trained) or self.ranks.size > 1:
                 scored.append((micro_batch.batch, self._backward(micro_batch, ready.step, sums)))
+        self.pulse.mark(f"the update of step {ready.step}")
         norm = self.update(ready.step)
         metrics = self._metrics(ready, sum_over_ranks(sums, self.ranks.size))
         metrics["grad_norm"] = norm
