@@ -136,6 +136,18 @@ class Trainer(Section):
     beta2: float = Field(0.95, ge=0, lt=1, description="Of AdamW.")
     weight_decay: float = Field(0.0, ge=0, description="Of AdamW, on matrices.")
     grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
+    loss: Literal["ppo", "cispo", "gspo", "tis"] = Field(
+        "ppo", description="The policy loss: clipped by token or by answer, or truncated weights."
+    )
+    loss_average: Literal["tokens", "samples", "constant"] = Field(
+        "tokens", description="What the loss of a batch is divided by."
+    )
+    loss_constant: float = Field(
+        1.0, gt=0, description='Divides the summed loss, with loss_average = "constant".'
+    )
+    importance_cap: float = Field(
+        2.0, gt=0, description='Largest weight of a token, with loss = "tis".'
+    )
     clip_low: float = Field(0.2, gt=0, description="The ratio is clipped below 1 minus this.")
     clip_high: float = Field(0.28, gt=0, description="The ratio is clipped above 1 plus this.")
     kl_weight: float = Field(

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from sightline.families.registry import write_tiny
 from sightline.launch.processes import find_port
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 PROGRAM = Path(__file__).parent / "rank_step.py"
 TYPES = [("qwen_vl", {}), ("qwen_vl", {"type": "qwen2_5_vl"}), ("kimi_k25", {})]
 
@@ -67,7 +67,11 @@ def take_step(model: Path, size: int, out: Path, *words: str) -> Found:
         )
         for rank in range(size)
     ]  # fmt: skip
-    said = [process.communicate(timeout=300)[0] for process in started]
+    try:
+        said = [process.communicate(timeout=600)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
     assert [process.returncode for process in started] == [0] * size, "\n".join(said)
     ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(size)]
     return Found(

@@ -12,7 +12,7 @@ from sightline.config import Model, RunFile, Trainer
 from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore
 from sightline.monitor import EventLog, RunDir
-from sightline.pack import Cost
+from sightline.pack import Average, Cost
 from sightline.pixels import Materializer
 from sightline.trainer.checkpoint import Checkpoints, Ledger
 from sightline.trainer.feed import Feed, Preparer, ReadyBatch
@@ -82,6 +82,7 @@ def build(
         materializer=Materializer(learner.family, store, config.trainer.pixel_cache_mb * MEGABYTE),
         limit=Cost(config.trainer.micro_batch_tokens, config.trainer.micro_batch_patches),
         max_bad_fraction=config.media.max_bad_fraction,
+        average=Average(config.trainer.loss_average, config.trainer.loss_constant),
     )
     tell = (lead.fail,) if lead is not None else ()
     learner.pulse = Pulse(config.trainer.stuck_after_s, *tell)

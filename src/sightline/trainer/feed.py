@@ -15,14 +15,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from sightline.errors import MediaError, Misaligned, PixelMismatch
 from sightline.families import Family
-from sightline.pack import Cost, pack
+from sightline.pack import Average, Cost, pack
 from sightline.pixels import Materializer, Pixels
 from sightline.wire.control import Announce
 from sightline.wire.micro_batch import MicroBatch
@@ -61,13 +61,14 @@ class Preparer:
     materializer: Materializer
     limit: Cost
     max_bad_fraction: float
+    average: Average = field(default_factory=Average)
 
     def prepare(self, batch: Batch, digest: str) -> ReadyBatch:
         began = time.monotonic()
         pixels, problems = self._materialize(batch)
         kept, bad = self._keep(batch, pixels, problems)
         spent = time.monotonic() - began
-        packs = pack(kept, batch.step, self.family, self.limit)
+        packs = pack(kept, batch.step, self.family, self.limit, self.average)
         ready = [ReadyMicroBatch(p, self._patches(p, pixels)) for p in packs]
         return ReadyBatch(
             step=batch.step,

@@ -170,18 +170,12 @@ class Learner:
         advantages = _tensor(batch.advantages.numpy(), self.device)
         weight = _tensor(batch.loss_weight.numpy(), self.device)
         own = _tensor(batch.versions.numpy(), self.device) == step - 1
-        total = hidden.new_zeros((), dtype=torch.float32)
-        if self.ranks.size > 1:
-            # Also where nothing trains: every parameter needs a gradient on every rank.
-            total = self.forward.logits(hidden[:0]).float().sum()
         chosen = [hidden.new_zeros(0, dtype=torch.float32)]
+        kls = [hidden.new_zeros(0, dtype=torch.float32)]
         for part, log_p in chunked_log_softmax(
             self.forward, hidden, self.banned, batch.temperature
         ):
             logprobs = log_p.gather(-1, tokens[part, None]).squeeze(-1)
-            token_loss, clipped = losses.clipped_policy_loss(
-                logprobs, old[part], advantages[part], self.config.clip_low, self.config.clip_high
-            )
             if self.reference is not None and reference is not None:
                 with torch.no_grad():
                     logits = _within(
@@ -189,13 +183,44 @@ class Learner:
                     ).float()
                     logits = logits.index_fill(-1, self.banned, float("-inf"))
                     log_q = torch.log_softmax(logits / batch.temperature, dim=-1)
-                kl = losses.exact_kl(log_p, log_q, self.banned)
-                token_loss = token_loss + self.config.kl_weight * kl
-                sums["kl_ref"] += float(kl.detach().sum())
-            total = total + (token_loss * weight[part]).sum()
-            _measure(sums, log_p, logprobs, old[part], own[part], clipped, self.banned)
-            chosen.append(logprobs.detach())
-        return total, torch.cat(chosen)
+                kls.append(losses.exact_kl(log_p, log_q, self.banned))
+            _measure(sums, log_p, logprobs, old[part], own[part], self.banned)
+            chosen.append(logprobs)
+        logprobs = torch.cat(chosen)
+        token_loss, held = self._policy_loss(logprobs, old, advantages, batch)
+        sums["clipped"] += float(held.sum())
+        if self.reference is not None:
+            kl = torch.cat(kls)
+            token_loss = token_loss + self.config.kl_weight * kl
+            sums["kl_ref"] += float(kl.detach().sum())
+        total = (token_loss * weight).sum()
+        if self.ranks.size > 1:
+            # Also where nothing trains: every parameter needs a gradient on every rank.
+            total = total + self.forward.logits(hidden[:0]).float().sum()
+        return total, logprobs.detach()
+
+    def _policy_loss(
+        self,
+        logprobs: torch.Tensor,
+        old: torch.Tensor,
+        advantages: torch.Tensor,
+        batch: MicroBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        bounds = (self.config.clip_low, self.config.clip_high)
+        match self.config.loss:
+            case "ppo":
+                return losses.clipped_policy_loss(logprobs, old, advantages, *bounds)
+            case "cispo":
+                return losses.cispo_loss(logprobs, old, advantages, *bounds)
+            case "tis":
+                cap = self.config.importance_cap
+                return losses.truncated_importance_loss(logprobs, old, advantages, cap)
+            case "gspo":
+                # A sequence is what one model call said.
+                lengths = [o.stop - o.start for o in batch.origins]
+                places = np.repeat(np.arange(len(lengths)), lengths)
+                sequences = torch.from_numpy(places).to(logprobs.device)
+                return losses.gspo_loss(logprobs, old, advantages, sequences, *bounds)
 
     def update(self, step: int) -> float:
         """Clips and applies the gradients, and returns their norm before clipping."""
@@ -241,14 +266,12 @@ def _measure(
     logprobs: torch.Tensor,
     old: torch.Tensor,
     own: torch.Tensor,
-    clipped: torch.Tensor,
     banned: torch.Tensor,
 ) -> None:
     with torch.no_grad():
         kl = losses.mismatch_kl(logprobs, old)
         sums["tokens"] += len(logprobs)
         sums["entropy"] += float(losses.entropy(log_p, banned).sum())
-        sums["clipped"] += float(clipped.sum())
         sums["fresh_tokens"] += float(own.sum())
         sums["older_tokens"] += float((~own).sum())
         sums["fresh_kl"] += float(kl[own].sum())

@@ -11,7 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 
+_COLLECTIVES = "/torch/distributed/"
 STUCK = 4
 """Exit status of a process that ended itself because it was stuck."""
 
@@ -37,7 +39,12 @@ class Pulse:
         doing, still_s = self._doing, time.monotonic() - self._since
         if not doing or still_s < self._limit_s:
             return ""
-        return f"stuck for {still_s:.0f} s in {doing}"
+        if not _is_in_collective():
+            return f"stuck for {still_s:.0f} s in {doing}"
+        # Another rank holds it up, and is given the time to say so itself.
+        if still_s < 2 * self._limit_s:
+            return ""
+        return f"waited {still_s:.0f} s for another rank in {doing}"
 
     def _watch(self) -> None:
         while not (problem := self.problem()):
@@ -47,3 +54,14 @@ class Pulse:
         # The last words are what the launcher quotes.
         print(f"{problem}; the stacks of all threads stand above", file=sys.stderr, flush=True)
         os._exit(STUCK)
+
+
+def _is_in_collective() -> bool:
+    """Whether a thread of this process stands inside torch.distributed."""
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            if _COLLECTIVES in at.f_code.co_filename:
+                return True
+            at = at.f_back
+    return False
