@@ -144,7 +144,7 @@ class Learner:
         return Stepped(metrics, _scores(ready.step, [one for rank in everyone for one in rank]))
 
     def _backward(self, ready: ReadyMicroBatch, step: int, sums: dict[str, float]) -> np.ndarray:
-        total, chosen = _within(self.whole, self._loss, ready, step, sums)
+        total, chosen = _within(self.whole, self._beside_reference, ready, step, sums)
         if not torch.isfinite(total):
             raise Misaligned(f"step {step}: the loss is {float(total)}", _DIVERGED)
         # Gradients are averaged over ranks, and the losses of a step are to be added.
@@ -152,9 +152,17 @@ class Learner:
         sums["loss"] += float(total.detach())
         return chosen.cpu().numpy()
 
-    def _reference_hidden(self, ready: ReadyMicroBatch) -> torch.Tensor:
-        assert self.reference is not None
-        return hidden_of(self.reference, ready, self.family, self.device)
+    def _beside_reference(
+        self, ready: ReadyMicroBatch, step: int, sums: dict[str, float]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, with the reference gathered once, however many tokens this rank trains.
+
+        It comes back past the reference's own call: what that returns, FSDP would gather the
+        reference for again in the backward pass.
+        """
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        _within(self.reference_whole, lambda: found.append(self._loss(ready, step, sums)))
+        return found[0]
 
     def _loss(
         self, ready: ReadyMicroBatch, step: int, sums: dict[str, float]
@@ -164,7 +172,7 @@ class Learner:
         reference = None
         if self.reference is not None:
             with torch.no_grad():
-                reference = _within(self.reference_whole, self._reference_hidden, ready)
+                reference = hidden_of(self.reference, ready, self.family, self.device)
         tokens = _tensor(batch.token_ids.numpy()[batch.trained.numpy()], self.device).long()
         old = _tensor(batch.logprobs.numpy(), self.device)
         advantages = _tensor(batch.advantages.numpy(), self.device)
@@ -178,9 +186,7 @@ class Learner:
             logprobs = log_p.gather(-1, tokens[part, None]).squeeze(-1)
             if self.reference is not None and reference is not None:
                 with torch.no_grad():
-                    logits = _within(
-                        self.reference_whole, self.reference.logits, reference[part]
-                    ).float()
+                    logits = self.reference.logits(reference[part]).float()
                     logits = logits.index_fill(-1, self.banned, float("-inf"))
                     log_q = torch.log_softmax(logits / batch.temperature, dim=-1)
                 kls.append(losses.exact_kl(log_p, log_q, self.banned))
