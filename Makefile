@@ -24,7 +24,7 @@ BUNDLE_TAGS := --python-version 3.12 --implementation cp --abi cp312 --abi abi3 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help $(VENV) demo tokenizers test test-loop test-torchvision check format docs wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) demo tokenizers test test-loop test-ranks test-torchvision check format docs wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -52,10 +52,13 @@ $(TOKENIZERS)/%:
 	mv $@.part $@
 
 test: $(STAMP) tokenizers ## the quick tests
-	$(BIN)/python -m pytest tests -m "not gpu and not loop and not torchvision"
+	$(BIN)/python -m pytest tests -m "not gpu and not loop and not torchvision and not ranks"
 
 test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
 	$(BIN)/python -m pytest tests -m "loop and not gpu"
+
+test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending together
+	$(BIN)/python -m pytest tests/ranks
 
 test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
 	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/processors

@@ -15,7 +15,7 @@ import uvloop
 from sightline import config
 from sightline.config import RunFile, SftFile
 from sightline.errors import SightlineError
-from sightline.launch.processes import leave_error
+from sightline.launch.processes import SECRET, leave_error
 from sightline.monitor import RunDir
 
 
@@ -26,6 +26,10 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--hub", default="", help="address of the orchestrator's channel")
     parser.add_argument("--server", default="", help="address of the inference server")
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
+    parser.add_argument("--rank", type=int, default=0, help="which rank of the trainer")
+    parser.add_argument("--ranks", type=int, default=1, help="how many there are")
+    parser.add_argument("--meet", default="", help="host:port at which ranks meet")
+    parser.add_argument("--channel", default="", help="address of rank 0's channel")
     parser.add_argument("--parent", type=int, default=0, help="process to end with")
     parser.set_defaults(run=run)
 
@@ -39,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     try:
-        _run(args.name, run_dir, args.hub, args.server, args.threads)
+        _run(args, run_dir)
     except SightlineError as error:
         traceback.print_exc()
         leave_error(run_dir, args.name, error.problem, error.fix)
@@ -52,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run(name: str, run_dir: RunDir, hub: str, server: str, threads: int) -> None:
+def _run(args: argparse.Namespace, run_dir: RunDir) -> None:
+    name, hub, server = args.name, args.hub, args.server
     if name == "sft":
         from sightline.trainer import sft
 
@@ -61,11 +66,9 @@ def _run(name: str, run_dir: RunDir, hub: str, server: str, threads: int) -> Non
     file = config.load(RunFile, run_dir.config)
     media_root = Path(file.media.root or run_dir.media)
     if name == "server":
-        _serve(file, media_root, server, threads)
-    elif name == "trainer":
-        from sightline.trainer import process as trainer
-
-        trainer.main(file, run_dir, hub)
+        _serve(file, media_root, server, args.threads)
+    elif name.startswith("trainer"):
+        _train(args, file, run_dir)
     elif name == "orchestrator":
         from sightline.orchestrator import process as orchestrator
 
@@ -74,6 +77,18 @@ def _run(name: str, run_dir: RunDir, hub: str, server: str, threads: int) -> Non
         from sightline.rollout import worker
 
         uvloop.run(worker.main(file, media_root, hub, server, name))
+
+
+def _train(args: argparse.Namespace, file: RunFile, run_dir: RunDir) -> None:
+    from sightline.trainer import process as trainer
+    from sightline.trainer.ranks import Ranks
+
+    secret = os.environ.get(SECRET, "")
+    ranks = Ranks(args.rank, args.ranks, args.meet, args.channel, secret)
+    if ranks.is_lead:
+        trainer.main(file, run_dir, args.hub, ranks)
+    else:
+        trainer.follow(file, run_dir, ranks)
 
 
 def _serve(file: RunFile, media_root: Path, server: str, threads: int) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -101,6 +102,14 @@ def read_weights(manifest_path: Path) -> tuple[Manifest, dict[str, torch.Tensor]
 def adopt_into(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """Copies `tensors` into the model, all or nothing: names and shapes are checked first."""
     own = dict(model.named_parameters())
+    check_names(own, tensors)
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(tensors[name])
+
+
+def check_names(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises unless both name the same parameters, with the same shapes."""
     if own.keys() != tensors.keys():
         odd = sorted(own.keys() ^ tensors.keys())[:3]
         raise Misaligned(
@@ -114,9 +123,6 @@ def adopt_into(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None
                 f"the model's is {tuple(parameter.shape)}",
                 "serve the checkpoint that the trainer trains",
             )
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(tensors[name])
 
 
 def _write(path: Path, data: bytes) -> None:

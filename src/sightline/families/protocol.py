@@ -103,6 +103,14 @@ class Forward(Protocol):
         """The parameters of the vision tower, by their names in the model."""
         ...
 
+    def blocks(self) -> list[torch.nn.Module]:
+        """Decoder layers and vision blocks: each is sharded, and gathered, as a whole."""
+        ...
+
+    def blank(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
+        """uint8 patches and grid of the smallest image; None where there is no vision tower."""
+        ...
+
     def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
         """Features (visual tokens, F) of images whose uint8 patches are stacked in order.
 

@@ -25,6 +25,8 @@ from sightline.config import RunFile
 from sightline.errors import ConfigError, ProcessFailed
 from sightline.monitor import RunDir
 
+SECRET = "SIGHTLINE_SECRET"
+"""The variable in which the ranks of a trainer get what they know one another by."""
 POLL_S = 0.2
 END_S = 10.0
 """How long a process may take to end after it was told to."""
@@ -37,6 +39,7 @@ class Spec:
     name: str
     arguments: list[str]
     threads: int
+    variables: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment(spec.threads),
+                env=environment(spec.threads) | spec.variables,
                 # A session of its own: Ctrl-C goes to the launcher, which ends the run in order.
                 start_new_session=True,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from sightline.errors import ProcessFailed, ResumeRefused
 from sightline.launch.claim import check_pinned, claim_run_dir, locked, pin_model
 from sightline.launch.preflight import check_run, check_store, packing_line, resolve_model
 from sightline.launch.processes import (
+    SECRET,
     Processes,
     Signals,
     Spec,
@@ -71,13 +73,32 @@ def _specs(config: RunFile, run_dir: RunDir) -> list[Spec]:
         words += ["--threads", str(count), "--parent", str(os.getpid())]
         return Spec(name, words, count)
 
+    trainer = spec("trainer", max(1, threads.trainer // config.trainer.ranks))
     workers = [spec(f"worker-{i}", 1) for i in range(config.rollout.workers)]
     return [
         spec("server", threads.server),
-        spec("trainer", threads.trainer),
+        *_ranks(trainer, config.trainer.ranks),
         *workers,
         spec(LEADER, 1),
     ]
+
+
+def _ranks(trainer: Spec, num: int) -> list[Spec]:
+    """The trainer's processes: `trainer` is rank 0, `trainer-1` and so on the others."""
+    if num == 1:
+        return [trainer]
+    here = "127.0.0.1"
+    meet = f"{here}:{find_port(here, 0, 'port of the ranks')}"
+    channel = f"tcp://{here}:{find_port(here, 0, 'port of the ranks')}"
+    secret = {SECRET: secrets.token_hex(16)}
+    found = []
+    for rank in range(num):
+        name = f"trainer-{rank}" if rank else trainer.name
+        words = [*trainer.arguments, "--rank", str(rank), "--ranks", str(num)]
+        words += ["--meet", meet, "--channel", channel]
+        words[1] = name
+        found.append(Spec(name, words, trainer.threads, secret))
+    return found
 
 
 def _run(config: RunFile, run_dir: RunDir, plain: bool) -> RunDir:

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from sightline.errors import PixelMismatch
 from sightline.families import Family, PlacedSlot
+from sightline.pack.average import AVERAGE, Average
 from sightline.pack.cost import Cost
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, Origin, PackedItem, PackedSlot
 from sightline.wire.sample import Sample
 
 
-def pack(samples: Sequence[Sample], step: int, family: Family, limit: Cost) -> list[MicroBatch]:
-    """The micro-batches of a batch. Every trained token weighs the same in the step's loss.
+def pack(
+    samples: Sequence[Sample],
+    step: int,
+    family: Family,
+    limit: Cost,
+    average: Average = AVERAGE,
+) -> list[MicroBatch]:
+    """The micro-batches of a batch; `average` says what a trained token weighs in its loss.
 
     The same samples give the same packs, in every process and after every restart. A sample that
     is larger than `limit` gets a micro-batch of its own, and so does every sample of a family
     that cannot pack.
     """
-    total = sum(len(sample.trained) for sample in samples)
+    weigh = average.of(samples)
     if family.packing.kind == "rows":
         limit = Cost(0, 0)
-    return [_micro_batch(group, step, family, total) for group in _bins(samples, limit)]
+    return [_micro_batch(group, step, family, weigh) for group in _bins(samples, limit)]
 
 
 def _bins(samples: Sequence[Sample], limit: Cost) -> list[list[Sample]]:
@@ -46,7 +53,7 @@ def _bins(samples: Sequence[Sample], limit: Cost) -> list[list[Sample]]:
 
 
 def _micro_batch(
-    samples: Sequence[Sample], step: int, family: Family, total_trained: int
+    samples: Sequence[Sample], step: int, family: Family, weigh: Callable[[Sample], float]
 ) -> MicroBatch:
     lengths = [len(sample.token_ids) for sample in samples]
     starts = np.cumsum([0, *lengths])
@@ -79,7 +86,9 @@ def _micro_batch(
         trained=Array.of(trained, "int32"),
         logprobs=Array.of(_joined([s.logprobs.numpy() for s in samples]), "float32"),
         advantages=Array.of(_joined([s.advantages.numpy() for s in samples]), "float32"),
-        loss_weight=Array.of(np.full(num_trained, 1.0 / max(total_trained, 1)), "float32"),
+        loss_weight=Array.of(
+            _joined([np.full(len(s.trained), weigh(s)) for s in samples]), "float32"
+        ),
         versions=Array.of(_joined([s.versions.numpy() for s in samples]), "int32"),
         items=items.packed(),
         slots=slots,

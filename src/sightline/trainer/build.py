@@ -12,21 +12,29 @@ from sightline.config import Model, RunFile, Trainer
 from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore
 from sightline.monitor import EventLog, RunDir
-from sightline.pack import Cost
+from sightline.pack import Average, Cost
 from sightline.pixels import Materializer
 from sightline.trainer.checkpoint import Checkpoints, Ledger
-from sightline.trainer.feed import Feed, Preparer
-from sightline.trainer.keeper import Keeper
+from sightline.trainer.feed import Feed, Preparer, ReadyBatch
+from sightline.trainer.keeper import Follower, Keeper
 from sightline.trainer.learner import Learner
 from sightline.trainer.loop import Parts
 from sightline.trainer.optimizer import build_optimizer
+from sightline.trainer.pulse import Pulse
+from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
+from sightline.trainer.shard import join, shard
+from sightline.trainer.spread import ShareFeed, Spread
 from sightline.wire.control import Announce, Control
 
 MEGABYTE = 1 << 20
 
 
-def build_learner(model: Model, trainer: Trainer, store: MediaStore, steps: int) -> Learner:
+def build_learner(
+    model: Model, trainer: Trainer, store: MediaStore, steps: int, ranks: Ranks = ALONE
+) -> Learner:
     device = torch.device(pick_device(trainer.device))
+    if ranks.size > 1:
+        join(ranks, device)
     family = load_family(model.path, **model.overrides())
     renderer = load_renderer(model.path, store, family)
     forward = load_model(model.path, family, str(device), model.dtype)
@@ -35,6 +43,11 @@ def build_learner(model: Model, trainer: Trainer, store: MediaStore, steps: int)
     if trainer.kl_weight > 0:
         reference = load_model(model.path, family, str(device), model.dtype)
         reference.model.eval().requires_grad_(False)
+    whole = reference_whole = None
+    if ranks.size > 1:
+        whole = shard(forward, ranks.size, device)
+        if reference is not None:
+            reference_whole = shard(reference, ranks.size, device, frozen=True)
     return Learner(
         forward=forward,
         reference=reference,
@@ -45,6 +58,9 @@ def build_learner(model: Model, trainer: Trainer, store: MediaStore, steps: int)
         pad_ids=renderer.pad_token_ids,
         vocab_size=renderer.vocab_size,
         device=device,
+        ranks=ranks,
+        whole=whole,
+        reference_whole=reference_whole,
     )
 
 
@@ -53,9 +69,12 @@ def build(
     run_dir: RunDir,
     announcements: Callable[[], Announce | None],
     send: Callable[[Control], None],
+    ranks: Ranks = ALONE,
+    lead: Lead | None = None,
 ) -> Parts:
+    """Of rank 0, which hears the orchestrator; with `lead` it hands out what the others compute."""
     store = MediaStore(Path(config.media.root or run_dir.media))
-    learner = build_learner(config.model, config.trainer, store, config.run.steps)
+    learner = build_learner(config.model, config.trainer, store, config.run.steps, ranks)
     checkpoints = Checkpoints(run_dir.checkpoints, config.trainer.keep_checkpoints)
     state = checkpoints.load(learner.forward.model, learner.optimizer)
     preparer = Preparer(
@@ -63,7 +82,10 @@ def build(
         materializer=Materializer(learner.family, store, config.trainer.pixel_cache_mb * MEGABYTE),
         limit=Cost(config.trainer.micro_batch_tokens, config.trainer.micro_batch_patches),
         max_bad_fraction=config.media.max_bad_fraction,
+        average=Average(config.trainer.loss_average, config.trainer.loss_constant),
     )
+    tell = (lead.fail,) if lead is not None else ()
+    learner.pulse = Pulse(config.trainer.stuck_after_s, *tell)
     keeper = Keeper(
         run_dir=run_dir,
         learner=learner,
@@ -77,9 +99,33 @@ def build(
         checkpoint_step=state.step,
         materializer=preparer.materializer,
     )
+    hand_out = Spread(lead, ranks.size) if lead is not None else _keep_all
     return Parts(
-        feed=Feed(announcements, preparer, state.step + 1),
+        feed=Feed(announcements, preparer, state.step + 1, hand_out),
         learner=learner,
         keeper=keeper,
+        pulse=learner.pulse,
+        first_step=state.step,
+    )
+
+
+def _keep_all(ready: ReadyBatch) -> ReadyBatch:
+    return ready
+
+
+def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follow) -> Parts:
+    """Of a rank other than 0."""
+    store = MediaStore(Path(config.media.root or run_dir.media))
+    learner = build_learner(config.model, config.trainer, store, config.run.steps, ranks)
+    checkpoints = Checkpoints(run_dir.checkpoints, config.trainer.keep_checkpoints)
+    state = checkpoints.load(learner.forward.model, learner.optimizer)
+    learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail)
+    family = learner.family
+    materializer = Materializer(family, store, config.trainer.pixel_cache_mb * MEGABYTE)
+    return Parts(
+        feed=ShareFeed(follow, materializer, len(family.positions(1, ())[0]), state.step + 1),
+        learner=learner,
+        keeper=Follower(learner, config.trainer.checkpoint_every, state.step),
+        pulse=learner.pulse,
         first_step=state.step,
     )

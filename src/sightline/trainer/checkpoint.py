@@ -15,8 +15,9 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
-from sightline.compute.weights import adopt_into
+from sightline.compute.weights import check_names
 from sightline.errors import ResumeRefused
+from sightline.trainer.shard import like, whole_tensor
 from sightline.wire.file import append_line, read_lines, write_atomic
 
 _NAME = re.compile(r"step_(\d{6})")
@@ -35,20 +36,33 @@ class LedgerLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch: str
 
 
+@dataclass(frozen=True)
+class Tensors:
+    """What a checkpoint holds, gathered from all ranks."""
+
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, torch.Tensor]
+
+
+def gather(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Every rank calls it."""
+    return Tensors(parameters_of(model), _optimizer_tensors(optimizer))
+
+
 @dataclass
 class Checkpoints:
     root: Path
     keep: int
 
-    def save(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
+    def save(self, tensors: Tensors, state: State) -> None:
         target = self.root / f"step_{state.step:06d}"
         if target.is_dir():
             return
         part = self.root / f".{target.name}.part"
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        save_file(parameters_of(model), part / "model.safetensors")
-        save_file(_optimizer_tensors(optimizer), part / "optimizer.safetensors")
+        save_file(tensors.model, part / "model.safetensors")
+        save_file(tensors.optimizer, part / "optimizer.safetensors")
         write_atomic(part / "state.json", msgspec.json.encode(state))
         for file in part.iterdir():
             _sync(file)
@@ -66,7 +80,7 @@ class Checkpoints:
         if path is None:
             return State(step=0, vision_version=0)
         state = msgspec.json.decode((path / "state.json").read_bytes(), type=State)
-        adopt_into(model, load_file(path / "model.safetensors"))
+        _restore_model(model, load_file(path / "model.safetensors"))
         _restore_optimizer(optimizer, load_file(path / "optimizer.safetensors"), path)
         return state
 
@@ -108,7 +122,20 @@ class Ledger:
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().cpu().contiguous() for name, p in model.named_parameters()}
+    """All parameters, on the CPU; every rank calls it. One at a time leaves the device again."""
+    return {name: _on_cpu(p) for name, p in model.named_parameters()}
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return whole_tensor(tensor.detach()).cpu().contiguous()
+
+
+def _restore_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    own = dict(model.named_parameters())
+    check_names(own, tensors)
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(like(tensors[name], parameter))
 
 
 def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -136,7 +163,7 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tens
     tensors = {"rng": torch.get_rng_state()}
     for index, state in optimizer.state_dict()["state"].items():
         for name, value in state.items():
-            tensors[f"{index}.{name}"] = value.detach().cpu().contiguous()
+            tensors[f"{index}.{name}"] = _on_cpu(value)
     return tensors
 
 
@@ -145,9 +172,13 @@ def _restore_optimizer(
 ) -> None:
     torch.set_rng_state(tensors.pop("rng"))
     description = optimizer.state_dict()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: dict[int, dict[str, torch.Tensor]] = {}
     for key, value in tensors.items():
         index, _, name = key.partition(".")
+        own = parameters[int(index)] if int(index) < len(parameters) else None
+        if own is not None and value.shape == own.shape:
+            value = like(value, own.detach())
         state.setdefault(int(index), {})[name] = value
     known = {i for group in description["param_groups"] for i in group["params"]}
     if not set(state) <= known:

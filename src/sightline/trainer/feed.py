@@ -15,14 +15,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from sightline.errors import MediaError, Misaligned, PixelMismatch
 from sightline.families import Family
-from sightline.pack import Cost, pack
+from sightline.pack import Average, Cost, pack
 from sightline.pixels import Materializer, Pixels
 from sightline.wire.control import Announce
 from sightline.wire.micro_batch import MicroBatch
@@ -34,6 +34,8 @@ class ReadyMicroBatch:
     batch: MicroBatch
     patches: np.ndarray | None
     """uint8, of the distinct images in their order; None when there is none."""
+    shows: bool = False
+    """Whether another rank shows an image beside it: then this one goes through the tower too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,14 @@ class Preparer:
     materializer: Materializer
     limit: Cost
     max_bad_fraction: float
+    average: Average = field(default_factory=Average)
 
     def prepare(self, batch: Batch, digest: str) -> ReadyBatch:
         began = time.monotonic()
         pixels, problems = self._materialize(batch)
         kept, bad = self._keep(batch, pixels, problems)
         spent = time.monotonic() - began
-        packs = pack(kept, batch.step, self.family, self.limit)
+        packs = pack(kept, batch.step, self.family, self.limit, self.average)
         ready = [ReadyMicroBatch(p, self._patches(p, pixels)) for p in packs]
         return ReadyBatch(
             step=batch.step,
@@ -143,9 +146,14 @@ class Feed:
     """Iterates over ready batches, in step order, prepared one ahead by a thread."""
 
     def __init__(
-        self, announcements: Callable[[], Announce | None], preparer: Preparer, next_step: int
+        self,
+        announcements: Callable[[], Announce | None],
+        preparer: Preparer,
+        next_step: int,
+        spread: Callable[[ReadyBatch], ReadyBatch] = lambda ready: ready,
     ) -> None:
         self._announcements = announcements
+        self._spread = spread
         self._preparer = preparer
         self._next_step = next_step
         self._ready: queue.Queue[ReadyBatch | BaseException | None] = queue.Queue(maxsize=1)
@@ -183,7 +191,7 @@ class Feed:
                 "resume the run: `sightline rl --resume RUN`",
             )
         self._next_step += 1
-        return self._preparer.prepare(Batch.from_bytes(data), announced.digest)
+        return self._spread(self._preparer.prepare(Batch.from_bytes(data), announced.digest))
 
 
 def _waited(ready: ReadyBatch, seconds: float) -> ReadyBatch:

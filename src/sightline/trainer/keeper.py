@@ -17,6 +17,7 @@ from sightline.trainer.checkpoint import (
     Ledger,
     State,
     export_checkpoint,
+    gather,
     parameters_of,
 )
 from sightline.trainer.feed import ReadyBatch
@@ -67,7 +68,8 @@ class Keeper:
     def checkpoint(self, step: int, last: bool = False) -> None:
         if step > self.checkpoint_step and (last or step % self.checkpoint_every == 0):
             state = State(step=step, vision_version=step if self.train_vision else 0)
-            self.checkpoints.save(self._forward.model, self.learner.optimizer, state)
+            tensors = gather(self._forward.model, self.learner.optimizer)
+            self.checkpoints.save(tensors, state)
             self.checkpoint_step = step
 
     def report(
@@ -105,3 +107,35 @@ class Keeper:
         if step > 0:
             export_checkpoint(self.source, self.run_dir.checkpoints / "final", self._forward.model)
         self.send(Finished(step))
+
+
+@dataclass
+class Follower:
+    """What a rank other than 0 does meanwhile: it hands over its shards, in the same order."""
+
+    learner: Learner
+    checkpoint_every: int
+    checkpoint_step: int
+
+    def record(self, ready: ReadyBatch, stepped: Stepped) -> None:
+        pass
+
+    def publish(self, step: int) -> None:
+        parameters_of(self.learner.forward.model)
+
+    def checkpoint(self, step: int, last: bool = False) -> None:
+        if step > self.checkpoint_step and (last or step % self.checkpoint_every == 0):
+            gather(self.learner.forward.model, self.learner.optimizer)
+            self.checkpoint_step = step
+
+    def report(
+        self, ready: ReadyBatch, stepped: Stepped, busy: tuple[float, float], publish_s: float
+    ) -> None:
+        pass
+
+    def announce(self, metrics: dict[str, float | None] | None = None) -> None:
+        pass
+
+    def finish(self, step: int) -> None:
+        if step > 0:
+            parameters_of(self.learner.forward.model)

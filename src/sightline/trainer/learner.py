@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,10 +23,18 @@ from sightline.trainer import loss as losses
 from sightline.trainer.checks import check_micro_batch
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
 from sightline.trainer.optimizer import lr_scale, set_learning_rate
+from sightline.trainer.pulse import Pulse
+from sightline.trainer.ranks import Ranks
+from sightline.trainer.shard import Whole, gather_to_lead, sum_over_ranks, whole_tensor
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, Origin
 from sightline.wire.score import StepScores
 
+T = TypeVar("T")
+_SUMS = (
+    "all_tokens", "clipped", "entropy", "fresh_kl", "fresh_tokens", "kl_ref", "loss", "older_kl",
+    "older_tokens", "tokens",
+)  # fmt: skip
 _DIVERGED = (
     "start a new run, with a lower [trainer] lr, from the last checkpoint: it is whole, and these "
     "weights were not published"
@@ -48,6 +57,9 @@ def hidden_of(
     token_ids = torch.from_numpy(batch.token_ids.numpy().astype(np.int64)).to(device)[None]
     positions = torch.from_numpy(batch.positions.numpy().astype(np.int64)).to(device)[:, None]
     features = places = None
+    blank = None
+    if ready.patches is None and ready.shows:
+        blank = _encode_blank(forward, device)
     if ready.patches is not None:
         patches = torch.from_numpy(ready.patches).to(device)
         encoded = forward.encode(patches, [entry.item.grid for entry in batch.items])
@@ -63,8 +75,19 @@ def hidden_of(
         places = torch.from_numpy(where).to(device)
     pattern = pattern_of(batch.subtree_end.numpy(), device)
     hidden = forward.hidden(token_ids, positions, features, places, pattern)[0]
+    if blank is not None:
+        hidden = hidden + 0.0 * blank.to(hidden.dtype)
     predicting = batch.parent.numpy()[batch.trained.numpy()].astype(np.int64)
     return hidden[torch.from_numpy(predicting).to(device)]
+
+
+def _encode_blank(forward: Forward, device: torch.device) -> torch.Tensor:
+    """The smallest image through the tower, as one number: its collectives want every rank."""
+    smallest = forward.blank()
+    if smallest is None:
+        raise Misaligned("images on another rank, and no vision tower here", "report this")
+    patches, grid = smallest
+    return forward.encode(patches.to(device), [grid]).sum()
 
 
 def _places(batch: MicroBatch, family: Family) -> tuple[np.ndarray, np.ndarray]:
@@ -90,6 +113,11 @@ class Learner:
     pad_ids: tuple[int, ...]
     vocab_size: int
     device: torch.device
+    ranks: Ranks = field(default_factory=Ranks)
+    whole: Whole | None = None
+    """Around the sharded model; None where one rank holds all of it."""
+    reference_whole: Whole | None = None
+    pulse: Pulse = field(default_factory=Pulse)
     banned: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,22 +126,47 @@ class Learner:
     def step(self, ready: ReadyBatch) -> Stepped:
         """Turns policy version step-1 into version step."""
         began = time.monotonic()
-        sums: defaultdict[str, float] = defaultdict(float)
+        sums = dict.fromkeys(_SUMS, 0.0)
         scored: list[tuple[MicroBatch, np.ndarray]] = []
         self.optimizer.zero_grad(set_to_none=True)
-        for micro_batch in ready.micro_batches:
+        for number, micro_batch in enumerate(ready.micro_batches, start=1):
+            self.pulse.mark(f"micro-batch {number} of step {ready.step}")
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
-            if len(micro_batch.batch.trained):
+            sums["all_tokens"] += len(micro_batch.batch.token_ids)
+            if len(micro_batch.batch.trained) or self.ranks.size > 1:
                 scored.append((micro_batch.batch, self._backward(micro_batch, ready.step, sums)))
+        self.pulse.mark(f"the update of step {ready.step}")
         norm = self.update(ready.step)
-        metrics = self._metrics(ready, sums)
+        metrics = self._metrics(ready, sum_over_ranks(sums, self.ranks.size))
         metrics["grad_norm"] = norm
         metrics["compute_s"] = time.monotonic() - began
-        return Stepped(metrics, _scores(ready.step, scored))
+        everyone = gather_to_lead(scored, self.ranks)
+        return Stepped(metrics, _scores(ready.step, [one for rank in everyone for one in rank]))
 
-    def _backward(
-        self, ready: ReadyMicroBatch, step: int, sums: defaultdict[str, float]
-    ) -> np.ndarray:
+    def _backward(self, ready: ReadyMicroBatch, step: int, sums: dict[str, float]) -> np.ndarray:
+        total, chosen = _within(self.whole, self._beside_reference, ready, step, sums)
+        if not torch.isfinite(total):
+            raise Misaligned(f"step {step}: the loss is {float(total)}", _DIVERGED)
+        # Gradients are averaged over ranks, and the losses of a step are to be added.
+        (total * self.ranks.size).backward()
+        sums["loss"] += float(total.detach())
+        return chosen.cpu().numpy()
+
+    def _beside_reference(
+        self, ready: ReadyMicroBatch, step: int, sums: dict[str, float]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss, with the reference gathered once, however many tokens this rank trains.
+
+        It comes back past the reference's own call: what that returns, FSDP would gather the
+        reference for again in the backward pass.
+        """
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        _within(self.reference_whole, lambda: found.append(self._loss(ready, step, sums)))
+        return found[0]
+
+    def _loss(
+        self, ready: ReadyMicroBatch, step: int, sums: dict[str, float]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         batch = ready.batch
         hidden = hidden_of(self.forward, ready, self.family, self.device)
         reference = None
@@ -125,43 +178,67 @@ class Learner:
         advantages = _tensor(batch.advantages.numpy(), self.device)
         weight = _tensor(batch.loss_weight.numpy(), self.device)
         own = _tensor(batch.versions.numpy(), self.device) == step - 1
-        total = hidden.new_zeros((), dtype=torch.float32)
-        chosen: list[torch.Tensor] = []
+        chosen = [hidden.new_zeros(0, dtype=torch.float32)]
+        kls = [hidden.new_zeros(0, dtype=torch.float32)]
         for part, log_p in chunked_log_softmax(
             self.forward, hidden, self.banned, batch.temperature
         ):
             logprobs = log_p.gather(-1, tokens[part, None]).squeeze(-1)
-            token_loss, clipped = losses.clipped_policy_loss(
-                logprobs, old[part], advantages[part], self.config.clip_low, self.config.clip_high
-            )
             if self.reference is not None and reference is not None:
                 with torch.no_grad():
                     logits = self.reference.logits(reference[part]).float()
                     logits = logits.index_fill(-1, self.banned, float("-inf"))
                     log_q = torch.log_softmax(logits / batch.temperature, dim=-1)
-                kl = losses.exact_kl(log_p, log_q, self.banned)
-                token_loss = token_loss + self.config.kl_weight * kl
-                sums["kl_ref"] += float(kl.detach().sum())
-            total = total + (token_loss * weight[part]).sum()
-            _measure(sums, log_p, logprobs, old[part], own[part], clipped, self.banned)
-            chosen.append(logprobs.detach())
-        if not torch.isfinite(total):
-            raise Misaligned(f"step {step}: the loss is {float(total)}", _DIVERGED)
-        total.backward()
-        sums["loss"] += float(total.detach())
-        return torch.cat(chosen).cpu().numpy()
+                kls.append(losses.exact_kl(log_p, log_q, self.banned))
+            _measure(sums, log_p, logprobs, old[part], own[part], self.banned)
+            chosen.append(logprobs)
+        logprobs = torch.cat(chosen)
+        token_loss, held = self._policy_loss(logprobs, old, advantages, batch)
+        sums["clipped"] += float(held.sum())
+        if self.reference is not None:
+            kl = torch.cat(kls)
+            token_loss = token_loss + self.config.kl_weight * kl
+            sums["kl_ref"] += float(kl.detach().sum())
+        total = (token_loss * weight).sum()
+        if self.ranks.size > 1:
+            # Also where nothing trains: every parameter needs a gradient on every rank.
+            total = total + self.forward.logits(hidden[:0]).float().sum()
+        return total, logprobs.detach()
+
+    def _policy_loss(
+        self,
+        logprobs: torch.Tensor,
+        old: torch.Tensor,
+        advantages: torch.Tensor,
+        batch: MicroBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        bounds = (self.config.clip_low, self.config.clip_high)
+        match self.config.loss:
+            case "ppo":
+                return losses.clipped_policy_loss(logprobs, old, advantages, *bounds)
+            case "cispo":
+                return losses.cispo_loss(logprobs, old, advantages, *bounds)
+            case "tis":
+                cap = self.config.importance_cap
+                return losses.truncated_importance_loss(logprobs, old, advantages, cap)
+            case "gspo":
+                # A sequence is what one model call said.
+                lengths = [o.stop - o.start for o in batch.origins]
+                places = np.repeat(np.arange(len(lengths)), lengths)
+                sequences = torch.from_numpy(places).to(logprobs.device)
+                return losses.gspo_loss(logprobs, old, advantages, sequences, *bounds)
 
     def update(self, step: int) -> float:
         """Clips and applies the gradients, and returns their norm before clipping."""
         parameters = [p for p in self.forward.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_norm)
+        norm = whole_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_norm))
         if not math.isfinite(float(norm)):
             raise Misaligned(f"step {step}: the gradient's norm is {float(norm)}", _DIVERGED)
         set_learning_rate(self.optimizer, lr_scale(self.config, step, self.steps))
         self.optimizer.step()
         return float(norm)
 
-    def _metrics(self, ready: ReadyBatch, sums: defaultdict[str, float]) -> dict[str, float | None]:
+    def _metrics(self, ready: ReadyBatch, sums: dict[str, float]) -> dict[str, float | None]:
         num = max(sums["tokens"], 1.0)
         fresh, older = sums["fresh_tokens"], sums["older_tokens"]
         packed = [m.batch for m in ready.micro_batches]
@@ -176,28 +253,31 @@ class Learner:
             "lag_kl": sums["older_kl"] / older if older else None,
             "lr": self.config.lr * lr_scale(self.config, ready.step, self.steps),
             "trained_tokens": sums["tokens"],
-            "tokens": float(sum(len(batch.token_ids) for batch in packed)),
-            "micro_batches": float(len(packed)),
+            "tokens": sums["all_tokens"],
+            "micro_batches": float(len(packed) * self.ranks.size),
             "samples": float(ready.num_samples),
             "images": float(ready.num_slots),
             "distinct_images": float(ready.num_images),
         }
 
 
+def _within(whole: Whole | None, function: Callable[..., T], *args: Any) -> T:
+    result: T = function(*args) if whole is None else whole(function, *args)
+    return result
+
+
 def _measure(
-    sums: defaultdict[str, float],
+    sums: dict[str, float],
     log_p: torch.Tensor,
     logprobs: torch.Tensor,
     old: torch.Tensor,
     own: torch.Tensor,
-    clipped: torch.Tensor,
     banned: torch.Tensor,
 ) -> None:
     with torch.no_grad():
         kl = losses.mismatch_kl(logprobs, old)
         sums["tokens"] += len(logprobs)
         sums["entropy"] += float(losses.entropy(log_p, banned).sum())
-        sums["clipped"] += float(clipped.sum())
         sums["fresh_tokens"] += float(own.sum())
         sums["older_tokens"] += float((~own).sum())
         sums["fresh_kl"] += float(kl[own].sum())

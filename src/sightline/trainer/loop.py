@@ -17,6 +17,7 @@ from typing import Protocol
 
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Stepped
+from sightline.trainer.pulse import Pulse
 
 
 class Learns(Protocol):
@@ -46,6 +47,7 @@ class Parts:
     feed: Iterable[ReadyBatch]
     learner: Learns
     keeper: Keeps
+    pulse: Pulse
     first_step: int
     """The step of the checkpoint that the run goes on from; 0 at the start."""
 
@@ -58,9 +60,11 @@ def run(parts: Parts) -> None:
         stepped = parts.learner.step(ready)
         step = ready.step
         trained = time.time()
+        parts.pulse.mark(f"publishing step {step}")
         parts.keeper.record(ready, stepped)
         parts.keeper.publish(step)
         parts.keeper.checkpoint(step)
         parts.keeper.report(ready, stepped, (began, trained), time.time() - trained)
+        parts.pulse.rest()
     parts.keeper.checkpoint(step, last=True)
     parts.keeper.finish(step)

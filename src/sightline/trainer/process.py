@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from sightline.config import RunFile
 from sightline.errors import WireError
 from sightline.monitor import RunDir
 from sightline.trainer import loop
-from sightline.trainer.build import build
+from sightline.trainer.build import build, build_follower
+from sightline.trainer.ranks import Follow, Lead, Ranks
 from sightline.transport.zmq_channel import Spoke
 from sightline.wire import control
 from sightline.wire.control import Announce, Control, Finish, Quit, Ready
@@ -14,8 +18,10 @@ from sightline.wire.control import Announce, Control, Finish, Quit, Ready
 NAME = "trainer"
 
 
-def main(config: RunFile, run_dir: RunDir, hub: str) -> None:
+def main(config: RunFile, run_dir: RunDir, hub: str, ranks: Ranks) -> None:
+    """Rank 0, which hears the orchestrator; or the only one."""
     spoke = Spoke(hub, NAME)
+    lead = Lead(ranks) if ranks.size > 1 else None
 
     def send(message: Control) -> None:
         spoke.send(control.encode(message))
@@ -25,6 +31,8 @@ def main(config: RunFile, run_dir: RunDir, hub: str) -> None:
         assert data is not None
         message = control.decode(data)
         if isinstance(message, (Finish, Quit)):
+            if lead is not None:
+                lead.over()
             return None
         if not isinstance(message, Announce):
             raise WireError(
@@ -32,11 +40,37 @@ def main(config: RunFile, run_dir: RunDir, hub: str) -> None:
             )
         return message
 
-    parts = build(config, run_dir, announcements, send)
-    if parts.first_step:
-        parts.keeper.publish(parts.first_step)
-    send(Ready(NAME, parts.first_step))
-    if parts.first_step:
-        parts.keeper.announce()
-    loop.run(parts)
+    with _telling(lead):
+        parts = build(config, run_dir, announcements, send, ranks, lead)
+        if lead is not None:
+            lead.gather()
+        if parts.first_step:
+            parts.keeper.publish(parts.first_step)
+        send(Ready(NAME, parts.first_step))
+        if parts.first_step:
+            parts.keeper.announce()
+        loop.run(parts)
     spoke.close()
+
+
+def follow(config: RunFile, run_dir: RunDir, ranks: Ranks) -> None:
+    """Any other rank: it hears rank 0 alone."""
+    channel = Follow(ranks)
+    with _telling(channel):
+        parts = build_follower(config, run_dir, ranks, channel)
+        channel.hello()
+        if parts.first_step:
+            parts.keeper.publish(parts.first_step)
+        loop.run(parts)
+    channel.close()
+
+
+@contextmanager
+def _telling(channel: Lead | Follow | None) -> Iterator[None]:
+    """Tells the other ranks of a failure before it goes on: they may wait in a collective."""
+    try:
+        yield
+    except BaseException as error:
+        if channel is not None:
+            channel.fail(f"{type(error).__name__}: {error}")
+        raise

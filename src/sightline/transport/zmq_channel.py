@@ -24,13 +24,7 @@ class AsyncHub:
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.SNDHWM, _NO_LIMIT)
         self._socket.set(zmq.RCVHWM, _NO_LIMIT)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._socket.close(linger=0)
-            raise ConfigError(
-                f"cannot bind {address}: {error}", "stop what uses the port, or choose another"
-            ) from error
+        _bind(self._socket, address)
 
     async def send(self, peer: str, data: bytes) -> None:
         try:
@@ -66,29 +60,32 @@ class AsyncSpoke:
         self._socket.close(linger=1000)
 
 
-class Spoke:
-    """A spoke of a process with threads. A thread of its own holds the socket."""
+class _Threaded:
+    """A socket in a thread of its own; others hand it messages through another socket."""
 
     def __init__(self, address: str, name: str) -> None:
         self._context = zmq.Context()
-        self._in: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._in: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
         self._wake_address = f"inproc://wake-{id(self)}"
         self._wake_lock = threading.Lock()
         listener = self._context.socket(zmq.PAIR)
         listener.bind(self._wake_address)
         self._wake = self._context.socket(zmq.PAIR)
         self._wake.connect(self._wake_address)
+        socket = self._open(address, name)
         self._thread = threading.Thread(
-            target=self._carry, args=(address, name, listener), daemon=True, name="spoke"
+            target=self._carry, args=(socket, listener), daemon=True, name="channel"
         )
         self._thread.start()
 
-    def send(self, data: bytes) -> None:
-        with self._wake_lock:
-            self._wake.send(data)
+    def _open(self, address: str, name: str) -> zmq.Socket[bytes]:
+        raise NotImplementedError
 
-    def receive(self, timeout_s: float | None = None) -> bytes | None:
-        """The next message, or None when `timeout_s` has passed."""
+    def _send(self, *frames: bytes) -> None:
+        with self._wake_lock:
+            self._wake.send_multipart(frames)
+
+    def _receive(self, timeout_s: float | None) -> list[bytes] | None:
         try:
             return self._in.get(timeout=timeout_s)
         except queue.Empty:
@@ -102,24 +99,82 @@ class Spoke:
         self._wake.close(linger=0)
         self._context.term()
 
-    def _carry(self, address: str, name: str, listener: zmq.Socket[bytes]) -> None:
-        socket = self._context.socket(zmq.DEALER)
-        _set_up(socket, name)
-        socket.connect(address)
+    def _carry(self, socket: zmq.Socket[bytes], listener: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(listener, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
             if listener in ready:
-                data = listener.recv()
-                if not data:
+                frames = listener.recv_multipart()
+                if frames == [b""]:
                     break
-                socket.send(data)
+                try:
+                    socket.send_multipart(frames)
+                except zmq.ZMQError:
+                    pass  # the peer has gone; whoever watches processes says so
             if socket in ready:
-                self._in.put(socket.recv())
+                self._in.put(socket.recv_multipart())
         socket.close(linger=2000)
         listener.close(linger=0)
+
+
+class Spoke(_Threaded):
+    """A spoke of a process with threads."""
+
+    def _open(self, address: str, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        _set_up(socket, name)
+        socket.connect(address)
+        return socket
+
+    def send(self, data: bytes) -> None:
+        self._send(data)
+
+    def receive(self, timeout_s: float | None = None) -> bytes | None:
+        """The next message, or None when `timeout_s` has passed."""
+        frames = self._receive(timeout_s)
+        return None if frames is None else frames[0]
+
+
+class Hub(_Threaded):
+    """The hub of a process with threads."""
+
+    def _open(self, address: str, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.set(zmq.ROUTER_MANDATORY, 1)
+        socket.set(zmq.SNDHWM, _NO_LIMIT)
+        socket.set(zmq.RCVHWM, _NO_LIMIT)
+        _bind(socket, address)
+        return socket
+
+    def __init__(self, address: str) -> None:
+        self._known: set[str] = set()
+        super().__init__(address, "")
+
+    def send(self, peer: str, data: bytes) -> None:
+        if peer not in self._known:
+            raise ProcessFailed(f"no process {peer!r} is connected", "look at its log in logs/")
+        self._send(peer.encode(), data)
+
+    def receive(self, timeout_s: float | None = None) -> tuple[str, bytes] | None:
+        """The next message and its sender, or None when `timeout_s` has passed."""
+        frames = self._receive(timeout_s)
+        if frames is None:
+            return None
+        peer = frames[0].decode()
+        self._known.add(peer)
+        return peer, frames[1]
+
+
+def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str) -> None:
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise ConfigError(
+            f"cannot bind {address}: {error}", "stop what uses the port, or choose another"
+        ) from error
 
 
 def _set_up(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, name: str) -> None:

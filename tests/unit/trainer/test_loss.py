@@ -54,3 +54,56 @@ def test_the_mismatch_is_zero_for_equal_logprobs_and_never_negative() -> None:
     old = torch.tensor([-1.0, -2.0, -3.0])
     assert (loss.mismatch_kl(old, old) == 0).all()
     assert (loss.mismatch_kl(old + torch.tensor([0.1, -0.2, 1e-6]), old) >= 0).all()
+
+
+def drawn(num: int = 50) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return -rng.random(num) * 3, -rng.random(num) * 3, rng.normal(size=num)
+
+
+def taken(function, new, *rest):  # type: ignore[no-untyped-def]
+    """Loss of each token, what was held, and the gradient of the sum."""
+    logprobs = torch.tensor(new, requires_grad=True)
+    tensors = [torch.tensor(x) if isinstance(x, np.ndarray) else x for x in rest]
+    losses, held = function(logprobs, *tensors)
+    losses.sum().backward()
+    return losses.detach().numpy(), held.numpy(), logprobs.grad.numpy()
+
+
+def test_cispo_clips_the_weight_and_trains_every_token() -> None:
+    new, old, advantages = drawn()
+    got, held, gradient = taken(loss.cispo_loss, new, old, advantages, 0.2, 0.28)
+    for i in range(50):
+        r = math.exp(new[i] - old[i])
+        weight = min(max(r, 0.8), 1.28)
+        assert got[i] == pytest.approx(-weight * advantages[i] * new[i], rel=1e-12)
+        assert gradient[i] == pytest.approx(-weight * advantages[i], rel=1e-12)
+        assert bool(held[i]) == (weight != r)
+    assert held.any() and (gradient != 0).all()
+
+
+def test_truncated_importance_cuts_large_weights_alone() -> None:
+    new, old, advantages = drawn()
+    got, held, gradient = taken(loss.truncated_importance_loss, new, old, advantages, 2.0)
+    for i in range(50):
+        weight = min(math.exp(new[i] - old[i]), 2.0)
+        assert got[i] == pytest.approx(-weight * advantages[i] * new[i], rel=1e-12)
+        assert gradient[i] == pytest.approx(-weight * advantages[i], rel=1e-12)
+    assert 0 < held.sum() < 50
+
+
+def test_gspo_has_one_ratio_for_a_sequence() -> None:
+    new, old, advantages = drawn()
+    old = new + (old - new) * 0.3
+    sequences = np.repeat(np.arange(5), [3, 17, 1, 20, 9])
+    got, held, gradient = taken(loss.gspo_loss, new, old, advantages, sequences, 0.05, 0.08)
+    for k in range(5):
+        own = np.flatnonzero(sequences == k)
+        s = math.exp(sum(new[i] - old[i] for i in own) / len(own))
+        for i in own:
+            plain, clipped = s * advantages[i], min(max(s, 0.95), 1.08) * advantages[i]
+            assert got[i] == pytest.approx(-min(plain, clipped), rel=1e-12)
+            assert bool(held[i]) == (clipped < plain)
+            want = 0.0 if clipped < plain else -s * advantages[i]
+            assert gradient[i] == pytest.approx(want, rel=1e-9, abs=1e-12)
+    assert 0 < held.sum() < 50

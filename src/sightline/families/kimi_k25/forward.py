@@ -40,6 +40,13 @@ class KimiK25Forward:
             for name, p in module.named_parameters()
         ]
 
+    def blocks(self) -> list[nn.Module]:
+        return [*self._text.layers, *self._tower.layers]
+
+    def blank(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
+        side, values = self._family.merge, 3 * self._family.patch**2
+        return torch.zeros(side * side, values, dtype=torch.uint8), (1, side, side)
+
     def rows(self, patches: torch.Tensor) -> torch.Tensor:
         """Float rows (N, 3, patch, patch) of uint8 patches (N, 3*patch*patch).
 

@@ -31,6 +31,12 @@ class QwenTextForward:
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return []
 
+    def blocks(self) -> list[nn.Module]:
+        return list(self._text.layers)
+
+    def blank(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
+        return None
+
     def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
         raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
 
@@ -67,12 +73,20 @@ class QwenVLForward(QwenTextForward):
         body: Any = model.model
         super().__init__(model, body.language_model)
         self._temporal = family.temporal
+        self._values = 3 * family.patch**2
         self._visual = body.visual
         device = next(model.parameters()).device
         self._table = torch.from_numpy(family.table.copy()).to(device)
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(f"model.visual.{name}", p) for name, p in self._visual.named_parameters()]
+
+    def blocks(self) -> list[nn.Module]:
+        return [*super().blocks(), *self._visual.blocks]
+
+    def blank(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
+        side = self._visual.spatial_merge_size
+        return torch.zeros(side * side, self._values, dtype=torch.uint8), (1, side, side)
 
     def rows(self, patches: torch.Tensor) -> torch.Tensor:
         """Float rows (N, 3*temporal*patch*patch) of uint8 patches (N, 3*patch*patch).

@@ -1,0 +1,67 @@
+"""Notices a process that is alive and stuck: its mark stands still while it has work.
+
+Waiting for a batch is no work, however long it takes.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+_COLLECTIVES = "/torch/distributed/"
+STUCK = 4
+"""Exit status of a process that ended itself because it was stuck."""
+
+
+class Pulse:
+    """`mark` says what is done now, `rest` that there is nothing to do."""
+
+    def __init__(self, limit_s: float = 0.0, tell: Callable[[str], None] = lambda _: None) -> None:
+        """`tell` hears the problem before the process ends; a limit of 0 watches nothing."""
+        self._limit_s, self._tell = limit_s, tell
+        self._doing, self._since = "", time.monotonic()
+        if limit_s:
+            threading.Thread(target=self._watch, daemon=True, name="pulse").start()
+
+    def mark(self, doing: str) -> None:
+        self._doing, self._since = doing, time.monotonic()
+
+    def rest(self) -> None:
+        self._doing = ""
+
+    def problem(self) -> str:
+        """What is stuck, in words; empty while nothing is."""
+        doing, still_s = self._doing, time.monotonic() - self._since
+        if not doing or still_s < self._limit_s:
+            return ""
+        if not _is_in_collective():
+            return f"stuck for {still_s:.0f} s in {doing}"
+        # Another rank holds it up, and is given the time to say so itself.
+        if still_s < 2 * self._limit_s:
+            return ""
+        return f"waited {still_s:.0f} s for another rank in {doing}"
+
+    def _watch(self) -> None:
+        while not (problem := self.problem()):
+            time.sleep(min(1.0, self._limit_s / 4))
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        self._tell(problem)
+        # The last words are what the launcher quotes.
+        print(f"{problem}; the stacks of all threads stand above", file=sys.stderr, flush=True)
+        os._exit(STUCK)
+
+
+def _is_in_collective() -> bool:
+    """Whether a thread of this process stands inside torch.distributed."""
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        while at is not None:
+            if _COLLECTIVES in at.f_code.co_filename:
+                return True
+            at = at.f_back
+    return False

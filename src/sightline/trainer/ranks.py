@@ -1,0 +1,196 @@
+"""The ranks of a trainer: what they tell one another, and how they end together.
+
+    rank 0 --share k--> rank r     a thread of r takes it, whatever r computes meanwhile
+      waits for: `taken` of every rank, DELIVER_S at most     unblocked by: those threads
+    rank r --failed--> rank 0 --failed--> every rank          each ends at once, and says why
+
+A rank that waits in a collective for one that failed cannot be reached there: the thread that
+listens ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from sightline.errors import ProcessFailed, WireError
+from sightline.transport.zmq_channel import Hub, Spoke
+from sightline.wire import share as wire
+from sightline.wire.share import Failed, Hello, Over, RankMessage, Share, Taken
+
+GATHER_S = 600.0
+"""How long the ranks of a run may take to load their models."""
+DELIVER_S = 60.0
+ENDED_BY_ANOTHER = 3
+"""Exit status of a rank that ends because another failed; the launcher reports the other."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which of how many, and where they meet."""
+
+    rank: int = 0
+    size: int = 1
+    meet: str = ""
+    """host:port of torch.distributed."""
+    channel: str = ""
+    """Address of rank 0's channel."""
+    secret: str = ""
+
+    @property
+    def is_lead(self) -> bool:
+        return self.rank == 0
+
+
+ALONE = Ranks()
+
+
+def end_with(own: int, failed: Failed) -> None:
+    """Ends this process because of another's failure."""
+    words = f"rank {own} ends because rank {failed.rank} failed: {failed.problem}"
+    print(words, file=sys.stderr, flush=True)
+    os._exit(ENDED_BY_ANOTHER)
+
+
+class Lead:
+    """Rank 0's end of the channel."""
+
+    def __init__(self, ranks: Ranks, end: Callable[[int, Failed], None] = end_with) -> None:
+        self._ranks, self._end = ranks, end
+        self._hub = Hub(ranks.channel)
+        self._others = set(range(1, ranks.size))
+        self._changed = threading.Condition()
+        self._here: set[int] = set()
+        self._taken: dict[int, int] = {}
+        self._strangers: list[str] = []
+        threading.Thread(target=self._listen, daemon=True, name="ranks").start()
+
+    def gather(self, timeout_s: float = GATHER_S) -> None:
+        """Waits for every rank to say that it is ready."""
+        missing = self._wait(lambda: self._others - self._here, timeout_s)
+        if missing:
+            strangers = f"; refused: {', '.join(self._strangers)}" if self._strangers else ""
+            raise ProcessFailed(
+                f"ranks {sorted(missing)} of {self._ranks.size} are missing after {timeout_s:.0f} s"
+                f"{strangers}",
+                "look at their logs (trainer-N.log), and at [trainer] ranks and secret",
+            )
+
+    def give(self, shares: list[Share]) -> None:
+        """To ranks 1 and up, in order; returns when all have theirs."""
+        for rank, share in enumerate(shares, start=1):
+            self._send(rank, share)
+        step = shares[0].step if shares else 0
+        late = self._wait(
+            lambda: {r for r in self._others if self._taken.get(r, -1) < step}, DELIVER_S
+        )
+        if late:
+            raise ProcessFailed(
+                f"ranks {sorted(late)} have not taken their share of step {step} within "
+                f"{DELIVER_S:.0f} s",
+                "look at their logs (trainer-N.log), and at the network between the machines",
+            )
+
+    def over(self) -> None:
+        for rank in self._others:
+            self._send(rank, Over())
+
+    def fail(self, problem: str) -> None:
+        self._tell(Failed(0, problem))
+
+    def close(self) -> None:
+        self._hub.close()
+
+    def _wait(self, missing: Callable[[], set[int]], timeout_s: float) -> set[int]:
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while (left := missing()) and (rest := deadline - time.monotonic()) > 0:
+                self._changed.wait(rest)
+            return left
+
+    def _listen(self) -> None:
+        while True:
+            found = self._hub.receive()
+            assert found is not None
+            peer, data = found
+            message = wire.decode(data)
+            with self._changed:
+                self._note(peer, message)
+                self._changed.notify_all()
+
+    def _note(self, peer: str, message: RankMessage) -> None:
+        if isinstance(message, Hello):
+            if message.secret == self._ranks.secret and peer == name_of(message.rank):
+                self._here.add(message.rank)
+            else:
+                self._strangers.append(f"{peer} (another secret)")
+        elif peer not in map(name_of, self._here):
+            self._strangers.append(f"{peer} (said no hello)")
+        elif isinstance(message, Taken):
+            self._taken[message.rank] = message.step
+        elif isinstance(message, Failed):
+            self._tell(message)
+            self._end(0, message)
+
+    def _tell(self, failed: Failed) -> None:
+        for rank in self._here - {failed.rank}:
+            self._send(rank, failed)
+        time.sleep(0.2)  # the socket's thread sends it before the process ends
+
+    def _send(self, rank: int, message: RankMessage) -> None:
+        self._hub.send(name_of(rank), wire.encode(message))
+
+
+class Follow:
+    """Another rank's end of the channel."""
+
+    def __init__(self, ranks: Ranks, end: Callable[[int, Failed], None] = end_with) -> None:
+        self._ranks, self._end = ranks, end
+        self._spoke = Spoke(ranks.channel, name_of(ranks.rank))
+        self._shares: queue.SimpleQueue[Share | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True, name="ranks").start()
+
+    def hello(self) -> None:
+        self._send(Hello(self._ranks.rank, self._ranks.secret))
+
+    def shares(self) -> Iterator[Share]:
+        """Until rank 0 says that it is over. A step may take hours: there is no deadline."""
+        while (share := self._shares.get()) is not None:
+            yield share
+
+    def fail(self, problem: str) -> None:
+        self._send(Failed(self._ranks.rank, problem))
+        time.sleep(0.2)
+
+    def close(self) -> None:
+        self._spoke.close()
+
+    def _listen(self) -> None:
+        while True:
+            data = self._spoke.receive()
+            assert data is not None
+            message = wire.decode(data)
+            if isinstance(message, Share):
+                self._shares.put(message)
+                self._send(Taken(self._ranks.rank, message.step))
+            elif isinstance(message, Over):
+                self._shares.put(None)
+            elif isinstance(message, Failed):
+                self._end(self._ranks.rank, message)
+            else:
+                raise WireError(
+                    f"rank {self._ranks.rank} was sent a {type(message).__name__}",
+                    "this is a bug; report it",
+                )
+
+    def _send(self, message: RankMessage) -> None:
+        self._spoke.send(wire.encode(message))
+
+
+def name_of(rank: int) -> str:
+    return f"rank-{rank}"

@@ -1,0 +1,87 @@
+"""FSDP2: parameters live in shards, and a block's are gathered while it computes.
+
+Gradients of all ranks are averaged; losses are multiplied by the number of ranks, so that the sum
+comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from sightline.families import Forward
+from sightline.trainer.ranks import Ranks
+
+T = TypeVar("T")
+
+
+class Whole(nn.Module):
+    """Calls a function with the parameters outside of blocks gathered.
+
+    A family calls the parts of its model one by one, and never the model itself: what is gathered
+    around the model's own call would not be there.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., T], *args: Any) -> T:
+        return function(*args)
+
+
+def join(ranks: Ranks, device: torch.device) -> None:
+    """Meets the other ranks; every rank calls it once."""
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend, init_method=f"tcp://{ranks.meet}", rank=ranks.rank, world_size=ranks.size
+    )
+
+
+def shard(forward: Forward, size: int, device: torch.device, frozen: bool = False) -> Whole:
+    """Cuts the model into shards, in place: each block a unit, and the rest one."""
+    mesh = init_device_mesh(device.type, (size,))
+    for block in forward.blocks():
+        fully_shard(block, mesh=mesh)
+    whole = Whole(forward.model)
+    # What has no backward pass would stay gathered for ever.
+    fully_shard(whole, mesh=mesh, reshard_after_forward=True if frozen else None)
+    return whole
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; a sharded one is gathered, and then every rank has to call."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(full: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """`full`, cut as `own` is; every rank has all of `full`, so that nothing is sent."""
+    if not isinstance(own, DTensor):
+        return full
+    full = full.to(own.device)
+    return distribute_tensor(full, own.device_mesh, own.placements, src_data_rank=None)
+
+
+def sum_over_ranks(values: dict[str, float], size: int) -> dict[str, float]:
+    """The same keys on every rank."""
+    if size == 1:
+        return values
+    total = torch.tensor([values[key] for key in sorted(values)], dtype=torch.float64)
+    dist.all_reduce(total)
+    return dict(zip(sorted(values), total.tolist(), strict=True))
+
+
+def gather_to_lead(value: Any, ranks: Ranks) -> list[Any]:
+    """The values of all ranks, in their order, on rank 0; elsewhere nothing."""
+    if ranks.size == 1:
+        return [value]
+    found: list[Any] | None = [None] * ranks.size if ranks.is_lead else None
+    dist.gather_object(value, found)
+    return found or []

@@ -1,0 +1,58 @@
+"""Messages between the ranks of a trainer. References only: each rank makes its own pixels."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sightline.wire.micro_batch import MicroBatch
+
+
+class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
+    """A rank has loaded its model and listens."""
+
+    rank: int
+    secret: str
+
+
+class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"):
+    """Rank 0 to a rank: what it computes in `step`."""
+
+    step: int
+    digest: str
+    """Of the batch."""
+    micro_batches: list[MicroBatch | None]
+    """One a round, None for an empty one; every rank has as many."""
+    shows: list[bool]
+    """Whether some rank shows an image in the round: then all go through the vision tower."""
+
+
+class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="taken"):
+    """A rank to rank 0: the share has arrived."""
+
+    rank: int
+    step: int
+
+
+class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failed"):
+    """A rank to rank 0, and from there to all: this rank failed, and so all end."""
+
+    rank: int
+    problem: str
+
+
+class Over(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="over"):
+    """Rank 0 to a rank: no share follows."""
+
+
+RankMessage = Hello | Share | Taken | Failed | Over
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(RankMessage)
+
+
+def encode(message: RankMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> RankMessage:
+    return _decoder.decode(data)

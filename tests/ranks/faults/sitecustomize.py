@@ -1,0 +1,64 @@
+"""Found by every Python that a test starts with this folder on its path: breaks one process.
+
+FAULT names what breaks, VICTIM the process (trainer, trainer-1) that it breaks in, at step 2.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+AT_STEP = 2
+
+
+def _break() -> None:
+    import torch
+
+    from sightline.errors import MediaError
+    from sightline.trainer import feed, learner, spread
+
+    fault = os.environ["FAULT"]
+    loss, update = learner.Learner._loss, learner.Learner.update
+
+    def broken_loss(self: Any, ready: Any, step: int, sums: Any) -> Any:
+        if step == AT_STEP and fault == "error":
+            raise RuntimeError("a fault in the forward pass")
+        if step == AT_STEP and fault == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory, or so")
+        if step == AT_STEP and fault == "stuck":
+            time.sleep(3600)
+        total, chosen = loss(self, ready, step, sums)
+        if step == AT_STEP and fault == "nan":
+            total = total * float("nan")
+        return total, chosen
+
+    def broken_update(self: Any, step: int) -> float:
+        if step == AT_STEP and fault == "update":
+            raise RuntimeError("a fault between two collectives")
+        return update(self, step)
+
+    learner.Learner._loss = broken_loss  # type: ignore[method-assign]
+    learner.Learner.update = broken_update  # type: ignore[method-assign]
+    if fault == "media":
+        # After the lead has verified the image, a rank cannot read it.
+        def unreadable(self: Any, pack: Any) -> Any:
+            if pack.step == AT_STEP:
+                raise MediaError("image 0123 is not in the store", "mend the store")
+            return materialize(self, pack)
+
+        materialize = spread.ShareFeed._materialize
+        spread.ShareFeed._materialize = unreadable  # type: ignore[method-assign]
+
+        def unpacked(self: Any, batch: Any, digest: str) -> Any:
+            if batch.step == AT_STEP:
+                raise MediaError("image 0123 is not in the store", "mend the store")
+            return prepare(self, batch, digest)
+
+        prepare = feed.Preparer.prepare
+        feed.Preparer.prepare = unpacked  # type: ignore[method-assign]
+
+
+if os.environ.get("VICTIM") in sys.orig_argv and "process" in sys.orig_argv:
+    _break()

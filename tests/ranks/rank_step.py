@@ -1,0 +1,117 @@
+"""One rank of a trainer that takes one step and writes what came of it.
+
+python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT [fail|frozen|...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+torch.set_num_threads(1)
+
+import making  # noqa: E402
+
+from sightline.media import MediaStore  # noqa: E402
+from sightline.message import assistant, user  # noqa: E402
+from sightline.pack import Cost  # noqa: E402
+from sightline.pixels import Materializer  # noqa: E402
+from sightline.trainer.build import build_learner  # noqa: E402
+from sightline.trainer.feed import Preparer, ReadyBatch  # noqa: E402
+from sightline.trainer.ranks import Follow, Lead, Ranks  # noqa: E402
+from sightline.trainer.sft import sample_of  # noqa: E402
+from sightline.trainer.shard import whole_tensor  # noqa: E402
+from sightline.trainer.spread import ShareFeed, Spread  # noqa: E402
+from sightline.wire.sample import Batch  # noqa: E402
+
+
+def main() -> None:
+    rank, size = int(sys.argv[1]), int(sys.argv[2])
+    ranks = Ranks(rank, size, sys.argv[3], sys.argv[4], "secret")
+    model, store, out = Path(sys.argv[5]), MediaStore(Path(sys.argv[6])), Path(sys.argv[7])
+    frozen = "frozen" in sys.argv[8:]
+    trainer = making.trainer_config(kl_weight=0.1, lr=1e-2, grad_norm=1e9)
+    learner = build_learner(
+        making.model_config(model, train_vision=not frozen), trainer, store, 10, ranks
+    )
+    # The reference is the model itself, and a KL of nothing proves nothing.
+    with torch.no_grad():
+        for parameter in learner.forward.model.parameters():
+            parameter.mul_(1.01)
+    ready = next(iter(feed(learner, ranks, model, store)))
+    found: dict[str, torch.Tensor] = {}
+    norms: list[float] = []
+    update = learner.update
+
+    def note(step: int) -> float:
+        for name, parameter in learner.forward.model.named_parameters():
+            if parameter.grad is not None:
+                found[name] = whole_tensor(parameter.grad).detach().clone()
+        norms.append(update(step))
+        return norms[-1]
+
+    learner.update = note  # type: ignore[method-assign]
+    stepped = learner.step(ready)
+    after = {
+        f"after.{n}": whole_tensor(p.detach()) for n, p in learner.forward.model.named_parameters()
+    }
+    local = sum(_local_bytes(p) for p in learner.forward.model.parameters())
+    (out / f"rank{rank}.json").write_text(json.dumps({"bytes": local}))
+    if ranks.is_lead:
+        save_file(
+            {k: v.contiguous() for k, v in (found | after).items()}, out / "found.safetensors"
+        )
+        figures = {k: v for k, v in stepped.metrics.items() if k != "compute_s"}
+        (out / "metrics.json").write_text(json.dumps(figures))
+        scores = stepped.scores
+        named = [
+            (o.trace_id, o.node, scores.logprobs.numpy()[o.start : o.stop].tolist())
+            for o in scores.origins
+        ]
+        (out / "scores.json").write_text(json.dumps(sorted(named)))
+
+
+def _local_bytes(parameter: torch.Tensor) -> int:
+    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return local.numel() * local.element_size()
+
+
+def feed(learner, ranks, model, store):  # type: ignore[no-untyped-def]
+    family = learner.family
+    materializer = Materializer(family, store, 1 << 24)
+    if not ranks.is_lead:
+        follow = Follow(ranks)
+        follow.hello()
+        return ShareFeed(follow, materializer, len(family.positions(1, ())[0]), 1)
+    batch = Batch(1, samples(model, store))
+    ready = Preparer(family, materializer, Cost(160, 4096), 0.0).prepare(batch, "digest")
+    assert len(ready.micro_batches) >= 3, len(ready.micro_batches)
+    if ranks.size == 1:
+        return [ready]
+    lead = Lead(ranks)
+    lead.gather()
+    given: ReadyBatch = Spread(lead, ranks.size)(ready)
+    return [given]
+
+
+def samples(model: Path, store: MediaStore):  # type: ignore[no-untyped-def]
+    """Some with images, some of text alone, so that there are ranks without an image."""
+    from sightline.families import load_renderer
+
+    renderer = load_renderer(model, store)
+    shown = making.samples(model, store, 5)
+    talks = [[user(f"say {word} again"), assistant(word * 9)] for word in ("yes", "no", "maybe")]
+    return [*shown, *(sample_of(talk, renderer, f"text.{i}") for i, talk in enumerate(talks))]
+
+
+if __name__ == "__main__":
+    main()
+    import os
+
+    sys.stdout.flush()
+    os._exit(0)

@@ -1,0 +1,127 @@
+"""One rank = two ranks = four ranks: real processes, gloo, FSDP2, shares over ZMQ."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sightline.families.registry import write_tiny
+from sightline.launch.processes import find_port
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+PROGRAM = Path(__file__).parent / "rank_step.py"
+TYPES = [("qwen_vl", {}), ("qwen_vl", {"type": "qwen2_5_vl"}), ("kimi_k25", {})]
+
+
+@dataclass
+class Found:
+    tensors: dict[str, torch.Tensor]
+    metrics: dict[str, Any]
+    scores: list[Any]
+    nbytes: list[int]
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {k: v for k, v in self.tensors.items() if not k.startswith("after.")}
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
+    """Runs one step on so many ranks, once for every question."""
+    made: dict[Any, Found] = {}
+    models: dict[Any, Path] = {}
+
+    def run(family: str, options: dict[str, str], size: int, *words: str) -> Found:
+        kind = (family, *options.values())
+        if kind not in models:
+            models[kind] = tmp_path_factory.mktemp("models") / "tiny"
+            write_tiny(family, models[kind], seed=0, **options)
+        if (key := (kind, size, words)) not in made:
+            made[key] = take_step(models[kind], size, tmp_path_factory.mktemp("step"), *words)
+        return made[key]
+
+    return run
+
+
+def take_step(model: Path, size: int, out: Path, *words: str) -> Found:
+    here = "127.0.0.1"
+    meet = f"{here}:{find_port(here, 0, 'test')}"
+    channel = f"tcp://{here}:{find_port(here, 0, 'test')}"
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(rank), str(size), meet, channel, str(model),
+             str(out / "media"), str(out), *words],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=600)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * size, "\n".join(said)
+    ranks = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(size)]
+    return Found(
+        load_file(out / "found.safetensors"),
+        json.loads((out / "metrics.json").read_text()),
+        json.loads((out / "scores.json").read_text()),
+        [rank["bytes"] for rank in ranks],
+    )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("family", "options"), TYPES)
+def test_loss_and_every_gradient_are_those_of_one_rank(
+    step: Callable[..., Found], family: str, options: dict[str, str], size: int
+) -> None:
+    alone, together = step(family, options, 1), step(family, options, size)
+    assert together.gradients.keys() == alone.gradients.keys()
+    for name, gradient in alone.gradients.items():
+        off = float((together.gradients[name] - gradient).norm())
+        assert off <= 1e-5 * float(gradient.norm()) + 1e-9, (name, off, float(gradient.norm()))
+    # A rank that computed nothing, or a tower without gradient, would pass all of that.
+    assert sum(float(g.norm()) > 0 for g in alone.gradients.values()) > len(alone.gradients) / 2
+    for name, value in alone.metrics.items():
+        if name in ("micro_batches", "tokens"):
+            continue  # empty micro-batches count, with a token each
+        ours = together.metrics[name]
+        assert (ours is None) == (value is None), name
+        assert value is None or math.isclose(ours, value, rel_tol=1e-5, abs_tol=1e-7), name
+
+
+def test_scores_of_all_ranks_come_to_the_lead(step: Callable[..., Found]) -> None:
+    alone, together = step("qwen_vl", {}, 1), step("qwen_vl", {}, 2)
+    assert [(t, n) for t, n, _ in together.scores] == [(t, n) for t, n, _ in alone.scores]
+    for (_, _, ours), (_, _, theirs) in zip(together.scores, alone.scores, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_a_rank_holds_its_share_of_the_parameters(step: Callable[..., Found]) -> None:
+    [whole] = step("qwen_vl", {}, 1).nbytes
+    for size in (2, 4):
+        held = step("qwen_vl", {}, size).nbytes
+        assert sum(held) == whole
+        assert max(held) < 1.1 * whole / size
+
+
+def test_a_frozen_tower_stays_as_it_is_on_all_ranks(step: Callable[..., Found]) -> None:
+    alone = step("qwen_vl", {}, 1, "frozen")
+    together = step("qwen_vl", {}, 2, "frozen")
+    assert together.gradients.keys() == alone.gradients.keys()
+    assert not any("visual" in name for name in alone.gradients)
+    for name, gradient in alone.gradients.items():
+        off = float((together.gradients[name] - gradient).norm())
+        assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name

@@ -1,0 +1,100 @@
+"""What the ranks of a trainer tell one another, over real sockets; the processes are threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from sightline.errors import ProcessFailed
+from sightline.launch.processes import find_port
+from sightline.trainer.pulse import Pulse
+from sightline.trainer.ranks import Follow, Lead, Ranks
+from sightline.wire.share import Failed, Share
+
+
+class Ends:
+    """Notes who was ended by whom, instead of dying of it."""
+
+    def __init__(self) -> None:
+        self.seen: queue.SimpleQueue[tuple[int, Failed]] = queue.SimpleQueue()
+
+    def __call__(self, own: int, failed: Failed) -> None:
+        self.seen.put((own, failed))
+
+    def take(self, num: int) -> dict[int, Failed]:
+        return dict(self.seen.get(timeout=10) for _ in range(num))
+
+
+@contextmanager
+def ranks(size: int, secrets: dict[int, str] | None = None) -> Iterator[tuple[Lead, list[Follow]]]:
+    channel = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'test')}"
+    ends = Ends()
+    lead = Lead(Ranks(0, size, "", channel, "s"), ends)
+    others = [
+        Follow(Ranks(rank, size, "", channel, (secrets or {}).get(rank, "s")), ends)
+        for rank in range(1, size)
+    ]
+    lead.ends = ends  # type: ignore[attr-defined]
+    yield lead, others
+    for one in (*others, lead):
+        one.close()
+
+
+def shares(step: int, num: int) -> list[Share]:
+    return [Share(step, f"d{rank}", [], []) for rank in range(1, num + 1)]
+
+
+def test_every_rank_gets_its_own_share_in_order() -> None:
+    with ranks(3) as (lead, others):
+        for other in others:
+            other.hello()
+        lead.gather(10)
+        for step in (1, 2):
+            lead.give(shares(step, 2))
+        lead.over()
+        got = [[(share.step, share.digest) for share in other.shares()] for other in others]
+        assert got == [[(1, "d1"), (2, "d1")], [(1, "d2"), (2, "d2")]]
+
+
+def test_the_barrier_names_the_ranks_that_are_missing() -> None:
+    with ranks(4) as (lead, others):
+        others[1].hello()
+        with pytest.raises(ProcessFailed, match=r"ranks \[1, 3\] of 4 are missing"):
+            lead.gather(0.5)
+
+
+def test_a_rank_with_another_secret_is_not_let_in() -> None:
+    with ranks(2, {1: "guess"}) as (lead, others):
+        others[0].hello()
+        with pytest.raises(ProcessFailed, match="rank-1 .another secret."):
+            lead.gather(0.5)
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_the_failure_of_one_reaches_every_other(culprit: int) -> None:
+    with ranks(3) as (lead, others):
+        for other in others:
+            other.hello()
+        lead.gather(10)
+        everyone: list[Lead | Follow] = [lead, *others]
+        everyone[culprit].fail("RuntimeError: out of luck")
+        ended = lead.ends.take(2)  # type: ignore[attr-defined]
+        assert set(ended) == {0, 1, 2} - {culprit}
+        assert set(ended.values()) == {Failed(culprit, "RuntimeError: out of luck")}
+
+
+def test_a_pulse_is_stuck_only_while_there_is_work() -> None:
+    pulse = Pulse()
+    pulse._limit_s = 0.01
+    moved = threading.Event()
+    moved.wait(0.05)
+    assert not pulse.problem()
+    pulse.mark("step 3")
+    moved.wait(0.05)
+    assert "in step 3" in pulse.problem()
+    pulse.rest()
+    assert not pulse.problem()
