@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import random
@@ -15,8 +14,8 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
-from making import image
 from openai import AsyncOpenAI
+from PIL import Image
 
 from sightline.envs import Chat, Environment, Task
 from sightline.families import load_renderer
@@ -212,10 +211,16 @@ async def agent(chat: Chat) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
+def picture(number: int, width: int = 32, height: int = 32) -> Image.Image:
+    """Noise that no other number gives."""
+    return Image.frombytes(
+        "RGB", (width, height), random.Random(number).randbytes(3 * width * height)
+    )
+
+
 def picture_url(number: int, width: int = 32, height: int = 32) -> str:
-    """A picture that no other number gives, as a data url."""
     file = io.BytesIO()
-    image(random.Random(number), width, height).save(file, "PNG")
+    picture(number, width, height).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
@@ -228,10 +233,3 @@ def shown(number: int, words: str = "") -> dict[str, Any]:
             {"type": "image_url", "image_url": {"url": picture_url(number)}},
         ],
     }
-
-
-def run(made: Awaitable[Any]) -> Any:
-    async def main() -> Any:
-        return await made
-
-    return asyncio.run(main())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from agents import LOOK, Says, Worker, agent, calls, listening, picture_url, shown, spelled
-from making import image
+from agents import LOOK, Says, Worker, agent, calls, listening, picture, picture_url, shown, spelled
 
 from sightline.envs import Chat
 from sightline.errors import MediaRefused, MessageError
@@ -560,7 +558,7 @@ def test_a_server_that_is_away_is_a_503_that_may_heal(tiny_model: Path, store: M
 def test_exchanged_images_stand_in_for_those_that_an_agent_sends(
     tiny_model: Path, store: MediaStore
 ) -> None:
-    donors = tuple(store.put(image(random.Random(900 + i), 64, 32)) for i in range(2))
+    donors = tuple(store.put(picture(900 + i, 64, 32)) for i in range(2))
 
     async def rollout(chat: Chat) -> float:
         history: list[Any] = []
