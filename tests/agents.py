@@ -125,7 +125,7 @@ async def wire_to(server: str, seen: Seen) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def listening(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from sightline.message import Message, assistant, user
 from sightline.rollout.scripted import ScriptedPolicy
 from sightline.trace import Trace, decode
 from sightline.wire.control import Play
+from tests.unit.rollout.test_many import Slow
 
 ARGUMENTS = '{"x": 1.0, "names": ["é", true]}'
 
@@ -329,6 +331,81 @@ def test_a_request_that_outlives_its_rollout_is_cancelled_and_leaves_nothing(
         assert trace.reward == 1.0 and not trace.nodes
 
     asyncio.run(main())
+
+
+def test_a_request_whose_agent_hangs_up_is_given_up_and_leaves_nothing(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    class Late(ScriptedPolicy):
+        """Answers from the second request on."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.arrived, self.given_up = asyncio.Event(), asyncio.Event()
+
+        async def _generate(self, http: Any) -> Any:
+            if self.arrived.is_set():
+                return await super()._generate(http)
+            self.arrived.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.given_up.set()
+
+    async def main() -> Trace:
+        policy = Late()
+
+        async def rollout(chat: Chat) -> float:
+            async with agent(chat) as client:
+                asked = client.chat.completions.create(model="m", messages=[shown(0)])
+                asking = asyncio.ensure_future(asked)
+                await policy.arrived.wait()
+                asking.cancel()
+                await policy.given_up.wait()
+                await client.chat.completions.create(model="m", messages=[shown(0)])
+            return 1.0
+
+        async with listening(policy.app()) as address:
+            return await Worker(tiny_model, store, address).play(rollout)
+
+    trace = asyncio.run(main())
+    assert not trace.error, trace.error
+    assert len(trace.turns) == 1 and trace.forks == {} and not trace.door_errors
+
+
+def test_the_event_loop_turns_while_images_are_taken_in_and_messages_rendered(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    async def main() -> Trace:
+        loop = asyncio.get_running_loop()
+        taken: list[int] = []
+
+        class Watched(MediaStore):
+            """Puts only while the event loop turns: one that it held up would hang."""
+
+            def put(self, source: Any) -> Any:
+                turned = threading.Event()
+                loop.call_soon_threadsafe(turned.set)
+                assert turned.wait(10), "the event loop stands still while an image is put"
+                taken.append(1)
+                return super().put(source)
+
+        async def rollout(chat: Chat) -> float:
+            async with agent(chat) as client:
+                await client.chat.completions.create(model="m", messages=[shown(0), shown(1)])
+            return 1.0
+
+        async with listening(ScriptedPolicy().app()) as address:
+            worker = Worker(tiny_model, Watched(store.root), address)
+            with worker.player(rollout) as player:
+                player.renderer = slow = Slow(player.renderer, loop)
+                played = await player.play(Play("r", "g", 0, "train", 1, 1.0))
+                await player.close()
+            assert slow.calls == ["render", "parse"] and len(taken) == 2
+            return decode(played.trace)
+
+    trace = asyncio.run(main())
+    assert not trace.error, trace.error
 
 
 # --- refusals
