@@ -40,6 +40,8 @@ def build_summary(events: Iterable[Event], **extra: Any) -> dict[str, Any]:
         "images_stored": _newest(events, "images_stored"),
         "bad_media": _newest(events, "bad_media"),
         "verdicts": _newest_table(events, "verdicts"),
+        "forks": _newest_table(events, "forks"),
+        "door_errors": _newest(events, "door_errors"),
     }
     if (swapped := swapped_metric(final)) is not None:
         summary["reward_swapped"] = swapped
@@ -147,12 +149,16 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{spell.whole(number('images_stored'))} stored, "
             f"{spell.whole(number('bad_media'))} bad",
         ),
-        (
-            "verdicts",
-            ", ".join(f"{k} {spell.whole(v)}" for k, v in numbers_of(summary, "verdicts").items())
-            or spell.NOTHING,
-        ),
+        ("verdicts", _counts(summary, "verdicts") or spell.NOTHING),
     ]
+    if forks := _counts(summary, "forks"):
+        rows.append(("forked turns", forks))
+    if number("door_errors"):
+        rows.append(("refused at the door", spell.whole(number("door_errors"))))
     if summary.get("stopped_by"):
         rows.append(("stopped by", str(summary["stopped_by"])))
     return rows
+
+
+def _counts(summary: dict[str, Any], name: str) -> str:
+    return ", ".join(f"{k} {spell.whole(v)}" for k, v in numbers_of(summary, name).items())

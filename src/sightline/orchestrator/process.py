@@ -200,6 +200,8 @@ async def _finish(
         # A fresh look: this process learns of what the workers put only now and then.
         images_stored=MediaStore(store.root).count(),
         tokens_sampled=books.progress.tokens_sampled,
+        forks=books.progress.forks,
+        door_errors=books.progress.door_errors,
         bad_media=books.num_bad_media,
         verdicts=dict(books.verdicts),
         seconds=books.progress.seconds,

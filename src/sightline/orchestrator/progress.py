@@ -27,6 +27,10 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     verdicts: dict[str, int] = {}
     images_shown: int = 0
     tokens_sampled: int = 0
+    forks: dict[str, int] = {}
+    """Turns that did not simply go on from the last one of their path, by reason."""
+    door_errors: int = 0
+    """Messages, and requests of agents, that were refused."""
     bad_media: int = 0
     """Rollouts that broke over an image, before any sample was made of them."""
     bad_samples: dict[str, int] = {}
@@ -75,6 +79,9 @@ class Books:
         self.progress.images_shown += trace.num_images_shown
         self.progress.tokens_sampled += trace.num_sampled
         self.progress.bad_media += is_bad_media(trace)
+        self.progress.door_errors += len(trace.door_errors)
+        for reason, number in trace.forks.items():
+            self.progress.forks[reason] = self.progress.forks.get(reason, 0) + number
 
     @property
     def num_bad_media(self) -> int:

@@ -91,6 +91,8 @@ class StepWatcher:
             groups=collected.num_groups,
             samples=len(collected.samples),
             verdicts=dict(self.books.verdicts),
+            forks=self.books.progress.forks,
+            door_errors=self.books.progress.door_errors,
             bad_media=self.books.num_bad_media,
             tokens_sampled=sums.tokens,
             tokens_per_s=sums.tokens / max(seconds, 1e-9),

@@ -11,7 +11,8 @@ from .synthetic import T0, append, evaluation, state, step, train, write_run
 
 FIELDS = [
     "reward_start", "reward_final", "steps", "seconds", "mismatch_kl", "tokens_per_s",
-    "images_shown", "images_stored", "bad_media", "verdicts",
+    "images_shown", "images_stored", "bad_media", "verdicts", "forks",
+    "door_errors",
 ]  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def test_a_run_that_was_interrupted_has_nulls_where_nothing_was_measured():
     assert summary["verdicts"] == {}
     assert summary["stopped_by"] == "SIGTERM"
     for name in FIELDS:
-        if name not in ("steps", "seconds", "verdicts"):
+        if name not in ("steps", "seconds", "verdicts", "forks"):
             assert summary[name] is None, name
     assert build_summary([])["seconds"] is None
 
@@ -96,3 +97,17 @@ def test_it_prints_as_a_table(tmp_path):
     assert "\x1b" not in printed
     print_summary(build_summary([]), Console(file=file, width=80))
     assert "- before, - after" in file.getvalue()
+
+
+def test_forked_turns_are_told_by_reason_and_refusals_by_number():
+    out = io.StringIO()
+    quiet = build_summary([step(1)])
+    print_summary(quiet, Console(file=out, width=100))
+    assert (quiet["forks"], quiet["door_errors"]) == ({}, None)
+    assert "forked" not in out.getvalue() and "door" not in out.getvalue()
+    events = [step(1, forks={"diverged": 1}), step(2, forks={"diverged": 3, "resampled": 1})]
+    events.append(step(3, forks={"diverged": 3, "resampled": 1}, door_errors=2))
+    summary = build_summary(events)
+    assert summary["forks"] == {"diverged": 3, "resampled": 1} and summary["door_errors"] == 2
+    print_summary(summary, Console(file=out, width=100))
+    assert "diverged 3, resampled 1" in out.getvalue()

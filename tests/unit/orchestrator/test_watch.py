@@ -1,0 +1,62 @@
+"""What the loop counts reaches metrics.jsonl, over the whole run and over a restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from sightline.media import MediaStore
+from sightline.monitor import EventLog, RunDir, read_events
+from sightline.monitor.summary import build_summary
+from sightline.orchestrator.loop import Parts
+from sightline.orchestrator.progress import Books
+from sightline.orchestrator.watch import StepWatcher
+from sightline.trace import decode, encode
+from sightline.wire.control import Play, Played
+from tests.unit.orchestrator.test_loop import World, play
+
+NUM_ROLLOUTS = 6
+"""Of one step of `World`."""
+
+
+class Forking(World):
+    """Every rollout edits its history once, and sends one request that is refused."""
+
+    def _played(self, play: Play, version: int) -> Played:
+        played = super()._played(play, version)
+        trace = decode(played.trace)
+        trace.forks = {"diverged": 1, "tools_changed": 2}
+        trace.door_errors = ["MediaRefused: messages[0].content[0].image_url.url: no image"]
+        return replace(played, trace=encode(trace))
+
+    def parts(self, **changes: int) -> Parts:
+        parts = super().parts(**changes)
+        parts.watcher = StepWatcher(
+            books=self.books,
+            policy=self.policy,
+            store=MediaStore(self.run_dir.media),
+            events=EventLog(self.run_dir.metrics, "orchestrator"),
+            rollouts=self.rollouts,
+            steps_total=9,
+            max_bad_fraction=0.0,
+        )
+        return parts
+
+
+def test_forked_turns_by_reason_and_refusals_are_metrics(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.make()
+    play(Forking(run_dir, max_lag=0), range(1, 3))
+    again = Forking(run_dir, max_lag=0)
+    again.policy.version = 2
+    play(again, range(3, 4))
+    steps = [event for event in read_events(run_dir.metrics) if event.kind == "step"]
+    assert [event.values["forks"] for event in steps] == [
+        {"diverged": NUM_ROLLOUTS * k, "tools_changed": 2 * NUM_ROLLOUTS * k} for k in (1, 2, 3)
+    ]
+    assert [event.values["door_errors"] for event in steps] == [6, 12, 18]
+    assert Books.open(run_dir).progress.forks == steps[-1].values["forks"]
+    summary = build_summary(read_events(run_dir.metrics))
+    assert summary["forks"] == {"diverged": 18, "tools_changed": 36}
+    assert summary["door_errors"] == 18

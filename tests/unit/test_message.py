@@ -1,0 +1,170 @@
+"""Parts of messages: three spellings of an image become one form, the type decides, and what we
+do not know is refused by its path: at the door, in chat.send and in training data."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sightline.errors import MessageError
+from sightline.families import load_renderer
+from sightline.media import Ingest, MediaRef, MediaStore
+from sightline.message import ImagePart, Message, TextPart, ToolCall, to_message, to_messages
+from sightline.render.reading import image_paths
+from sightline.rollout.intercept.images import take_images
+
+UNKNOWN_KINDS: list[Any] = [
+    "video", "video_url", "input_video", "audio", "audio_url", "input_audio", "file", "input_file",
+    "document", "refusal", "tool_result", "IMAGE_URL", "", None, 3, ["image_url"], {"a": 1},
+]  # fmt: skip
+
+
+@pytest.fixture
+def ref(store: MediaStore) -> MediaRef:
+    return store.put(Image.new("RGB", (32, 32), (1, 2, 3)))
+
+
+@pytest.fixture
+def url(store: MediaStore, ref: MediaRef) -> str:
+    return "data:image/png;base64," + base64.b64encode(store.get(ref)).decode()
+
+
+def spellings(url: str, ref: MediaRef) -> list[Any]:
+    data = url.partition(",")[2]
+    return [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image_url", "image_url": {"url": url, "detail": "high"}},
+        {"type": "image_url", "image_url": url},
+        {"type": "image_url", "image_url": {"url": ref.url}},
+        {"type": "input_image", "image_url": url},
+        {"type": "input_image", "image_url": {"url": url}, "detail": "auto"},
+        {"type": "image", "image_url": {"url": url}},
+        {"type": "image", "image": url},
+        {"type": "image", "image": {"url": url}},
+        {"type": "image", "url": url},
+        {"type": "image", "image": ref},
+        {"type": "image", "ref": ref},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}},
+        {"type": "image", "source": {"type": "url", "url": url}},
+        {"type": "image", "data": data, "mimeType": "image/png"},
+        # Programs that write every key of every kind of part.
+        {"type": "image_url", "image_url": {"url": url}, "text": None},
+        {"type": "image", "image_url": None, "image": url, "text": "not this"},
+        ref,
+        ImagePart(ref),
+    ]
+
+
+def test_every_spelling_of_an_image_becomes_one_form(
+    store: MediaStore, url: str, ref: MediaRef
+) -> None:
+    door = Ingest(store)
+    for part in spellings(url, ref):
+        message = {"role": "user", "content": ["a", part, "b"]}
+        read = to_message(message, door, "messages[0]")
+        assert read.content == (TextPart("a"), ImagePart(ref), TextPart("b")), part
+        assert image_paths(message, "messages[0]") == ["messages[0].content[1]"]
+
+
+def test_the_door_takes_every_spelling_before_anything_is_parsed(
+    store: MediaStore, url: str, ref: MediaRef
+) -> None:
+    for part in spellings(url, ref):
+        if not isinstance(part, dict):
+            continue
+        message = {"role": "user", "content": [{"type": "text", "text": "a"}, part]}
+        (taken,) = take_images([message], Ingest(store).resolve)
+        assert taken["content"] == [{"type": "text", "text": "a"}, {"type": "image", "ref": ref}]
+        assert message["content"][1] is part, "what came in is not changed"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "text", "text": "a", "image_url": None},
+        {"type": "text", "text": "a", "image_url": {"url": "file:///etc/passwd"}},
+        {"type": "text", "text": "a", "image": "x", "video": "y"},
+        {"type": "input_text", "text": "a"},
+    ],
+)
+def test_a_part_of_the_type_text_is_text_whatever_else_it_holds(
+    store: MediaStore, part: dict[str, Any]
+) -> None:
+    read = to_message({"role": "user", "content": [part]}, Ingest(store), "messages[0]")
+    assert read.content == (TextPart("a"),)
+    assert image_paths({"role": "user", "content": [part]}, "m") == []
+
+
+@pytest.mark.parametrize("kind", UNKNOWN_KINDS, ids=str)
+def test_any_other_type_is_refused_by_its_path(store: MediaStore, url: str, kind: Any) -> None:
+    part = {"type": kind, "text": "a", "image_url": {"url": url}}
+    messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": ["a", part]}]
+    with pytest.raises(MessageError, match=r"^messages\[1\]\.content\[1\]\.type: ") as caught:
+        to_messages(messages, Ingest(store))
+    assert "image_url" in caught.value.fix
+    assert store.count() == 1, "nothing but the fixture's image was put"
+
+
+def test_a_part_without_a_type_is_refused(store: MediaStore) -> None:
+    with pytest.raises(MessageError, match=r"^messages\[0\]\.content\[0\]\.type: missing"):
+        to_messages([{"role": "user", "content": [{"text": "a"}]}], Ingest(store))
+
+
+@pytest.mark.parametrize(
+    ("part", "where"),
+    [
+        ({"type": "image"}, ".image_url"),
+        ({"type": "image_url"}, ".image_url"),
+        ({"type": "image_url", "image_url": None}, ".image_url"),
+        ({"type": "image_url", "image_url": ""}, ".image_url"),
+        ({"type": "image_url", "image_url": 3}, ".image_url"),
+        ({"type": "image_url", "image_url": {}}, ".image_url.url"),
+        ({"type": "image_url", "image_url": {"url": None}}, ".image_url.url"),
+        ({"type": "image_url", "image_url": {"url": ["x"]}}, ".image_url.url"),
+        ({"type": "image", "image": b"bytes"}, ".image"),
+        ({"type": "image", "image": Image.new("L", (4, 4))}, ".image"),
+        ({"type": "image", "source": {"type": "base64", "data": ""}}, ".source.data"),
+        ({"type": "input_image", "file_id": "file-1"}, ".image_url"),
+    ],
+)
+def test_an_image_part_without_a_url_is_refused_where_the_url_should_be(
+    store: MediaStore, part: Any, where: str
+) -> None:
+    with pytest.raises(MessageError) as caught:
+        to_messages([{"role": "user", "content": [part]}], Ingest(store))
+    assert str(caught.value).startswith(f"messages[0].content[0]{where}: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "where"),
+    [
+        (({"type": "video"},), r"\.content\[0\]"),
+        ((TextPart("a"), ToolCall("f", "{}")), r"\.content\[1\]"),
+        ([TextPart("a")], r"\.content"),
+        ("text", r"\.content"),
+    ],
+)
+def test_a_struct_made_of_other_things_is_refused_too(
+    store: MediaStore, content: Any, where: str
+) -> None:
+    with pytest.raises(MessageError, match=rf"^messages\[0\]{where}: "):
+        to_messages([Message(role="user", content=content)], Ingest(store))
+
+
+def test_training_data_passes_the_same_checks(
+    tiny_model: Path, store: MediaStore, url: str
+) -> None:
+    from sightline.trainer.sft import sample_of
+
+    renderer = load_renderer(tiny_model, store)
+    said = {"role": "assistant", "content": "ok"}
+    good = {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
+    assert len(sample_of([good, said], renderer, "t").slots) == 1
+    for kind in ("video", "input_audio", "unheard_of"):
+        bad = {"role": "user", "content": [{"type": kind, kind: url}]}
+        with pytest.raises(MessageError, match=r"^messages\[2\]\.content\[0\]\.type: "):
+            sample_of([good, said, bad, said], renderer, "t")
