@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sightline.envs.protocol import Messages
 from sightline.errors import EngineError, EnvironmentFailed, Misaligned
 from sightline.media import MediaRef, MediaStore
-from sightline.message import AssistantMessage
+from sightline.message import AssistantMessage, Message
 from sightline.render import Renderer
+from sightline.render.protocol import Tools
 from sightline.rollout.client import GenerateClient
 from sightline.trace import PolicySpan, Trace, Turn
 from sightline.wire.generate import GenerateRequest, SamplingParams
@@ -39,6 +41,36 @@ class RolloutChat:
     num_turns: int = 0
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a thread reads the trace: nothing may be committed meanwhile."""
+    calls: list[int] = field(default_factory=list)
+    """Which of the rollout's model calls, counted from 0, went through this handle."""
+    num_branches: int = 0
+
+    def branch(self) -> RolloutChat:
+        """A second handle on the trace, which goes on from where this one is.
+
+        It draws from seeds of its own, so that branches that run side by side say the same in
+        whatever order the server answers them.
+        """
+        self.num_branches += 1
+        name = f"{self.seed}/{self.num_turns}/{self.num_branches}"
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
+        return replace(
+            self, seed=seed, rng=random.Random(seed), num_turns=0, calls=[], num_branches=0
+        )
+
+    @property
+    def history(self) -> list[Message]:
+        """What has been said up to here, from the first message to the last answer."""
+        return [self.trace.nodes[node].message for node in self.trace.path(self.leaf)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the last prompt and its answer."""
+        return self.trace.graph.end(self.leaf)
+
+    async def messages(self, messages: Messages) -> list[Message]:
+        """The messages in our form, with their images taken into the store."""
+        return await asyncio.to_thread(self.renderer.messages, messages)
 
     def put(self, image: Any) -> MediaRef:
         if self.exchanged:
@@ -46,17 +78,17 @@ class RolloutChat:
             return self.exchanged[(self.num_put - 1) % len(self.exchanged)]
         return self.store.put(image)
 
-    async def send(self, new_messages: Messages) -> AssistantMessage:
+    async def send(self, new_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
         async with self.one_at_a_time:
             # In a thread: a long text takes the tokenizer a while, and other rollouts go on.
             turn = await asyncio.to_thread(
-                self.trace.extend, self.leaf, new_messages, self.renderer
+                self.trace.extend, self.leaf, new_messages, self.renderer, tools
             )
         return await self._call(turn)
 
-    async def ask(self, all_messages: Messages) -> AssistantMessage:
+    async def ask(self, all_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
         async with self.one_at_a_time:
-            turn = await asyncio.to_thread(self.trace.prepare, all_messages, self.renderer)
+            turn = await asyncio.to_thread(self.trace.prepare, all_messages, self.renderer, tools)
         return await self._call(turn)
 
     def _check_exchanged(self, turn: Turn) -> None:
@@ -107,4 +139,5 @@ class RolloutChat:
                 message=message,
             )
             self.leaf = node.id
+            self.calls.append(self.trace.graph.num_turns - 1)
         return message
