@@ -111,7 +111,7 @@ class Runner:
     def logprobs(
         self, hidden: torch.Tensor, token_ids: np.ndarray, temperature: float
     ) -> np.ndarray:
-        """float32 (S,) of hidden (S, H) and the tokens that follow; those of banned ids are -inf."""
+        """float32 (S,) of hidden (S, H) and the tokens that follow; -inf for banned ids."""
         chosen = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
         found: np.ndarray = (
             chosen_logprobs(self.forward, hidden, chosen, self._banned, temperature).cpu().numpy()

@@ -20,7 +20,8 @@ def score_prompts(
 ) -> None:
     """Fills in what this step has computed of the prompts. A token predicts the next one."""
     first = np.cumsum(plan.counts) - plan.counts
-    for i, row in enumerate(plan.rows.tolist()):
+    for i in np.flatnonzero(plan.starts < table.prompt_length[plan.rows]).tolist():
+        row = int(plan.rows[i])
         request = running[row]
         if request.params.prompt_logprobs is None:
             continue
