@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sightline.cli.main import main
 from sightline.envs import Conversation, last_images
 from sightline.errors import EngineError
 from sightline.families import load_renderer
@@ -23,7 +24,7 @@ from sightline.render import Renderer
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.replay import ServerScorer
 from sightline.rollout.scripted import ScriptedPolicy
-from sightline.trace import Replayed, Trace, decode, encode
+from sightline.trace import Replayed, Trace, decode, encode, write_traces
 from sightline.wire.generate import (
     GenerateRequest,
     GenerateResponse,
@@ -215,6 +216,26 @@ def test_a_saved_trace_replays_without_a_difference(
     assert [turn.node for turn in report.turns] == [node.id for node in trace.turns]
     assert {turn.how for turn in report.turns} == {"bridged", "rendered"}
     assert report.versions == {"0"} and report.num_digests > 5
+
+
+def test_the_command_replays_a_file(
+    trace: Trace, client: Client, settings: ServeSettings, tmp_path: Path, capsys
+) -> None:
+    path = tmp_path / "step_1.msgpack"
+    words = ["trace", "replay", str(path), "--model", str(settings.model)]
+    words += ["--media", str(settings.media_roots[0])]
+    words += ["--server", f"http://{client.host}:{client.port}"]
+    write_traces(path, [trace])
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "1 traces, 11 turns rendered again" in told and " 0 differences" in told
+    assert f"{trace.num_sampled} sampled tokens scored by version 0 (sampled by 0)" in told
+    broken = msgspec.structs.replace(
+        trace.turns[0].logprobs, data=(trace.turns[0].logprobs.numpy() * 2).tobytes()
+    )
+    write_traces(path, [damaged(trace, trace.turns[0].id, logprobs=broken)])
+    assert main(words) == 1
+    assert "trace t node 1: logprobs differ" in capsys.readouterr().out
 
 
 def damaged(trace: Trace, node: int, **changes: object) -> Trace:
