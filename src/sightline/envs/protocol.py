@@ -67,6 +67,11 @@ class Chat(Protocol):
         ...
 
     @property
+    def num_calls(self) -> int:
+        """Model calls of the whole rollout so far: the length that `per_turn` must have."""
+        ...
+
+    @property
     def calls(self) -> list[int]:
         """Which of the rollout's model calls went through this handle: places in `per_turn`."""
         ...

@@ -68,6 +68,11 @@ class RolloutChat:
         """Of the last prompt and its answer."""
         return self.trace.graph.end(self.leaf)
 
+    @property
+    def num_calls(self) -> int:
+        """Model calls of the whole rollout that were answered."""
+        return self.trace.graph.num_turns
+
     async def messages(self, messages: Messages) -> list[Message]:
         """The messages in our form, with their images taken into the store."""
         return await asyncio.to_thread(self.renderer.messages, messages)
@@ -139,5 +144,5 @@ class RolloutChat:
                 message=message,
             )
             self.leaf = node.id
-            self.calls.append(self.trace.graph.num_turns - 1)
+            self.calls.append(self.num_calls - 1)
         return message

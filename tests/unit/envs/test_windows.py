@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +19,9 @@ from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, ToolCall, assistant, system, text, user
 from sightline.rollout.chat import RolloutChat
-from sightline.trace import flatten
+from sightline.rollout.play import Player
+from sightline.trace import Trace, decode, flatten
+from sightline.wire.control import Play
 from tests.talking import LoggingPolicy, line_of, talking
 from tests.unit.trace.toy import picture
 
@@ -219,3 +223,28 @@ def test_a_conversation_takes_dicts_and_goes_on_from_a_chat(play) -> None:
         assert line_of(chat.trace.turns[talk.calls[0]]) == 1
 
     play(script)
+
+
+def test_the_example_of_the_docs_runs(tiny_model: Path, store: MediaStore) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?class Explorer.*?)```", page, re.S)
+    names: dict[str, Any] = {}
+    exec(source, names)
+    env = names["Explorer"]()
+    env.draw = lambda number: Image.new("RGB", (640, 480), (number, 90, 0))
+    renderer = load_renderer(tiny_model, store)
+    words = renderer.render([user("yes " * 9)]).token_ids[3:30]
+    policy = LoggingPolicy([[*words, renderer.stop_token_ids[0]]])
+
+    async def main() -> Trace:
+        async with talking(policy, renderer, store) as chat:
+            player = Player(env, renderer, store, chat.client, "image", 64, timeout_s=60)
+            return decode((await player.play(Play("r", "g", 3, "train", 1, 1.0))).trace)
+
+    trace = asyncio.run(main())
+    assert not trace.error, trace.error
+    assert trace.per_turn is not None and len(trace.per_turn) == len(trace.turns) == len(policy.log)
+    assert trace.forks["diverged"] >= 2 and max(len(line.slots) for line in policy.log) == 3
+    trained = [s.node for sample in flatten(trace, lambda n: 1.0) for s in sample.segments]
+    assert sorted(trained) == [node.id for node in trace.turns]
+    assert any("Summary of what happened so far" in node.message.text for node in trace.nodes)
