@@ -6,7 +6,7 @@ import asyncio
 import http.client
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,11 +110,11 @@ class Together:
 
 
 @contextmanager
-def live(settings: ServeSettings) -> Iterator[Client]:
-    """A server on a free port, with its event loop in a thread."""
+def live(settings: ServeSettings, wrap: Callable[[Any], Any] = lambda app: app) -> Iterator[Client]:
+    """A server on a free port, with its event loop in a thread; `wrap` may listen in on it."""
     listening = bind(settings.host, 0)
     server = build_server(settings)
-    config = uvicorn.Config(server.app, access_log=False, log_level="warning", lifespan="on")
+    config = uvicorn.Config(wrap(server.app), access_log=False, log_level="warning", lifespan="on")
     running = uvicorn.Server(config)
     thread = threading.Thread(
         target=lambda: asyncio.run(running.serve(sockets=[listening])), daemon=True

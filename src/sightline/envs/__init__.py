@@ -4,6 +4,17 @@ An environment is a class with tasks and `async rollout(task, chat)`, which retu
 Workers load neither torch nor transformers.
 """
 
+from sightline.envs.conversation import Conversation
 from sightline.envs.protocol import Chat, Environment, Outcome, Task, load_environment
+from sightline.envs.windows import last_images, last_turns
 
-__all__ = ["Chat", "Environment", "Outcome", "Task", "load_environment"]
+__all__ = [
+    "Chat",
+    "Conversation",
+    "Environment",
+    "Outcome",
+    "Task",
+    "last_images",
+    "last_turns",
+    "load_environment",
+]

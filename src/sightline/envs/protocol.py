@@ -6,13 +6,14 @@ import importlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, Self, cast
 
 from sightline.errors import ConfigError
 from sightline.media import MediaRef
 from sightline.message import AssistantMessage, Message
 
 Messages = Sequence[Message | dict[str, Any]]
+Tools = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,40 @@ class Outcome:
 class Chat(Protocol):
     """The conversation of one rollout. Every token of it ends up in the trace."""
 
-    async def send(self, new_messages: Messages) -> AssistantMessage:
+    async def send(self, new_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
         """Appends messages and returns the model's answer; costs only what is new."""
         ...
 
-    async def ask(self, all_messages: Messages) -> AssistantMessage:
+    async def ask(self, all_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
         """Takes a whole history; where it differs from what was said before, the trace forks."""
+        ...
+
+    async def messages(self, messages: Messages) -> list[Message]:
+        """The messages as structs, with their images taken into the store."""
+        ...
+
+    def branch(self) -> Self:
+        """A second handle, which goes on from here apart from this one; both may run at once."""
+        ...
+
+    @property
+    def history(self) -> list[Message]:
+        """What this handle has said and heard, up to the last answer."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the last prompt and its answer."""
+        ...
+
+    @property
+    def num_calls(self) -> int:
+        """Model calls of the whole rollout so far: the length that `per_turn` must have."""
+        ...
+
+    @property
+    def calls(self) -> list[int]:
+        """Which of the rollout's model calls went through this handle: places in `per_turn`."""
         ...
 
     def put(self, image: Any) -> MediaRef:

@@ -178,6 +178,8 @@ def _faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]
         yield "stop_token_ids", f"ids below {vocab_size}"
     if params.logprobs not in (None, 0):
         yield "logprobs", "0 for the sampled token's, or null for none"
+    if params.prompt_logprobs not in (None, 0):
+        yield "prompt_logprobs", "0 for those of the prompt's own tokens, or null for none"
     if not 1 <= params.n <= MAX_CHOICES:
         yield "n", f"1 to {MAX_CHOICES}"
     if params.detokenize:

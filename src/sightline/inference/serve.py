@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+import msgspec
 import uvicorn
 
 from sightline.errors import ConfigError
@@ -44,6 +45,9 @@ def build_server(settings: ServeSettings) -> Server:
 
     def make(checked: Checked) -> list[Request]:
         params = checked.params
+        if params.prompt_logprobs is not None:
+            # Tokens whose keys and values are kept are not computed, so they have no logprobs.
+            params = msgspec.structs.replace(params, skip_reading_prefix_cache=True)
         seed = seeds.getrandbits(64) if params.seed is None else params.seed
         return [
             Request(checked.prompt, checked.slots, checked.keys, params, _seed_of(seed, choice))

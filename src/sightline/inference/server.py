@@ -23,6 +23,7 @@ from sightline.errors import EngineError, SightlineError
 from sightline.inference import metrics
 from sightline.inference.door import Checked, Door
 from sightline.inference.errors import answer, refusal, typed
+from sightline.inference.scores import prompt_entries
 from sightline.wire.generate import (
     AdoptRequest,
     Choice,
@@ -218,6 +219,7 @@ def _answered(checked: Checked, requests: list[EngineRequest]) -> Response:
             sightline=SightlineAnswer(
                 pixel_digests=requests[0].pixel_digests(), cached_tokens=requests[0].cached_tokens
             ),
+            prompt_logprobs=prompt_entries(requests[0].prompt, requests[0].prompt_logprobs),
         )
     )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sightline.envs.protocol import Messages
@@ -19,7 +20,7 @@ from sightline.errors import (
     SightlineError,
 )
 from sightline.media import MediaRef, MediaStore
-from sightline.message import AssistantMessage
+from sightline.message import AssistantMessage, Message
 from sightline.render import Renderer
 from sightline.render.protocol import Tools
 from sightline.rollout.client import GenerateClient
@@ -74,6 +75,41 @@ class RolloutChat:
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a thread reads the trace: nothing may be committed meanwhile."""
     _exchanging: threading.Lock = field(default_factory=threading.Lock)
+    calls: list[int] = field(default_factory=list)
+    """Which of the rollout's model calls, counted from 0, went through this handle."""
+    num_branches: int = 0
+
+    def branch(self) -> RolloutChat:
+        """A second handle on the trace, which goes on from where this one is.
+
+        It draws from seeds of its own, so that branches that run side by side say the same in
+        whatever order the server answers them.
+        """
+        self.num_branches += 1
+        name = f"{self.seed}/{self.num_turns}/{self.num_branches}"
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
+        return replace(
+            self, seed=seed, rng=random.Random(seed), num_turns=0, calls=[], num_branches=0
+        )
+
+    @property
+    def history(self) -> list[Message]:
+        """What has been said up to here, from the first message to the last answer."""
+        return [self.trace.nodes[node].message for node in self.trace.path(self.leaf)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the last prompt and its answer."""
+        return self.trace.graph.end(self.leaf)
+
+    @property
+    def num_calls(self) -> int:
+        """Model calls of the whole rollout that were answered."""
+        return self.trace.graph.num_turns
+
+    async def messages(self, messages: Messages) -> list[Message]:
+        """The messages in our form, with their images taken into the store."""
+        return await asyncio.to_thread(self.renderer.messages, messages)
 
     def put(self, image: Any) -> MediaRef:
         if self.exchanged:
@@ -102,14 +138,14 @@ class RolloutChat:
                 self.stand_ins[ref.digest] = self.put(None)
             return self.stand_ins[ref.digest]
 
-    async def send(self, new_messages: Messages) -> AssistantMessage:
+    async def send(self, new_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
         turn = await self._prepare(
-            lambda: self.trace.extend(self.leaf, new_messages, self.renderer)
+            lambda: self.trace.extend(self.leaf, new_messages, self.renderer, tools)
         )
         return (await self._call(turn, self.max_tokens)).message
 
-    async def ask(self, all_messages: Messages) -> AssistantMessage:
-        return (await self.answer(all_messages, None, self.max_tokens)).message
+    async def ask(self, all_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
+        return (await self.answer(all_messages, tools, self.max_tokens)).message
 
     async def answer(self, messages: Messages, tools: Tools | None, max_tokens: int) -> Answered:
         """The call that follows a whole history, at most `max_tokens` long."""
@@ -177,5 +213,6 @@ class RolloutChat:
                 message=message,
             )
             self.leaf = node.id
+            self.calls.append(self.num_calls - 1)
         cached = response.sightline.cached_tokens if response.sightline else 0
         return Answered(node, message, len(turn.prompt_ids), cached)

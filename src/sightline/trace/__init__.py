@@ -10,14 +10,18 @@ A model call is prepared, sent and committed; what was committed can be trained 
 
 from sightline.trace.codec import decode, encode, read_traces, write_traces
 from sightline.trace.node import Node, NodeSlot, PolicySpan
+from sightline.trace.replay import Difference, Replayed, Scored
 from sightline.trace.sample import flatten
 from sightline.trace.trace import Trace
 from sightline.trace.turn import Turn
 
 __all__ = [
+    "Difference",
     "Node",
     "NodeSlot",
     "PolicySpan",
+    "Replayed",
+    "Scored",
     "Trace",
     "Turn",
     "decode",

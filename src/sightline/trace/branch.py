@@ -41,12 +41,14 @@ class Branches:
         self._children: dict[int, list[int]] = {}
         self._ends: list[int] = []
         self._tips: dict[int, Tip] = {}
+        self.num_turns = 0
         for node in nodes:
             self._index(node)
 
     def _index(self, node: Node) -> None:
         self._children.setdefault(node.parent, []).append(node.id)
         self._ends.append(self.end(node.parent) + len(node.token_ids))
+        self.num_turns += node.is_turn
 
     def add(self, node: Node) -> None:
         self._nodes.append(node)

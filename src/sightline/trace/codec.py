@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from sightline.errors import WireError
+from sightline.trace.foreign import MOST_BYTES, refusal
 from sightline.trace.trace import TRACE_SCHEMA, Trace
 from sightline.wire.file import write_atomic
 
@@ -39,12 +40,11 @@ def decode(data: bytes, what: str = "data") -> Trace:
     try:
         schema = _heads.decode(data).schema
     except msgspec.MsgspecError as error:
-        raise WireError(
-            f"{what} is not a trace: {error}", "read traces that sightline wrote"
-        ) from error
+        raise refusal(data, f"{what} is not a trace: {error}") from error
     reader = _readers.get(schema)
     if reader is None:
-        raise WireError(
+        raise refusal(
+            data,
             f"{what} is a trace of schema {schema}; this sightline reads {min(_readers)} to "
             f"{TRACE_SCHEMA}",
             "upgrade sightline to the version that wrote it, or a later one",
@@ -52,10 +52,8 @@ def decode(data: bytes, what: str = "data") -> Trace:
     try:
         return reader(data)
     except msgspec.MsgspecError as error:
-        raise WireError(
-            f"{what} says it is a trace of schema {schema} and is not: {error}",
-            "the trace is foreign or damaged: roll out again; tokens and references are read, "
-            "processed pixels never",
+        raise refusal(
+            data, f"{what} says it is a trace of schema {schema} and is not: {error}"
         ) from error
 
 
@@ -71,8 +69,8 @@ def write_traces(path: Path | str, traces: Iterable[Trace]) -> None:
 def read_traces(path: Path | str) -> Iterator[Trace]:
     """The traces of a file, one at a time."""
     with open(path, "rb") as file:
-        if file.read(len(FILE_MAGIC)) != FILE_MAGIC:
-            raise WireError(f"{path} is not a file of traces", "read files of a run's traces/")
+        if (head := file.read(len(FILE_MAGIC))) != FILE_MAGIC:
+            raise refusal(head + file.read(MOST_BYTES), f"{path} is not a file of traces")
         number = 0
         while size := file.read(4):
             data = file.read(int.from_bytes(size, "big"))

@@ -22,6 +22,7 @@ from sightline.render.protocol import Messages, Tools
 from sightline.trace.branch import Branches
 from sightline.trace.node import NO_TOOLS, ROOT, Node
 from sightline.trace.recognise import recognise
+from sightline.trace.replay import TOLERANCE, Replayed, Scorer, replay
 from sightline.trace.turn import Place, Turn
 from sightline.wire import Slot
 from sightline.wire.item import check_slots
@@ -179,6 +180,15 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
             rendered.spans[num_old:],
             toolset,
         )
+
+    async def replay(
+        self, renderer: Renderer, score: Scorer | None, tolerance: float = TOLERANCE
+    ) -> Replayed:
+        """Renders and scores every turn again and reports each difference from what is recorded.
+
+        `score` asks a server; `rollout.replay.ServerScorer` is one. None leaves scoring out.
+        """
+        return await replay(self, renderer, score, tolerance)
 
     def toolset(self, tools: str) -> int:
         """The number of a toolset, which is added when it is new."""

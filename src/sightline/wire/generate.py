@@ -19,6 +19,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = 0
     """0: of the sampled token only; null: none."""
+    prompt_logprobs: int | None = None
+    """0: also those of the prompt's own tokens; null: none."""
     n: int = 1
     detokenize: bool = False
     skip_reading_prefix_cache: bool | None = None
@@ -133,12 +135,19 @@ class SightlineAnswer(msgspec.Struct, frozen=True):
     """Prompt tokens whose keys and values the engine still had."""
 
 
-class GenerateResponse(msgspec.Struct, frozen=True):
+class PromptLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+
+
+class GenerateResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     """Read leniently: an engine may say more than we know."""
 
     request_id: str
     choices: list[Choice]
     sightline: SightlineAnswer | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+    """One entry per token of the prompt, by its id; null for the first token and for tokens that
+    cannot be sampled."""
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

@@ -34,6 +34,7 @@ from sightline.inference.torch_engine.request import Request
 from sightline.inference.torch_engine.rows import Rows
 from sightline.inference.torch_engine.runner import Runner
 from sightline.inference.torch_engine.scheduler import Scheduler
+from sightline.inference.torch_engine.scoring import score_prompts
 from sightline.inference.torch_engine.stats import Busy, Counts
 from sightline.inference.torch_engine.vision import FeatureCache
 from sightline.pixels import Materializer
@@ -206,6 +207,7 @@ class Engine:
     def _step(self, plan: Plan) -> None:
         table, running = self.scheduler.rows, self.scheduler.running
         hidden = self.runner.hidden(plan, running)
+        score_prompts(self.runner, plan, hidden, table, running)
         is_prompt = plan.starts < table.prompt_length[plan.rows]
         table.computed[plan.rows] = plan.ends
         self.counts.steps += 1

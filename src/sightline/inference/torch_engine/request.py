@@ -44,6 +44,8 @@ class Request:
     """Pixel digests by key."""
 
     cached_tokens: int = 0
+    prompt_logprobs: np.ndarray | None = None
+    """float32, of each token of the prompt, where they are asked for; NaN where there is none."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)

@@ -10,6 +10,7 @@ import platform
 import numpy as np
 import torch
 
+from sightline.compute.logprobs import chosen_logprobs
 from sightline.families import Family, Forward
 from sightline.inference.torch_engine import sampling, vision
 from sightline.inference.torch_engine.kv import KV
@@ -106,6 +107,16 @@ class Runner:
             if key not in request.features:
                 request.features[key] = made[key].features
                 del request.pixels[key]
+
+    def logprobs(
+        self, hidden: torch.Tensor, token_ids: np.ndarray, temperature: float
+    ) -> np.ndarray:
+        """float32 (S,) of hidden (S, H) and the tokens that follow; -inf for banned ids."""
+        chosen = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
+        found: np.ndarray = (
+            chosen_logprobs(self.forward, hidden, chosen, self._banned, temperature).cpu().numpy()
+        )
+        return found
 
     def sample(self, plan: Plan, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """The next token of each row that samples, and its logprob."""

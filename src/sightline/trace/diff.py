@@ -1,0 +1,83 @@
+"""Where two traces first differ. Names and times of the rollouts are left out of the comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from sightline.render import Renderer
+from sightline.trace.node import Node
+from sightline.trace.replay import first_difference, spell_tokens
+from sightline.trace.trace import Trace
+
+_BEFORE = ("env", "task", "split", "seed", "temperature")
+_AFTER = (
+    "forks", "reward", "rewards", "per_turn", "truncated", "error", "error_kind", "door_errors",
+)  # fmt: skip
+_OF_NODES = ("parent", "message", "sampled_start", "slots", "finish_reason", "versions")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceDifference:
+    where: str
+    one: str
+    other: str
+
+
+def diff(one: Trace, other: Trace, renderer: Renderer | None = None) -> TraceDifference | None:
+    """The first difference in the order in which things happened; None when there is none.
+
+    A `renderer` spells out the tokens around it.
+    """
+    for name in _BEFORE:
+        if (found := _field(name, one, other)) is not None:
+            return found
+    for a, b in zip_longest(one.nodes, other.nodes):
+        if a is None or b is None:
+            return TraceDifference(
+                f"node {min(len(one.nodes), len(other.nodes))}", _node(a), _node(b)
+            )
+        if (found := _nodes(a, b, one, other, renderer)) is not None:
+            return found
+    for name in _AFTER:
+        if (found := _field(name, one, other)) is not None:
+            return found
+    return None
+
+
+def _nodes(
+    a: Node, b: Node, one: Trace, other: Trace, renderer: Renderer | None
+) -> TraceDifference | None:
+    where = f"node {a.id} ({a.message.role})"
+    if a.parent == b.parent and a.token_ids != b.token_ids:
+        ids, others = (node.token_ids.numpy().tolist() for node in (a, b))
+        at = first_difference(ids, others)
+        return TraceDifference(
+            f"{where}, token {at}",
+            spell_tokens(ids, at, renderer),
+            spell_tokens(others, at, renderer),
+        )
+    for name in _OF_NODES:
+        if (found := _field(name, a, b)) is not None:
+            return TraceDifference(f"{where}, {found.where}", found.one, found.other)
+    if a.logprobs != b.logprobs:
+        logprobs, others = (node.logprobs.numpy().tolist() for node in (a, b))
+        at = first_difference(logprobs, others)
+        return TraceDifference(
+            f"{where}, logprob of sampled token {at}", f"{logprobs[at]}", f"{others[at]}"
+        )
+    tools, more = (
+        trace.toolsets[node.tools] if node.tools >= 0 else "none"
+        for trace, node in ((one, a), (other, b))
+    )
+    return None if tools == more else TraceDifference(f"{where}, tools", tools, more)
+
+
+def _field(name: str, one: Any, other: Any) -> TraceDifference | None:
+    a, b = getattr(one, name), getattr(other, name)
+    return None if a == b else TraceDifference(name, f"{a!r}", f"{b!r}")
+
+
+def _node(node: Node | None) -> str:
+    return "no such node" if node is None else f"{node.message.role}: {node.message.text!r}"

@@ -1,0 +1,256 @@
+"""A saved trace held against a renderer and a server: is it still what they would make and say?
+
+    each turn      rendered again ---> token ids and slots, against those of its path
+                   parsed again -----> the message, against the node's
+    each branch    scored again -----> logprobs of its sampled tokens and pixel digests
+
+A sampled token is scored once, in the longest branch that holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from sightline.errors import EngineError
+from sightline.render import Bridged, Renderer
+from sightline.trace.node import NO_TOOLS, ROOT, Node
+from sightline.wire import Slot
+
+if TYPE_CHECKING:
+    from sightline.trace.trace import Trace
+
+TOLERANCE = 1e-3
+"""Of a logprob; a float32 engine agrees with itself to about 1e-5."""
+BRIDGED, RENDERED, NEITHER = "bridged", "rendered", "neither"
+AROUND = 4
+"""Tokens that are spelled out on either side of a difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What a server says about a prompt."""
+
+    logprobs: Sequence[float | None]
+    """One per token; None for those that have none."""
+    pixel_digests: Sequence[str | None]
+    """One per slot."""
+    version: str
+    """Of the weights."""
+
+
+class Scorer(Protocol):
+    async def __call__(
+        self, token_ids: list[int], slots: list[Slot], temperature: float
+    ) -> Scored: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    node: int
+    what: str
+    """ids, slots, message, pixels, logprobs or refused."""
+    detail: str
+
+
+@dataclass(slots=True)
+class ReplayedTurn:
+    node: int
+    how: str
+    """Which way of making the prompt gives the recorded one: bridged, rendered or neither."""
+    num_sampled: int
+    max_logprob_change: float | None = None
+    """Of its sampled tokens, absolute; None when they could not be scored."""
+
+
+@dataclass(slots=True)
+class Replayed:
+    trace_id: str
+    turns: list[ReplayedTurn] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    versions: set[str] = field(default_factory=set)
+    """Of the weights that scored."""
+    num_digests: int = 0
+    """Pixel digests that were compared; those that nobody recorded cannot be."""
+
+    @property
+    def max_logprob_change(self) -> float | None:
+        changes = [t.max_logprob_change for t in self.turns if t.max_logprob_change is not None]
+        return max(changes, default=None)
+
+
+async def replay(
+    trace: Trace, renderer: Renderer, score: Scorer | None, tolerance: float = TOLERANCE
+) -> Replayed:
+    """Renders, parses and scores all turns of `trace` again; without `score`, all but the last."""
+    replayed = Replayed(trace.id)
+    for node in trace.turns:
+        how, differences = await asyncio.to_thread(_again, trace, node, renderer)
+        replayed.turns.append(ReplayedTurn(node.id, how, node.num_sampled))
+        replayed.differences += differences
+    if score is not None:
+        scoring = _Scoring(trace, replayed, tolerance)
+        for path, turns in _paths(trace):
+            await scoring.score(path, turns, score)
+    replayed.differences.sort(key=lambda difference: difference.node)
+    return replayed
+
+
+# --- rendered again
+
+
+def _again(trace: Trace, node: Node, renderer: Renderer) -> tuple[str, list[Difference]]:
+    path = trace.path(node.id)
+    recorded = trace.tokens(path)[: -node.num_sampled]
+    slots = trace.slots(path)
+    how, made, made_slots = _best(trace, node, renderer, recorded, slots)
+    found = []
+    if made != recorded:
+        found.append(Difference(node.id, "ids", _spell_ids(recorded, made, renderer)))
+    if made_slots != slots:
+        found.append(Difference(node.id, "slots", _spell_slots(slots, made_slots)))
+    completion = trace.tokens([node.id])[node.sampled_start :]
+    said = renderer.parse(completion).as_message()
+    if said != node.message:
+        found.append(
+            Difference(node.id, "message", f"recorded {node.message!r}, now parsed as {said!r}")
+        )
+    return how, found
+
+
+def _best(
+    trace: Trace, node: Node, renderer: Renderer, recorded: list[int], slots: list[Slot]
+) -> tuple[str, list[int], list[Slot]]:
+    """The prompt of a turn, made as it was; where neither way gives it, as it would be made now."""
+    tools = None if node.tools == NO_TOOLS else json.loads(trace.toolsets[node.tools])
+    before = trace.path(node.parent) if node.parent != ROOT else []
+    last = trace.graph.last_turn(node.parent)
+    bridged = None
+    if last != ROOT and trace.nodes[last].tools == node.tools:
+        tip = trace.graph.tip(last)
+        new = [trace.nodes[n].message for n in before if n > last]
+        answer = renderer.bridge(tip.prompt_ids, tip.completion_ids, new, tools) if new else None
+        if isinstance(answer, Bridged):
+            bridged = (
+                [*tip.prompt_ids, *tip.completion_ids, *answer.token_ids],
+                [*tip.slots, *answer.slots],
+            )
+            if bridged == (recorded, slots):
+                return BRIDGED, *bridged
+    rendered = renderer.render([trace.nodes[n].message for n in before], tools)
+    whole = (rendered.token_ids, rendered.slots)
+    if whole == (recorded, slots):
+        return RENDERED, *whole
+    return NEITHER, *(bridged or whole)
+
+
+def _spell_ids(recorded: list[int], made: list[int], renderer: Renderer) -> str:
+    at = first_difference(recorded, made)
+    return (
+        f"token {at} of {len(recorded)} recorded, {len(made)} made now: "
+        f"recorded {spell_tokens(recorded, at, renderer)}, now {spell_tokens(made, at, renderer)}"
+    )
+
+
+def _spell_slots(recorded: list[Slot], made: list[Slot]) -> str:
+    at = first_difference(recorded, made)
+    return f"slot {at}: recorded {spell_slot(recorded, at)}, now {spell_slot(made, at)}"
+
+
+def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
+    """The first place at which the two differ; the length of the shorter when it begins both."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def spell_tokens(token_ids: Sequence[int], at: int, renderer: Renderer | None) -> str:
+    """The ids around `at`, and their text where a renderer can tell it."""
+    if at >= len(token_ids):
+        return f"the end, after {len(token_ids)} tokens"
+    part = list(token_ids[max(at - AROUND, 0) : at + AROUND + 1])
+    text = f" {renderer.decode(part)!r}" if renderer is not None else ""
+    return f"{token_ids[at]} in {part}{text}"
+
+
+def spell_slot(slots: Sequence[Slot], at: int) -> str:
+    if at >= len(slots):
+        return f"none after {len(slots)}"
+    slot = slots[at]
+    return (
+        f"{slot.offset}+{slot.length} image {slot.item.ref.digest[:12]} grid {slot.item.grid} "
+        f"fingerprint {slot.item.fingerprint[:12]}"
+    )
+
+
+# --- scored again
+
+
+def _paths(trace: Trace) -> Iterator[tuple[list[int], list[int]]]:
+    """Paths, longest first, with the turns that no longer path holds; each ends in one of them."""
+    taken = set[int]()
+    branches = sorted(trace.branches(), key=lambda path: (-trace.graph.end(path[-1]), path[-1]))
+    for path in branches:
+        turns = [n for n in path if trace.nodes[n].is_turn and n not in taken]
+        if turns:
+            taken.update(turns)
+            yield path[: path.index(turns[-1]) + 1], turns
+
+
+class _Scoring:
+    def __init__(self, trace: Trace, replayed: Replayed, tolerance: float) -> None:
+        self._trace = trace
+        self._replayed = replayed
+        self._tolerance = tolerance
+        self._turns = {turn.node: turn for turn in replayed.turns}
+
+    async def score(self, path: list[int], turns: list[int], score: Scorer) -> None:
+        trace, replayed = self._trace, self._replayed
+        try:
+            scored = await score(trace.tokens(path), trace.slots(path), trace.temperature)
+        except EngineError as error:
+            if error.status >= 500:
+                raise  # the server fails, which says nothing about the trace
+            detail = f"{error.kind}: {error.problem}"
+            replayed.differences += [Difference(node, "refused", detail) for node in turns]
+            return
+        replayed.versions.add(scored.version)
+        self._compare_digests(path, scored)
+        for node in turns:
+            self._compare_logprobs(trace.nodes[node], scored)
+
+    def _compare_digests(self, path: list[int], scored: Scored) -> None:
+        pairs = [(node, slot) for node in path for slot in self._trace.nodes[node].slots]
+        for (node, slot), seen in zip(pairs, scored.pixel_digests, strict=True):
+            if slot.pixel_digest is None or seen is None:
+                continue
+            self._replayed.num_digests += 1
+            found = Difference(
+                node,
+                "pixels",
+                f"image {slot.item.ref.digest[:12]}: recorded {slot.pixel_digest}, now {seen}",
+            )
+            if seen != slot.pixel_digest and found not in self._replayed.differences:
+                self._replayed.differences.append(found)
+
+    def _compare_logprobs(self, node: Node, scored: Scored) -> None:
+        stop = self._trace.graph.end(node.id)
+        now = scored.logprobs[stop - node.num_sampled : stop]
+        worst, place = 0.0, -1
+        for i, (then, value) in enumerate(zip(node.logprobs.numpy().tolist(), now, strict=True)):
+            change = abs(then - value) if value is not None else float("inf")
+            if change > worst:
+                worst, place = change, i
+        self._turns[node.id].max_logprob_change = worst
+        if worst > self._tolerance:
+            then = float(node.logprobs.numpy()[place])
+            self._replayed.differences.append(
+                Difference(
+                    node.id,
+                    "logprobs",
+                    f"sampled token {place}: recorded {then:.6f}, now {now[place]}; "
+                    f"more than {self._tolerance:g} apart",
+                )
+            )

@@ -1,0 +1,311 @@
+"""A server scores given tokens, and a trace that it sampled replays without a difference."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from sightline.cli.main import main
+from sightline.envs import Conversation, last_images
+from sightline.errors import EngineError
+from sightline.families import load_renderer
+from sightline.inference.settings import ServeSettings
+from sightline.media import MediaStore
+from sightline.message import Message, system, user
+from sightline.render import Renderer
+from sightline.rollout.client import GenerateClient
+from sightline.rollout.replay import ServerScorer
+from sightline.rollout.scripted import ScriptedPolicy
+from sightline.trace import Replayed, Trace, decode, encode, write_traces
+from sightline.wire.generate import (
+    GenerateRequest,
+    GenerateResponse,
+    SamplingParams,
+)
+from tests.serving import Client, Reference, live
+from tests.talking import Line, chat_to, talking
+
+TOLERANCE = 2e-5
+
+
+class Log:
+    """Writes down every generate request, and its answer, at the server's side of the wire."""
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+
+    def wrap(self, app: Any) -> Any:
+        async def listening(scope: Any, receive: Any, send: Any) -> None:
+            if not scope.get("path", "").endswith("/generate"):
+                await app(scope, receive, send)
+                return
+            asked, said = bytearray(), bytearray()
+
+            async def heard() -> Any:
+                message = await receive()
+                asked.extend(message.get("body", b""))
+                return message
+
+            async def saying(message: Any) -> None:
+                said.extend(message.get("body", b""))
+                await send(message)
+
+            await app(scope, heard, saying)
+            self._write(bytes(asked), bytes(said))
+
+        return listening
+
+    def _write(self, asked: bytes, said: bytes) -> None:
+        request = msgspec.json.decode(asked, type=GenerateRequest)
+        response = msgspec.json.decode(said, type=GenerateResponse)
+        choice = response.choices[0]
+        assert choice.logprobs is not None and response.sightline is not None
+        self.lines.append(
+            Line(
+                request.token_ids,
+                request.slots(),
+                request.sampling_params.seed,
+                choice.token_ids,
+                [entry.logprob for entry in choice.logprobs.content],
+                response.sightline.pixel_digests,
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
+    return MediaStore(tmp_path_factory.mktemp("media"))
+
+
+@pytest.fixture(scope="module")
+def log() -> Log:
+    return Log()
+
+
+@pytest.fixture(scope="module")
+def settings(tiny_model: Path, media: MediaStore) -> ServeSettings:
+    # Chunks that split images and sampled runs: a scored prompt must not depend on them.
+    return ServeSettings(
+        model=tiny_model, media_roots=(media.root,), device="cpu", max_len=2048, prefill_chunk=37
+    )
+
+
+@pytest.fixture(scope="module")
+def client(settings: ServeSettings, log: Log) -> Iterator[Client]:
+    with live(settings, log.wrap) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model: Path, media: MediaStore) -> Renderer:
+    return load_renderer(tiny_model, media)
+
+
+def run(client: Client, script: Callable[[GenerateClient], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        speaking = GenerateClient(f"http://{client.host}:{client.port}")
+        try:
+            return await script(speaking)
+        finally:
+            await speaking.close()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_the_tokens_of_a_prompt_are_scored_as_a_plain_forward_pass_would(
+    client: Client, tiny_model: Path, media: MediaStore, temperature: float
+) -> None:
+    reference = Reference(tiny_model, media)
+    shown = media.put(Image.new("RGB", (160, 96), (9, 200, 30)))
+    rendered = reference.renderer.render([user("What is ", shown, " this?" * 9), user("Well?")])
+    tokens, slots = rendered.token_ids, rendered.slots
+    params = SamplingParams(max_tokens=2, temperature=temperature, seed=1, prompt_logprobs=0)
+    for _ in range(2):  # the second time keys and values are there, and must not be used
+        answer = client.generate(tokens, slots, params)
+        assert answer.prompt_logprobs is not None and answer.sightline is not None
+        assert answer.sightline.cached_tokens == 0
+        assert len(answer.prompt_logprobs) == len(tokens)
+        expected = reference.logprobs(tokens[:1], tokens[1:], slots, temperature or 1.0)
+        assert answer.prompt_logprobs[0] is None
+        for token, entry, value in zip(
+            tokens[1:], answer.prompt_logprobs[1:], expected, strict=True
+        ):
+            if np.isfinite(value):
+                assert entry is not None and list(entry) == [token]
+                np.testing.assert_allclose(entry[token].logprob, value, atol=TOLERANCE)
+            else:
+                assert entry is None
+    pads = [i for slot in slots for i in range(slot.offset, slot.end)]
+    assert pads and all(answer.prompt_logprobs[i] is None for i in pads)
+
+
+def test_an_answer_without_them_is_as_before_and_other_counts_are_refused(client: Client) -> None:
+    plain = GenerateRequest.of([5, 6], [], SamplingParams(max_tokens=1))
+    status, body, _ = client.call("POST", "/inference/v1/generate", msgspec.json.encode(plain))
+    assert status == 200 and b"prompt_logprobs" not in body
+    asked = GenerateRequest.of([5, 6], [], SamplingParams(max_tokens=1, prompt_logprobs=3))
+    error = client.refused(msgspec.json.encode(asked))
+    assert error.type == "sampling" and "prompt_logprobs" in error.message
+
+
+async def _rollout(speaking: GenerateClient, renderer: Renderer, media: MediaStore) -> Trace:
+    """A windowed conversation, a summary, sub-agents side by side, a retry and an edit."""
+    chat = chat_to(speaking, renderer, media, max_tokens=9, temperature=0.8)
+
+    def page(number: int) -> Message:
+        shade = (number, 70, 7 * number)
+        return user(f"page {number} ", chat.put(Image.new("RGB", (64, 32 + 32 * number), shade)))
+
+    talk = Conversation(chat, last_images(2))
+    for number in range(4):
+        await talk.send([page(number)])
+    await talk.compact("Sum up.")
+    await talk.send([page(5)])
+    sides = [talk.branch(), talk.branch(), talk.branch([system("other"), user("a")])]
+    await asyncio.gather(*(side.send([page(i)]) for i, side in enumerate(sides)))
+    await talk.retry()
+    talk.history[0] = user("edited ", chat.put(Image.new("RGB", (32, 32))))
+    await talk.send([user("and?")])
+    return chat.trace
+
+
+@pytest.fixture(scope="module")
+def trace(client: Client, renderer: Renderer, media: MediaStore) -> Trace:
+    return run(client, lambda speaking: _rollout(speaking, renderer, media))
+
+
+def test_the_trace_of_a_live_engine_is_the_log_of_its_server(trace: Trace, log: Log) -> None:
+    """Every call of the rollout is one line of the log, token for token and slot for slot."""
+    lines = {line.seed: line for line in log.lines if line.seed not in (None, 0, 1)}
+    found = []
+    for node in trace.turns:
+        path = trace.path(node.id)
+        tokens, slots = trace.tokens(path), trace.slots(path)
+        (line,) = [
+            line for line in lines.values() if line.prompt_ids + line.completion == tokens
+            and line.logprobs == pytest.approx(node.logprobs.numpy().tolist(), abs=1e-7)
+        ]  # fmt: skip
+        assert len(line.completion) == node.num_sampled
+        assert line.places() == [(s.offset, s.length, s.item.ref.digest) for s in slots]
+        assert line.pixel_digests == trace.graph.pixel_digests(path)
+        found.append(line.seed)
+    assert len(set(found)) == len(trace.turns) == 11
+
+
+def replayed(
+    trace: Trace, client: Client, renderer: Renderer, tolerance: float = TOLERANCE
+) -> Replayed:
+    return run(client, lambda speaking: trace.replay(renderer, ServerScorer(speaking), tolerance))
+
+
+def test_a_saved_trace_replays_without_a_difference(
+    trace: Trace, client: Client, renderer: Renderer
+) -> None:
+    report = replayed(decode(encode(trace)), client, renderer)
+    assert report.differences == []
+    assert report.max_logprob_change is not None and report.max_logprob_change < TOLERANCE
+    assert [turn.node for turn in report.turns] == [node.id for node in trace.turns]
+    assert {turn.how for turn in report.turns} == {"bridged", "rendered"}
+    assert report.versions == {"0"} and report.num_digests > 5
+
+
+def test_the_command_replays_a_file(
+    trace: Trace, client: Client, settings: ServeSettings, tmp_path: Path, capsys
+) -> None:
+    path = tmp_path / "step_1.msgpack"
+    words = ["trace", "replay", str(path), "--model", str(settings.model)]
+    words += ["--media", str(settings.media_roots[0])]
+    words += ["--server", f"http://{client.host}:{client.port}"]
+    write_traces(path, [trace])
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    assert "1 traces, 11 turns rendered again" in told and " 0 differences" in told
+    assert f"{trace.num_sampled} sampled tokens scored by version 0 (sampled by 0)" in told
+    broken = msgspec.structs.replace(
+        trace.turns[0].logprobs, data=(trace.turns[0].logprobs.numpy() * 2).tobytes()
+    )
+    write_traces(path, [damaged(trace, trace.turns[0].id, logprobs=broken)])
+    assert main(words) == 1
+    assert "trace t node 1: logprobs differ" in capsys.readouterr().out
+
+
+def damaged(trace: Trace, node: int, **changes: object) -> Trace:
+    copy = decode(encode(trace))
+    nodes = list(copy.nodes)
+    nodes[node] = msgspec.structs.replace(nodes[node], **changes)
+    return msgspec.structs.replace(copy, nodes=nodes)
+
+
+def test_a_replay_names_what_differs_and_where(
+    trace: Trace, client: Client, renderer: Renderer
+) -> None:
+    turn = trace.turns[-1]
+    moved = msgspec.structs.replace(
+        turn.logprobs, data=(turn.logprobs.numpy() - np.float32(0.5)).tobytes()
+    )
+    found = replayed(damaged(trace, turn.id, logprobs=moved), client, renderer)
+    assert [(d.node, d.what) for d in found.differences] == [(turn.id, "logprobs")]
+    assert found.max_logprob_change == pytest.approx(0.5, abs=1e-4)
+    assert [d.what for d in replayed(trace, client, renderer, tolerance=1.0).differences] == []
+
+    first = trace.nodes[0]
+    other = msgspec.structs.replace(first.slots[0], pixel_digest="f" * 32)
+    found = replayed(damaged(trace, 0, slots=(other,)), client, renderer)
+    assert {(d.node, d.what) for d in found.differences} == {(0, "pixels")}
+
+    ids = first.token_ids.numpy().copy()
+    ids[-3] += 1
+    array = msgspec.structs.replace(first.token_ids, data=ids.tobytes())
+    found = replayed(damaged(trace, 0, token_ids=array), client, renderer)
+    # Turns that were bridged go on from what is recorded; those that were rendered whole differ.
+    rendered = [t.node for t in replayed(trace, client, renderer).turns if t.how == "rendered"]
+    differ = [node for node in rendered if 0 in trace.path(node)]
+    assert [d.node for d in found.differences if d.what == "ids"] == differ
+    assert f"token {len(ids) - 3} of " in found.differences[0].detail
+
+    found = replayed(damaged(trace, turn.id, message=user("no")), client, renderer)
+    assert [(d.node, d.what) for d in found.differences] == [(turn.id, "message")]
+
+
+def test_a_missing_image_is_a_difference_and_a_dead_server_an_error(
+    trace: Trace, settings: ServeSettings, renderer: Renderer, tmp_path: Path
+) -> None:
+    with live(replace(settings, media_roots=(tmp_path / "empty",))) as other:
+        found = replayed(trace, other, renderer)
+    assert {d.what for d in found.differences} == {"refused"}
+    assert "media_missing" in found.differences[0].detail
+    speaking = GenerateClient("http://127.0.0.1:9", deadline_s=0.1)
+
+    async def main() -> None:
+        try:
+            await trace.replay(renderer, ServerScorer(speaking))
+        finally:
+            await speaking.close()
+
+    with pytest.raises(EngineError, match="does not answer"):
+        asyncio.run(main())
+
+
+def test_without_a_server_a_trace_is_rendered_again_only(trace: Trace, renderer: Renderer) -> None:
+    report = asyncio.run(trace.replay(renderer, None))
+    assert report.differences == [] and report.max_logprob_change is None
+
+
+def test_a_server_that_scores_nothing_is_refused(
+    trace: Trace, renderer: Renderer, media: MediaStore
+) -> None:
+    async def main() -> None:
+        async with talking(ScriptedPolicy(), renderer, media) as chat:
+            await trace.replay(renderer, ServerScorer(chat.client))
+
+    with pytest.raises(EngineError, match="no logprobs of the prompt"):
+        asyncio.run(main())
