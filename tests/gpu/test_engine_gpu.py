@@ -11,28 +11,37 @@ from PIL import Image
 from serving import Client, Reference, Together, live, next_turn
 
 from sightline.compute.weights import write_weights
+from sightline.families.registry import write_tiny
 from sightline.inference.settings import ServeSettings
 from sightline.media import MediaStore
-from sightline.message import user
+from sightline.message import Message, text, user
 from sightline.wire.generate import SamplingParams
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 1e-4
 
 
+@pytest.fixture(params=["qwen3_vl", "qwen3_5"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """One that attends in every layer, and one that also carries states."""
+    path = tmp_path / "model"
+    write_tiny("qwen_vl", path, seed=0, type=request.param)
+    return path
+
+
 @pytest.fixture
-def client(tiny_model: Path, store: MediaStore) -> Iterator[Client]:
+def client(model: Path, store: MediaStore) -> Iterator[Client]:
     settings = ServeSettings(
-        model=tiny_model, media_roots=(store.root,), device="cuda", max_rows=32, prefill_chunk=16
+        model=model, media_roots=(store.root,), device="cuda", max_rows=32, prefill_chunk=16
     )
     with live(settings) as made:
         yield made
 
 
 def test_turns_with_images_agree_with_the_cpu(
-    client: Client, tiny_model: Path, store: MediaStore, tmp_path: Path
+    client: Client, model: Path, store: MediaStore, tmp_path: Path
 ) -> None:
-    reference = Reference(tiny_model, store)
+    reference = Reference(model, store)
     together = Together(client)
     talks = []
     for i, size in enumerate(((32, 32), (64, 96), (128, 64))):
@@ -55,6 +64,6 @@ def test_turns_with_images_agree_with_the_cpu(
             np.testing.assert_allclose(found, expected, atol=TOLERANCE)
             if turn:
                 assert choice.token_ids == reference.greedy(tokens, slots, 12)
-            talks[i] = next_turn(
-                reference.renderer, tokens, slots, choice.token_ids[:-1], user("And now?")
-            )
+            # Not a user's: a format with reasoning would drop that of the turns before it.
+            more = Message("tool", text("And now?"))
+            talks[i] = next_turn(reference.renderer, tokens, slots, choice.token_ids[:-1], more)

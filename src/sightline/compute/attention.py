@@ -22,6 +22,10 @@ NAME = "sightline_flash"
 
 
 class Pattern(Protocol):
+    state: Any
+    """What recurrent layers have carried along so far, in a cache of transformers that they
+    update; None: they begin here, and what they carry is not kept."""
+
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
@@ -102,6 +106,8 @@ def _blocks(
 class Flat:
     """Sequences side by side in one row, each causal in itself and blind to the others."""
 
+    state = None
+
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         self.num_tokens = sum(lengths)
         longest = max(lengths)
@@ -138,6 +144,8 @@ class Flat:
 
 class Tree:
     """Nodes each once: q sees k when k <= q < subtree_end[k]. A plain mask; exact, quadratic."""
+
+    state = None
 
     def __init__(self, subtree_end: np.ndarray, device: torch.device) -> None:
         end = torch.from_numpy(subtree_end.astype(np.int64)).to(device)

@@ -50,8 +50,13 @@ class Packing:
 
     kind: Literal["tree", "flat", "rows"]
     """`tree`: nodes once, under a mask. `flat`: sequences side by side in one row. `rows`: one
-    sequence a forward pass."""
+    sequence a forward pass, as layers carry a state along the row."""
     reason: str
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether an engine must keep, beside keys and values, a state for each sequence."""
+        return self.kind == "rows"
 
 
 TREE = Packing("tree", "every layer attends by the pattern that it is given")

@@ -51,7 +51,7 @@ def now(engine: Engine) -> dict[str, float]:
         "rows": scheduler.rows.num_rows,
         "rows_free": scheduler.rows.num_free,
         "rows_cached": len(scheduler.prefixes),
-        "kv_bytes": engine.runner.kv.nbytes,
+        "kv_bytes": engine.runner.nbytes,
         "pixel_cache_bytes": engine.materializer.counts.bytes_held,
         "feature_cache_bytes": engine.features.bytes_held,
         "version": engine.manifest.version,

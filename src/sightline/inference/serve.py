@@ -19,7 +19,7 @@ from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
 from sightline.inference.door import Checked, Door
 from sightline.inference.server import Server
-from sightline.inference.settings import ServeSettings, check_served
+from sightline.inference.settings import ServeSettings, turns_line
 from sightline.media import MediaStore
 
 KEEP_ALIVE_S = 600
@@ -38,7 +38,6 @@ def build_server(settings: ServeSettings) -> Server:
         raise ConfigError("a server without a media root", "name the store's folder")
     store = MediaStore(settings.media_roots[0], fallback_roots=settings.media_roots[1:])
     family = load_family(settings.model, **settings.overrides)
-    check_served(family, str(settings.model))
     renderer = load_renderer(settings.model, store, family)
     engine = build_engine(settings, family, store, renderer.pad_token_ids)
     seeds = random.SystemRandom()
@@ -114,6 +113,7 @@ def serve(settings: ServeSettings) -> None:
     gc.freeze()
     server.engine.on_death = lambda: os._exit(ENGINE_DIED)
     print(f"serving {settings.model} at http://{settings.host}:{port}", flush=True)
+    print(turns_line(load_family(settings.model, **settings.overrides)), flush=True)
     _Uvicorn(config, server).run(sockets=[listening])
 
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sightline.errors import ConfigError
 from sightline.families import Family
 
 MEBIBYTE = 2**20
 
 
-def check_served(family: Family, model: str) -> None:
-    """Raises for a model whose layers keep more than keys and values from token to token."""
-    if family.packing.kind == "rows":
-        raise ConfigError(
-            f"the embedded engine cannot serve {model}: {family.packing.reason}",
-            "train it with `sightline sft`, or choose a checkpoint that attends in every layer",
+def turns_line(family: Family) -> str:
+    """What a turn finds of the one before it, and why."""
+    if family.packing.carries_state:
+        return (
+            "turns: each prefilled anew (a state that layers carry along a row cannot be cut back "
+            "to what two prompts share)"
         )
+    return "turns: continued (keys and values stay for a prompt that begins with their tokens)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,8 @@ class ServeSettings:
     pixel_cache_bytes: int = 256 * MEBIBYTE
     feature_cache_bytes: int = 256 * MEBIBYTE
     reuse_kv: bool = True
-    """Whether a finished sequence keeps its keys and values for the next turn."""
+    """Whether a finished sequence keeps its keys and values for the next turn, where its model
+    has no other state."""
     threads: int = 1
     """Compute threads."""
     pixel_threads: int = 1

@@ -11,7 +11,7 @@ from sightline.envs import load_environment
 from sightline.errors import ConfigError, DiskFull, FamilyError
 from sightline.families import Family, load_family
 from sightline.families.hub import find_checkpoint
-from sightline.inference.settings import check_served
+from sightline.inference.settings import turns_line
 from sightline.launch.processes import find_port, num_cores, share_threads
 from sightline.media import MediaStore
 from sightline.monitor import RunDir
@@ -66,6 +66,11 @@ def packing_line(family: Family) -> str:
     return f"packing: {family.packing.kind} ({family.packing.reason})"
 
 
+def family_lines(family: Family) -> str:
+    """What a run does because of its model, and why."""
+    return f"{packing_line(family)}\n{turns_line(family)}"
+
+
 def check_store(root: Path, max_gb: float) -> None:
     store = MediaStore(root, max_bytes=int(max_gb * 1e9))
     store.check_writable()
@@ -115,7 +120,6 @@ def check_fit(config: RunFile) -> None:
 
 def check_run(config: RunFile, run_dir: RunDir) -> Family:
     family = check_model(config.model, config.env)
-    check_served(family, config.model.path)
     share_threads(config, num_cores())
     check_fit(config)
     find_port(config.inference.host, config.inference.port, "[inference] port")

@@ -12,7 +12,7 @@ from sightline import config as config_module
 from sightline.config import RunFile, check_resume, dump
 from sightline.errors import ProcessFailed, ResumeRefused
 from sightline.launch.claim import check_pinned, claim_run_dir, locked, pin_model
-from sightline.launch.preflight import check_run, check_store, packing_line, resolve_model
+from sightline.launch.preflight import check_run, check_store, family_lines, resolve_model
 from sightline.launch.processes import (
     SECRET,
     Processes,
@@ -35,7 +35,7 @@ LEADER = "orchestrator"
 def start_run(config: RunFile, plain: bool) -> RunDir:
     """Runs `config` from its first step, in a directory of its own."""
     config = resolve_model(config)
-    print(packing_line(check_run(config, RunDir(Path(config.run.dir)))))
+    print(family_lines(check_run(config, RunDir(Path(config.run.dir)))))
     run_dir = claim_run_dir(config.run.dir, config.run.name)
     with locked(run_dir):
         check_store(Path(config.media.root or run_dir.media), config.media.max_gb)
@@ -53,7 +53,7 @@ def resume_run(path: Path, overrides: list[str], plain: bool) -> RunDir:
     old = config_module.load(RunFile, run_dir.config)
     new = config_module.load(RunFile, run_dir.config, overrides)
     check_resume(old, new)
-    print(packing_line(check_run(new, run_dir)))
+    print(family_lines(check_run(new, run_dir)))
     with locked(run_dir):
         check_pinned(run_dir, Path(new.model.path))
         check_store(Path(new.media.root or run_dir.media), new.media.max_gb)

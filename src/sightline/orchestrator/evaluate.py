@@ -1,5 +1,5 @@
-"""Held-out tasks, played before the first and after the last step; and again with the images
-of two tasks exchanged, which tells whether the model looks."""
+"""Held-out tasks, played before the first and after the last step; and again, where they show
+images, with those of two tasks exchanged, which tells whether the model looks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Evaluator:
         self._keep(file, traces)
         played = list(traces)
         extra: dict[str, float] = {}
-        if exchange:
+        if exchange and any(map(_images, traces)):
             # Task i is shown the images of its neighbour.
             donors: list[Trace | None] = [*traces[1:], traces[0]]
             exchanged = await self._play_all(donors)
@@ -65,10 +65,9 @@ class Evaluator:
     def _keep(self, name: str, traces: list[Trace]) -> None:
         write_traces(self.run_dir.eval_traces(name), traces)
         if all(trace.reward is None for trace in traces):
-            first = traces[0].error if traces else "no rollout showed an image"
             raise NothingTrains(
                 f"evaluation {name!r}: every one of {len(traces)} rollouts broke; the first: "
-                f"{first}",
+                f"{traces[0].error}",
                 "mend the environment or the server; logs/ has the details",
             )
 

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny
-from sightline.inference.settings import check_served
+from sightline.inference.settings import turns_line
 from sightline.media import MediaStore
 from sightline.message import assistant, user
 from sightline.pack import Cost, pack
@@ -177,13 +176,10 @@ def test_rows_hold_one_sequence_each(folder: Callable[[str], Path], store: Media
     assert sorted(len(p.token_ids) for p in packs) == sorted(len(s.token_ids) for s in given)
 
 
-def test_the_engine_says_which_it_serves(model: Path) -> None:
-    family = load_family(model)
-    if family.packing.kind == "rows":
-        with pytest.raises(ConfigError, match="linear-attention"):
-            check_served(family, str(model))
-    else:
-        check_served(family, str(model))
+def test_what_a_turn_finds_of_the_one_before_is_said_with_a_reason(model: Path) -> None:
+    line = turns_line(load_family(model))
+    assert ("prefilled anew" in line) == (model.name in PACKINGS)
+    assert "(" in line
 
 
 def test_a_family_of_any_type_crosses_into_another_process(model: Path) -> None:
@@ -212,7 +208,7 @@ def test_text_only_takes_no_pixel_settings_and_no_slots(
     assert sample.items == [] and sample.slots == []
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind not in PACKINGS])
+@pytest.mark.parametrize("kind", TYPES)
 def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
     folder: Callable[[str], Path], store: MediaStore, kind: str
 ) -> None:

@@ -56,6 +56,7 @@ class QwenTextForward:
         out = self._text(
             inputs_embeds=embeds,
             position_ids=positions,
+            past_key_values=attention.state,
             use_cache=False,
             pattern=attention,
             **extra,

@@ -4,6 +4,7 @@ engine     the loop on its thread: take, swap weights, admit, step
 scheduler  who has a row, who waits for pixels, who runs, who is done
 runner     one step on the device: encode images, forward, sample
 plan       which tokens of which rows the next forward pass computes
+recurrent  the same for models whose layers carry a state from token to token
 rows       the table of rows: tokens, positions and sampling settings, as arrays
 prefix     finished rows that wait for the next turn of their rollout
 kv         keys and values of the rows, and the attention over them

@@ -30,6 +30,7 @@ from sightline.families import Family, Forward
 from sightline.inference.errors import refusal, typed
 from sightline.inference.settings import ServeSettings
 from sightline.inference.torch_engine.plan import Plan, make_plan
+from sightline.inference.torch_engine.recurrent import RecurrentRunner
 from sightline.inference.torch_engine.request import Request
 from sightline.inference.torch_engine.rows import Rows
 from sightline.inference.torch_engine.runner import Runner
@@ -70,7 +71,9 @@ class Engine:
         self.materializer = materializer
         self._settings = settings
         rows = Rows(settings.max_rows, settings.max_len, family.num_axes)
-        self.runner = Runner(forward, family, self.features, rows, banned)
+        carries_state = family.packing.carries_state
+        kind = RecurrentRunner if carries_state else Runner
+        self.runner = kind(forward, family, self.features, rows, banned)
         self._event = threading.Event()
         self.scheduler = Scheduler(
             rows,
@@ -78,7 +81,7 @@ class Engine:
             materializer,
             self.features,
             self.counts,
-            settings.reuse_kv,
+            settings.reuse_kv and not carries_state,
             self._event.set,
         )
         self._inbox: deque[Request] = deque()

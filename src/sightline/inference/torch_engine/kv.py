@@ -60,8 +60,8 @@ class KV:
     def reserve(self, rows: int, length: int) -> None:
         """Room for `rows` rows of `length` tokens."""
         size = (
-            _grown(self._size[0], rows, FIRST_ROWS, self._max[0]),
-            _grown(self._size[1], length, FIRST_LEN, self._max[1]),
+            grown(self._size[0], rows, FIRST_ROWS, self._max[0]),
+            grown(self._size[1], length, FIRST_LEN, self._max[1]),
         )
         if size != self._size:
             for held in (self._keys, self._values):
@@ -131,6 +131,8 @@ class KV:
 class RowsPattern:
     """One forward pass over the rows of a plan; a `Pattern` of `sightline.compute.attention`."""
 
+    state = None
+
     def __init__(self, kv: KV, slots: torch.Tensor, groups: list[_Group]) -> None:
         self._kv = kv
         self._slots = slots
@@ -190,7 +192,8 @@ def _parts(plan: Plan) -> list[np.ndarray]:
     return [np.flatnonzero(label == value) for value in np.unique(label)]
 
 
-def _grown(have: int, need: int, first: int, most: int) -> int:
+def grown(have: int, need: int, first: int, most: int) -> int:
+    """A size of at least `need`, by doubling."""
     if need <= have:
         return have
     size = max(have, first)

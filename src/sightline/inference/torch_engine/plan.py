@@ -38,6 +38,10 @@ class Plan:
         index = np.arange(self.num_tokens) - np.repeat(first - self.starts, self.counts)
         return np.repeat(self.rows, self.counts), index
 
+    def pick(self, part: np.ndarray) -> Plan:
+        """The rows at the indices `part` alone."""
+        return Plan(self.rows[part], self.starts[part], self.counts[part], self.samples[part])
+
     def last(self) -> np.ndarray:
         """Places in the flat run of the tokens that predict the next one of a sampling row."""
         last: np.ndarray = (np.cumsum(self.counts) - 1)[self.samples]

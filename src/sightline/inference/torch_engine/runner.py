@@ -10,6 +10,7 @@ import platform
 import numpy as np
 import torch
 
+from sightline.compute.attention import Pattern
 from sightline.compute.logprobs import chosen_logprobs
 from sightline.families import Family, Forward
 from sightline.inference.torch_engine import sampling, vision
@@ -23,6 +24,10 @@ from sightline.wire import MediaItem
 # On ARM, oneDNN spends 60 microseconds on every matrix product, however small; below this many
 # rows OpenBLAS is faster.
 ONEDNN_FROM = 384
+
+# Part of an image that a run shows: whose, which, its place in the run, and from where to where in
+# its own tokens.
+_Part = tuple[Request, str, MediaItem, int, int, int]
 
 
 class Runner:
@@ -54,27 +59,47 @@ class Runner:
         if self._picks_kernels:
             torch.backends.mkldnn.enabled = num_rows >= ONEDNN_FROM
 
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept of the rows."""
+        return self.kv.nbytes
+
     def hidden(self, plan: Plan, running: dict[int, Request]) -> torch.Tensor:
         """(T, H) of the plan's tokens; their keys and values are in their rows afterwards."""
+        return self._forward(plan, running, self.kv.pattern(plan))
+
+    def _forward(
+        self, plan: Plan, running: dict[int, Request], pattern: Pattern, num_rows: int = 1
+    ) -> torch.Tensor:
+        """(T, H); the model gets the run cut into `num_rows` rows of equal length."""
         features, places = self._shown(plan, running)
         self._pick_kernels(plan.num_tokens)
         row, index = plan.flat()
         token_ids = torch.from_numpy(self._rows.tokens[row, index].astype(np.int64))
         positions = torch.from_numpy(self._rows.positions[:, row, index].astype(np.int64))
         hidden = self.forward.hidden(
-            token_ids.to(self._device)[None],
-            positions.to(self._device)[:, None],
+            token_ids.to(self._device).view(num_rows, -1),
+            positions.to(self._device).unflatten(1, (num_rows, -1)),
             features,
             places,
-            self.kv.pattern(plan),
+            pattern,
         )
-        return hidden[0]
+        return hidden.flatten(0, 1)
 
     def _shown(
         self, plan: Plan, running: dict[int, Request]
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Features that the plan's tokens show, and their places in its run."""
-        parts: list[tuple[Request, str, MediaItem, int, int, int]] = []
+        parts = self._parts(plan, running)
+        if not parts:
+            return None, None
+        self._encode(parts)
+        features = [request.features[key][low:high] for request, key, _, _, low, high in parts]
+        places = [np.arange(at, at + high - low) for *_, at, low, high in parts]
+        return torch.cat(features), torch.from_numpy(np.concatenate(places)).to(self._device)
+
+    def _parts(self, plan: Plan, running: dict[int, Request]) -> list[_Part]:
+        parts: list[_Part] = []
         first = np.cumsum(plan.counts) - plan.counts
         for i in np.flatnonzero(plan.starts < self._rows.prompt_length[plan.rows]).tolist():
             request = running[int(plan.rows[i])]
@@ -84,14 +109,9 @@ class Runner:
                 if low < high:
                     within = (low - slot.offset, high - slot.offset)
                     parts.append((request, key, slot.item, at + low - start, *within))
-        if not parts:
-            return None, None
-        self._encode(parts)
-        features = [request.features[key][low:high] for request, key, _, _, low, high in parts]
-        places = [np.arange(at, at + high - low) for *_, at, low, high in parts]
-        return torch.cat(features), torch.from_numpy(np.concatenate(places)).to(self._device)
+        return parts
 
-    def _encode(self, parts: list[tuple[Request, str, MediaItem, int, int, int]]) -> None:
+    def _encode(self, parts: list[_Part]) -> None:
         """Gives each request the features it lacks; an image goes through the tower once."""
         missing: dict[str, tuple[MediaItem, Pixels]] = {}
         for request, key, item, *_ in parts:

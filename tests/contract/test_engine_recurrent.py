@@ -1,0 +1,271 @@
+"""The generate protocol on a model whose layers carry a state from token to token: what it says is
+what transformers says, alone and in company, and what the trainer computes."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import making
+import msgspec
+import numpy as np
+import pytest
+import torch
+from serving import GREEDY, Client, Reference, Together, live, next_turn
+
+from sightline.compute.weights import write_weights
+from sightline.families.registry import write_tiny
+from sightline.inference.settings import ServeSettings
+from sightline.media import MediaStore
+from sightline.message import ImagePart, Message, user
+from sightline.pack import Cost
+from sightline.pixels import Materializer
+from sightline.trainer.build import build_learner
+from sightline.trainer.feed import Preparer
+from sightline.wire import Slot
+from sightline.wire.array import Array
+from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingParams
+from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
+
+TOLERANCE = 2e-5
+Prompt = tuple[list[int], list[Slot]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers of both kinds, twice, and weights under which a state matters."""
+    path = tmp_path_factory.mktemp("models") / "recurrent"
+    write_tiny("qwen_vl", path, seed=0, type="qwen3_5", layers=4, initializer_std=0.1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
+    return MediaStore(tmp_path_factory.mktemp("media"))
+
+
+@pytest.fixture(scope="module")
+def settings(model: Path, media: MediaStore) -> ServeSettings:
+    return ServeSettings(
+        model=model, media_roots=(media.root,), device="cpu", max_rows=64, max_len=2048
+    )
+
+
+@pytest.fixture(scope="module")
+def client(settings: ServeSettings) -> Iterator[Client]:
+    with live(settings) as made:
+        yield made
+
+
+@pytest.fixture
+def fresh(settings: ServeSettings) -> Iterator[Client]:
+    with live(settings) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path, media: MediaStore) -> Reference:
+    return Reference(model, media)
+
+
+@pytest.fixture(scope="module")
+def prompts(reference: Reference, media: MediaStore) -> list[Prompt]:
+    """Of many lengths, two of them alike; with none to two images."""
+    rng = random.Random(0)
+    made = []
+    for i in range(8):
+        shown = [media.put(making.image(rng)) for _ in range(i % 3)]
+        words = " ".join(rng.choices(making.WORDS, k=1 + 7 * (i % 7)))
+        rendered = reference.renderer.render([user(words, *shown)])
+        made.append((rendered.token_ids, rendered.slots))
+    return [*made, made[0]]
+
+
+def logprobs_of(answer: GenerateResponse) -> list[float]:
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    return [entry.logprob for entry in logprobs.content]
+
+
+def all_of(client: Client, prompts: list[Prompt], params: SamplingParams) -> list[GenerateResponse]:
+    """The answers to requests that are in flight together."""
+    together = Together(client)
+    answers = [together.generate(*prompt, params) for prompt in prompts]
+    return [answer.result() for answer in answers]
+
+
+def test_greedy_is_what_transformers_generates(
+    client: Client, reference: Reference, prompts: list[Prompt]
+) -> None:
+    params = SamplingParams(max_tokens=24, temperature=0.0)
+    for prompt, answer in zip(prompts, all_of(client, prompts, params), strict=True):
+        assert answer.choices[0].token_ids == reference.greedy(*prompt, 24)
+
+
+@pytest.mark.parametrize(("chunk", "temperature"), [(512, 1.0), (5, 0.6), (1, 1.0)])
+def test_logprobs_are_those_of_a_plain_forward_pass_whatever_the_chunks(
+    settings: ServeSettings,
+    reference: Reference,
+    prompts: list[Prompt],
+    chunk: int,
+    temperature: float,
+) -> None:
+    params = SamplingParams(max_tokens=12, temperature=temperature, seed=3)
+    with live(replace(settings, prefill_chunk=chunk)) as chunked:
+        answers = all_of(chunked, prompts, params)
+    for (tokens, slots), answer in zip(prompts, answers, strict=True):
+        expected = reference.logprobs(tokens, answer.choices[0].token_ids, slots, temperature)
+        np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
+
+
+def test_a_prompt_of_one_token_begins_without_a_state_while_others_decode(
+    client: Client, reference: Reference, prompts: list[Prompt]
+) -> None:
+    all_of(client, prompts, GREEDY)  # they leave their states in the rows
+    before = client.totals()["sampled_tokens"]
+    params = SamplingParams(max_tokens=250, seed=1)
+    long = Together(client).generate(*prompts[2], params)
+    client.wait_for("totals", "sampled_tokens", before + 5)
+    short = client.generate([65], [], SamplingParams(max_tokens=8, seed=1))
+    assert not long.done()
+    for (tokens, slots), answer in ((([65], []), short), (prompts[2], long.result())):
+        expected = reference.logprobs(tokens, answer.choices[0].token_ids, slots)
+        np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
+
+
+def test_in_company_a_request_is_answered_as_alone(client: Client, prompts: list[Prompt]) -> None:
+    params = SamplingParams(max_tokens=20, seed=11)
+    alone = [client.generate(*prompt, params) for prompt in prompts]
+    crowd = all_of(client, prompts * 4, params)
+    for i, answer in enumerate(crowd):
+        one = alone[i % len(prompts)]
+        assert answer.choices[0].token_ids == one.choices[0].token_ids
+        assert answer.sightline == one.sightline  # the pixel digests among it
+        np.testing.assert_allclose(logprobs_of(answer), logprobs_of(one), atol=TOLERANCE)
+
+
+def test_more_requests_than_rows_are_all_answered(
+    settings: ServeSettings, client: Client, prompts: list[Prompt]
+) -> None:
+    wanted = [client.generate(*prompt).choices[0].token_ids for prompt in prompts]
+    with live(replace(settings, max_rows=2)) as small:
+        answers = all_of(small, prompts * 2, GREEDY)
+        assert [answer.choices[0].token_ids for answer in answers] == wanted * 2
+        assert small.now()["rows_free"] == 2 and small.now()["rows_cached"] == 0
+
+
+def test_an_image_is_encoded_once_however_many_rows_show_it(
+    fresh: Client, prompts: list[Prompt]
+) -> None:
+    shown = [prompts[1]] * 8
+    all_of(fresh, shown, GREEDY)
+    assert fresh.totals()["images_encoded"] == len(prompts[1][1]) == 1
+
+
+def test_turns_are_prefilled_anew_and_are_what_the_trainer_computes(
+    client: Client, model: Path, media: MediaStore, reference: Reference
+) -> None:
+    """Three turns with images, several conversations at once."""
+    rng, renderer = random.Random(1), reference.renderer
+    talks: list[Prompt] = []
+    for i in range(5):
+        rendered = renderer.render([user("see " * i, media.put(making.image(rng)))])
+        talks.append((rendered.token_ids, rendered.slots))
+    said: list[list[tuple[int, list[float]]]] = [[] for _ in talks]
+    for turn in range(3):
+        params = SamplingParams(max_tokens=10, seed=turn)
+        for i, answer in enumerate(all_of(client, talks, params)):
+            tokens, slots = talks[i]
+            assert answer.sightline is not None and answer.sightline.cached_tokens == 0
+            assert len(answer.sightline.pixel_digests) == len(slots)
+            said[i].append((len(tokens), logprobs_of(answer)))
+            # Not a user's: a new question would drop the reasoning of the turns before it.
+            shown = Message("tool", (ImagePart(media.put(making.image(rng))),))
+            talks[i] = next_turn(renderer, tokens, slots, answer.choices[0].token_ids, shown)
+    samples = [sample(*talk, said[i], name=f"t{i}") for i, talk in enumerate(talks)]
+    learner = build_learner(making.model_config(model), making.trainer_config(), media, steps=10)
+    materializer = Materializer(learner.family, media, 1 << 24)
+    preparer = Preparer(learner.family, materializer, Cost(4096, 4096), 0.0)
+    stepped = learner.step(preparer.prepare(Batch(1, samples), digest=""))
+    gap = np.abs(np.log(stepped.scores.ratios.numpy())).max()
+    kl = stepped.metrics["mismatch_kl"]
+    print(f"{stepped.metrics['fresh_tokens']:.0f} tokens: max abs {gap:.1e}, KL {kl:.1e}")
+    assert stepped.metrics["fresh_tokens"] == 5 * 3 * 10
+    assert gap < 1e-4
+    assert kl is not None and kl < 1e-8
+
+
+def sample(
+    tokens: list[int], slots: list[Slot], said: list[tuple[int, list[float]]], name: str
+) -> Sample:
+    """A whole conversation, in which the answers train."""
+    logprobs = [logprob for _, part in said for logprob in part]
+    trained = [np.arange(start, start + len(part)) for start, part in said]
+    num = len(logprobs)
+    return Sample(
+        trace_id=name,
+        group_id="",
+        env="",
+        reward=0.0,
+        token_ids=Array.of(tokens, "int32"),
+        trained=Array.of(np.concatenate(trained), "int32"),
+        logprobs=Array.of(logprobs, "float32"),
+        advantages=Array.of(np.ones(num), "float32"),
+        versions=Array.of(np.zeros(num), "int32"),
+        segments=[Segment(i, s, s + len(part)) for i, (s, part) in enumerate(said)],
+        items=[slot.item for slot in slots],
+        slots=[SampleSlot(s.offset, s.length, i, None) for i, s in enumerate(slots)],
+    )
+
+
+def test_an_update_in_the_middle_of_answers_prefills_them_again(
+    fresh: Client, model: Path, reference: Reference, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    changed = Reference(model, reference.store)
+    with torch.no_grad():
+        for parameter in changed.model.parameters():
+            parameter.mul_(1.1)
+    manifest, _ = write_weights(tmp_path, dict(changed.model.named_parameters()), 7, 7)
+    together = Together(fresh)
+    params = SamplingParams(max_tokens=250, seed=1)
+    answers = [together.generate(*prompt, params) for prompt in prompts[:3]]
+    fresh.wait_for("totals", "sampled_tokens", 60)
+    fresh.adopt(manifest)
+    for (tokens, slots), answer in zip(prompts[:3], answers, strict=True):
+        choice = answer.result().choices[0]
+        assert choice.weight_versions is not None
+        first, second = choice.weight_versions
+        assert (first.version, second.version, second.end) == ("0", "7", 250)
+        found = logprobs_of(answer.result())
+        for span, witness in ((first, reference), (second, changed)):
+            expected = witness.logprobs(tokens, choice.token_ids, slots)[span.start : span.end]
+            np.testing.assert_allclose(found[span.start : span.end], expected, atol=1e-4)
+    assert fresh.totals()["prefilled_again"] == 3
+
+
+def test_pads_are_never_sampled(
+    client: Client, reference: Reference, prompts: list[Prompt]
+) -> None:
+    pads = set(reference.renderer.pad_token_ids)
+    answers = all_of(client, prompts, SamplingParams(max_tokens=50, temperature=50.0, seed=2))
+    assert pads.isdisjoint(token for answer in answers for token in answer.choices[0].token_ids)
+
+
+def test_a_client_that_leaves_frees_its_row_and_leaves_no_state_in_it(
+    fresh: Client, reference: Reference, prompts: list[Prompt]
+) -> None:
+    request = GenerateRequest.of(*prompts[5], SamplingParams(max_tokens=1500, seed=1))
+    body = msgspec.json.encode(request)
+    with socket.create_connection((fresh.host, fresh.port)) as connection:
+        head = f"POST /inference/v1/generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}"
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        fresh.wait_for("totals", "sampled_tokens", 5)
+    fresh.wait_for("totals", "cancelled", 1)
+    assert fresh.now()["rows_free"] == fresh.now()["rows"]
+    tokens, slots = prompts[1]
+    answer = fresh.generate(tokens, slots)
+    expected = reference.logprobs(tokens, answer.choices[0].token_ids, slots)
+    np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)

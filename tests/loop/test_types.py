@@ -1,0 +1,95 @@
+"""Every model type plays and trains: a short run of each, with the embedded engine."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from loop.jobs import sightline, summary
+from sightline.families.registry import write_tiny
+from sightline.monitor import RunDir, read_events
+from sightline.monitor.events import by_step
+
+pytestmark = [pytest.mark.loop, pytest.mark.timeout(300)]
+
+STEPS = 3
+WARMUP = """
+[run]
+name = "warmup"
+steps = 2
+[model]
+path = "models/tiny"
+[env]
+name = "vowels:Vowels"
+[sft]
+output = "models/warm"
+batch_size = 4
+"""
+RUN = """
+[run]
+name = "types"
+[model]
+path = "models/tiny"
+[env]
+name = "vowels:Vowels"
+[rollout]
+max_tokens = 8
+[orchestrator]
+groups_per_step = 3
+group_size = 4
+max_lag = 1
+# Every step has tokens of the trainer's own version, to measure the mismatch on.
+probe_every = 1
+[trainer]
+lr = 2e-3
+[eval]
+tasks = 4
+[inference]
+max_rows = 32
+max_len = 256
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder to run in, where the environment can be imported."""
+    shutil.copy(Path(__file__).with_name("vowels.py"), tmp_path)
+    (tmp_path / "run.toml").write_text(RUN)
+    (tmp_path / "warmup.toml").write_text(WARMUP)
+    return tmp_path
+
+
+def play(home: Path, *overrides: str) -> str:
+    """A run to its end, and what it prints."""
+    words = ("rl", "--plain", "run.toml", f"run.steps={STEPS}", *overrides)
+    said = sightline(*words, cwd=home).stdout
+    run_dir = RunDir(home / said.strip().splitlines()[-2].removeprefix("run: "))
+    found = summary(run_dir)
+    assert found["steps"] == STEPS and found["reward_final"] is not None
+    trained = by_step(read_events(run_dir.metrics), "train")
+    mismatches = [trained[step].values["mismatch_kl"] for step in range(1, STEPS + 1)]
+    print(f"seconds {found['seconds']:.0f}, mismatch KL by step {mismatches}")
+    assert all(kl is not None and kl < 1e-5 for kl in mismatches)
+    return said
+
+
+def test_a_recurrent_model_warms_up_and_trains(home: Path) -> None:
+    sightline("model", "tiny", "models/tiny", "--type", "qwen3_5", cwd=home)
+    sightline("sft", "warmup.toml", cwd=home)
+    said = play(home, "model.path=models/warm")
+    assert "packing: rows (" in said
+    assert "turns: each prefilled anew (" in said
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl_thinking"])
+def test_a_model_of_the_type_trains(home: Path, kind: str) -> None:
+    write_tiny("qwen_vl", home / "models" / "tiny", seed=0, type=kind)
+    assert "turns: continued (" in play(home)
+
+
+def test_a_text_only_model_trains_where_nothing_is_shown(home: Path) -> None:
+    write_tiny("qwen_vl", home / "models" / "tiny", seed=0, type="qwen3")
+    said = play(home, "env.args.images=false")
+    assert "images       0 shown" in said and "swapped" not in said
