@@ -27,6 +27,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--server", default="", help="address of the inference server")
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
     parser.add_argument("--parent", type=int, default=0, help="process to end with")
+    parser.add_argument("--after", default="", help="how the worker ended that this one replaces")
     parser.set_defaults(run=run)
 
 
@@ -39,7 +40,10 @@ def run(args: argparse.Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     try:
-        _run(args.name, run_dir, args.hub, args.server, args.threads)
+        if args.name.startswith("worker"):
+            _play(args, run_dir)
+        else:
+            _run(args.name, run_dir, args.hub, args.server, args.threads)
     except SightlineError as error:
         traceback.print_exc()
         leave_error(run_dir, args.name, error.problem, error.fix)
@@ -66,14 +70,20 @@ def _run(name: str, run_dir: RunDir, hub: str, server: str, threads: int) -> Non
         from sightline.trainer import process as trainer
 
         trainer.main(file, run_dir, hub)
-    elif name == "orchestrator":
+    else:
         from sightline.orchestrator import process as orchestrator
 
         uvloop.run(orchestrator.main(file, run_dir, media_root, hub, server))
-    else:
-        from sightline.rollout import worker
 
-        uvloop.run(worker.main(file, media_root, hub, server, name))
+
+def _play(args: argparse.Namespace, run_dir: RunDir) -> None:
+    from sightline.launch.workers import beat_file
+    from sightline.rollout import worker
+
+    file = config.load(RunFile, run_dir.config)
+    media_root = Path(file.media.root or run_dir.media)
+    place = worker.Place(args.name, args.hub, args.server, beat_file(run_dir.logs, args.name))
+    uvloop.run(worker.main(file, media_root, place, args.after))
 
 
 def _serve(file: RunFile, media_root: Path, server: str, threads: int) -> None:

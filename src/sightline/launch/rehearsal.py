@@ -34,7 +34,7 @@ from sightline.rollout.client import GenerateClient
 from sightline.rollout.scripted import COUNTS_PATH, PolicyCounts, count_encoded_images
 from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke
 from sightline.wire import MediaItem, control
-from sightline.wire.control import Announce, Finish, Finished, Play, Published, Ready
+from sightline.wire.control import Announce, Finish, Finished, Held, Play, Published, Ready
 from sightline.wire.sample import Batch, digest_of
 
 ORCHESTRATOR, WORKER, POLICY, TRAINER = "orchestrator", "worker-0", "policy", "trainer"
@@ -143,7 +143,9 @@ def _run_file(plan: Plan, model: Path) -> RunFile:
         "run": {"name": "rehearsal", "steps": 1},
         "model": {"path": str(model.resolve())},
         "env": {"name": "screenshots", "args": args},
-        "rollout": {"max_tokens": plan.max_tokens, "timeout_s": ROLLOUT_LIMIT_S},
+        "rollout": {
+            "workers": 1, "max_tokens": plan.max_tokens, "timeout_s": ROLLOUT_LIMIT_S,
+        },
         "orchestrator": {
             "group_size": size, "groups_per_step": plan.rollouts // size, "max_lag": 0,
         },
@@ -237,7 +239,8 @@ class _Rehearsal:
     async def _tap_up(self, upper: AsyncSpoke, lower: AsyncHub) -> None:
         while True:
             _, data = await lower.receive()
-            self.figures.to_orchestrator += len(data)
+            if not isinstance(control.decode(data), Held):  # by the clock, not by the rollouts
+                self.figures.to_orchestrator += len(data)
             self.figures.encoded_images += count_encoded_images(data)
             await upper.send(data)
 

@@ -53,6 +53,7 @@ class World:
             max_lag=self.max_lag,
             probe_every=changes.get("probe_every", 0),
             max_empty_batches=2,
+            max_replaced=changes.get("max_replaced", 0),
             last_step=changes.get("last_step", 1000),
             check_room=lambda: None,
         )
