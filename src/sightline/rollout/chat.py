@@ -122,9 +122,10 @@ class RolloutChat:
         self.num_turns += 1
         if self.exchanged:
             self._check_exchanged(turn)
-        request = GenerateRequest.of(
-            turn.prompt_ids, turn.slots, params, self.modality, request_id=self.trace.id
-        )
+        with self.client.making_request():
+            request = GenerateRequest.of(
+                turn.prompt_ids, turn.slots, params, self.modality, request_id=self.trace.id
+            )
         response = await self.client.generate(request)
         choice = response.choices[0]
         if choice.logprobs is None or choice.weight_versions is None:
