@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from loop.conftest import SMALL
-from loop.jobs import EXAMPLES, sightline, summary
+from loop.jobs import sightline, summary
 from sightline.monitor import RunDir, read_events
 from sightline.monitor.events import by_step
 from sightline.trace import read_traces
@@ -22,17 +21,22 @@ from sightline.envs.color_codeword import ColorCodeword
 
 
 class Trouble(ColorCodeword):
-    """Goes wrong once, in the middle of a rollout."""
+    """Goes wrong once, in the middle of a rollout; earns something at random."""
 
-    def __init__(self, kind, **args):
-        super().__init__(**args)
+    def __init__(self, kind):
+        super().__init__()
         self.kind = kind
 
-    async def rollout(self, task, chat):
+    def is_time(self, task):
         done = Path("trouble.done")
-        if task.split == "train" and task.index == 2 and not done.exists():
-            await chat.send([self._show(task, 0, chat.put)])
-            done.touch()
+        if task.split != "train" or task.index != 2 or done.exists():
+            return False
+        done.touch()
+        return True
+
+    async def rollout(self, task, chat):
+        await chat.send([self._show(task, 0, chat.put)])
+        if self.is_time(task):
             if self.kind == "crash":
                 os._exit(7)
             if self.kind == "fault":
@@ -40,56 +44,79 @@ class Trouble(ColorCodeword):
             if self.kind == "hang":
                 while True:
                     pass
-            if self.kind == "frozen":
-                os.kill(os.getpid(), 19)
             if self.kind == "leak":
                 held = [b"x" * (1 << 20) for _ in range(900)]
                 await asyncio.sleep(600)
                 return len(held)
-        return await super().rollout(task, chat)
+        return chat.rng.random()
 
 
 class Stuck(Trouble):
     """The same as a plain function: its thread never comes back."""
 
     def rollout(self, task, chat):
-        done = Path("trouble.done")
-        if task.split == "train" and task.index == 2 and not done.exists():
-            done.touch()
-            while True:
-                time.sleep(0.01)
-        said = chat.send([self._show(task, 0, chat.put)])
-        return float(len(said.text) + chat.rng.random())
+        chat.send([self._show(task, 0, chat.put)])
+        while self.is_time(task):
+            time.sleep(1e9)
+        return chat.rng.random()
 '''
+RUN = """
+[run]
+name = "job"
+[model]
+path = "models/tiny"
+[env]
+name = "NAME"
+[rollout]
+workers = 1
+max_tokens = 4
+hang_s = 4
+worker_max_gb = 0.7
+[orchestrator]
+groups_per_step = 2
+group_size = 4
+[eval]
+tasks = 0
+"""
 
 
-def run_with(home: Path, kind: str, env: str, *words: str) -> tuple[RunDir, str]:
-    (home / "trouble.py").write_text(TROUBLE)
-    file = (EXAMPLES / "cpu.toml").read_text().replace('name = "color_codeword"', f'name = "{env}"')
-    (home / "run.toml").write_text(file)
-    done = sightline(
-        "rl", "--plain", "run.toml", *SMALL, f"run.steps={STEPS}", "eval.tasks=0",
-        "orchestrator.credit=rollout", f"env.args.kind={kind}", "rollout.hang_s=4",
-        "rollout.worker_max_gb=0.7", *words, cwd=home,
-    )  # fmt: skip
-    return RunDir(next((home / "runs").glob("job-*"))), done.stdout
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model that has learned nothing: nothing here needs more."""
+    folder = tmp_path_factory.mktemp("models")
+    sightline("model", "tiny", "tiny", cwd=folder)
+    return folder
+
+
+@pytest.fixture
+def home(models: Path, tmp_path: Path) -> Path:
+    (tmp_path / "models").symlink_to(models)
+    return tmp_path
+
+
+def write_run(home: Path, module: str, code: str, name: str) -> None:
+    (home / f"{module}.py").write_text(code)
+    (home / "run.toml").write_text(RUN.replace("NAME", f"{module}:{name}"))
 
 
 @pytest.mark.parametrize(
     ("kind", "env", "why"),
     [
-        ("crash", "trouble:Trouble", "crash: worker-0 ended with 7"),
-        ("fault", "trouble:Trouble", "crash: worker-0 was killed by SIGSEGV"),
-        ("hang", "trouble:Trouble", "hang: its event loop stood still"),
-        ("leak", "trouble:Trouble", "leak: it held"),
-        ("stuck", "trouble:Stuck", "hang: a thread has outlived its rollout"),
+        ("crash", "Trouble", "crash: worker-0 ended with 7"),
+        ("fault", "Trouble", "crash: worker-0 was killed by SIGSEGV"),
+        ("hang", "Trouble", "hang: its event loop stood still"),
+        ("leak", "Trouble", "leak: it held"),
+        ("stuck", "Stuck", "hang: a thread has outlived its rollout"),
     ],
 )
 def test_a_worker_that_user_code_breaks_is_replaced(
     home: Path, kind: str, env: str, why: str
 ) -> None:
-    limit = ("rollout.timeout_s=5",) if kind == "stuck" else ()
-    run_dir, said = run_with(home, kind, env, *limit)
+    write_run(home, "trouble", TROUBLE, env)
+    limit = ("rollout.timeout_s=20",) if kind == "stuck" else ()
+    words = ("run.toml", f"run.steps={STEPS}", f"env.args.kind={kind}", *limit)
+    said = sightline("rl", "--plain", *words, cwd=home).stdout
+    run_dir = RunDir(next((home / "runs").glob("job-*")))
     events = list(read_events(run_dir.metrics))
     assert summary(run_dir)["steps"] == STEPS
     lost = [event.values for event in events if event.kind == "lost"]
@@ -105,18 +132,21 @@ def test_a_worker_that_user_code_breaks_is_replaced(
     assert all(why.partition(":")[0] in t.error for t in broken)
 
 
+LATE = """
+import sys
+from sightline.envs.color_codeword import ColorCodeword
+
+
+class Late(ColorCodeword):
+    def __init__(self):
+        super().__init__()
+        if "process" in sys.argv:
+            raise RuntimeError("no display here")
+"""
+
+
 def test_a_worker_that_cannot_start_ends_the_run(home: Path) -> None:
-    (home / "late.py").write_text(
-        "import sys\n"
-        "from sightline.envs.color_codeword import ColorCodeword\n"
-        "class Late(ColorCodeword):\n"
-        "    def __init__(self, **args):\n"
-        "        super().__init__(**args)\n"
-        "        if 'process' in sys.argv:\n"
-        "            raise RuntimeError('no display here')\n"
-    )
-    file = (EXAMPLES / "cpu.toml").read_text()
-    (home / "run.toml").write_text(file.replace('name = "color_codeword"', 'name = "late:Late"'))
-    done = sightline("rl", "--plain", "run.toml", *SMALL, "run.steps=1", cwd=home, check=False)
+    write_run(home, "late", LATE, "Late")
+    done = sightline("rl", "--plain", "run.toml", "run.steps=1", cwd=home, check=False)
     assert done.returncode == 2
     assert "worker-0 ended with 1" in done.stderr and "no display here" in done.stderr

@@ -41,6 +41,8 @@ from sightline.wire.sample import Batch, digest_of
 ORCHESTRATOR, WORKER, POLICY, TRAINER = "orchestrator", "worker-0", "policy", "trainer"
 HOST = "127.0.0.1"
 ROLLOUT_LIMIT_S = 3600.0
+UNBOUNDED = 1 << 30
+"""Tokens of a sequence: the policy has no memory to fill."""
 POLL_S = 0.2
 DATA_URL_HEAD = len("data:image/png;base64,")
 FLOAT32_BYTES = 4
@@ -154,6 +156,7 @@ def _run_file(plan: Plan, model: Path) -> RunFile:
         "orchestrator": {
             "group_size": size, "groups_per_step": plan.rollouts // size, "max_lag": 0,
         },
+        "inference": {"max_len": UNBOUNDED},
         "eval": {"tasks": 0},
     }  # fmt: skip
     return config_module.check(RunFile, values, "rehearsal")
