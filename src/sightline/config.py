@@ -15,11 +15,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from sightline.errors import ConfigError, ResumeRefused
 
 FREE: dict[str, Any] = {"free": True}
+MIX = "mix"
+"""The name of `[env]` where `[[env.mix]]` names several."""
 
 
 class Section(BaseModel):
@@ -73,19 +75,63 @@ class Media(Section):
     )
 
 
+class EnvShare(Section):
+    """One environment of a mix, written as `[[env.mix]]`."""
+
+    name: str = Field(..., min_length=1)
+    args: dict[str, Any] = {}
+    weight: float = Field(1.0, gt=0)
+    label: str = ""
+
+
 class Env(Section):
     name: str = Field(..., description="A built-in environment, or 'module:Class'.")
     args: dict[str, Any] = Field({}, description="Passed to the environment's constructor.")
+    mix: tuple[EnvShare, ...] = Field(
+        (), description="In place of `name`: several, each with name, args, weight and label."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_by_its_mix(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("mix"):
+            if values.get("name", MIX) != MIX or values.get("args"):
+                raise ValueError("name and args stand in the [[env.mix]] tables when there are any")
+            return {"name": MIX, **values}
+        return values
 
 
 class Rollout(Section):
     workers: int = Field(
-        1, ge=1, description="Environment worker processes.", json_schema_extra=FREE
-    )
+        0, ge=0, description="Environment worker processes; 0 follows cores and rollouts.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
+    worker_max_gb: float = Field(
+        0.0, ge=0, description="A worker with more memory is replaced; 0 is its share of half.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
+    hang_s: float = Field(
+        300.0, gt=0, description="A worker whose event loop stands still this long is replaced.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
+    max_in_flight: int = Field(
+        0, ge=0, description="Rollouts under way at the same time; 0 is what the lag allows.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
+    max_in_flight_mb: int = Field(
+        0, ge=0, description="Memory of all rollouts under way, over all workers; 0 is any.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
     temperature: float = Field(1.0, gt=0, description="Of sampling, and of the trained softmax.")
     max_tokens: int = Field(64, ge=1, description="Most tokens a turn may sample.")
     timeout_s: float = Field(
         600.0, gt=0, description="A rollout that takes longer is broken.", json_schema_extra=FREE
+    )
+    max_turns: int = Field(
+        0, ge=0, description="A rollout that would take more is truncated; 0 is any number."
+    )
+    count_truncated: bool = Field(
+        True, description="Whether the reward of a truncated rollout counts, or drops it."
     )
 
 
@@ -113,6 +159,11 @@ class Orchestrator(Section):
     )
     probe_every: int = Field(
         0, ge=0, description="Every so many steps wait for a group of lag 0; 0 is never."
+    )
+    max_replaced: float = Field(
+        1.0,
+        ge=0,
+        description="Groups without signal that a step may replace, as a share of its groups.",
     )
     max_empty_batches: int = Field(
         5,

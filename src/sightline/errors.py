@@ -16,6 +16,8 @@
     ├── WireError                 a message of another schema, or with unknown fields
     ├── EngineError               an inference server refused or failed a request
     ├── EnvironmentFailed         user code of an environment failed
+    ├── JudgeFailed               a judge model gave no verdict
+    ├── Truncated                 a rollout was cut short: no room, or no turns, left
     ├── NothingTrains             batch after batch without a trainable sample
     ├── ResumeRefused             a run that cannot go on exactly
     ├── DiskFull                  the disk cannot hold what the run will write
@@ -123,6 +125,14 @@ class EngineError(SightlineError):
 
 class EnvironmentFailed(SightlineError):
     """An environment's own code raised, or returned something that is no reward."""
+
+
+class JudgeFailed(SightlineError):
+    """The endpoint of a judge model did not answer, or its answer holds no verdict."""
+
+
+class Truncated(SightlineError):
+    """The next prompt would not fit, or the turns are used up. It ends the rollout."""
 
 
 class NothingTrains(SightlineError):

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,18 +28,21 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "rollout",
         help="memory and bytes on the wires of long rollouts",
-        description="Plays rollouts that show a screenshot every turn, with a fifth, half and all "
-        "of the turns, through the real orchestrator, worker, store and renderer. A program "
-        "without a model answers for the policy.",
+        description="Plays rollouts that show a screenshot every turn, with one, a tenth, a "
+        "quarter, half and all of the turns, through the real orchestrator, worker, store and "
+        "renderer. A program without a model answers for the policy.",
     )
     parser.add_argument("--rollouts", type=int, default=64, help="default: %(default)s")
-    parser.add_argument("--turns", type=int, default=50, help="default: %(default)s")
+    parser.add_argument("--turns", type=int, default=100, help="default: %(default)s")
     parser.add_argument("--width", type=int, default=1280, help="default: %(default)s")
     parser.add_argument("--height", type=int, default=720, help="default: %(default)s")
     parser.add_argument(
         "--model", type=Path, help="checkpoint whose renderer is used; default: a tiny new one"
     )
     parser.add_argument("--dir", type=Path, help="keep the files of the runs in this folder")
+    parser.add_argument(
+        "--plot", type=Path, help="write the figures as SVG charts into this folder"
+    )
     parser.add_argument("--serve", metavar="URL", help=argparse.SUPPRESS)
 
 
@@ -56,10 +59,13 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     # Rows that are cut or folded cannot be compared: a narrow terminal wraps them itself.
     console.width = max(console.width, TABLE_WIDTH)
-    for table in (memory_table(measured), wire_table(measured)):
+    for table in (wire_table(measured), cpu_table(measured), memory_table(measured)):
         console.print(table)
     for line in closing_lines(measured):
         console.print(line, highlight=False, soft_wrap=True)
+    if args.plot:
+        write_plots(measured, args.plot)
+        console.print(f"charts: {args.plot}", highlight=False)
     return 1 if any(_encoded_images(figures) for figures in measured) else 0
 
 
@@ -79,7 +85,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Figures]:
 
 
 def turn_counts(turns: int) -> list[int]:
-    return sorted({max(1, turns // 5), max(1, turns // 2), turns})
+    return sorted({1, *(max(1, turns // part) for part in (10, 4, 2, 1))})
 
 
 def write_tiny(folder: Path) -> Path:
@@ -139,17 +145,24 @@ def memory_table(measured: list[Figures]) -> Table:
     return table
 
 
-WIRES: tuple[tuple[str, Measure], ...] = (
+FLAT: tuple[tuple[str, Measure], ...] = (
     ("worker -> store, new images", lambda f: f.stored),
-    ("worker -> policy", lambda f: f.policy.received_bytes),
-    ("  of which references", lambda f: f.policy.reference_bytes),
-    ("  of which prompt ids", lambda f: f.policy.id_bytes),
-    ("policy -> worker", lambda f: f.policy.sent_bytes),
+    (
+        "worker -> policy, all else",
+        lambda f: f.policy.received_bytes - f.policy.id_bytes - f.policy.reference_bytes,
+    ),
+    ("policy -> worker, all else", lambda f: f.policy.sent_bytes - f.policy.digest_bytes),
     ("orchestrator -> worker", lambda f: f.to_worker),
     ("worker -> orchestrator, traces", lambda f: f.to_orchestrator),
     ("orchestrator -> disk, traces", lambda f: f.traces),
     ("orchestrator -> disk, batch", lambda f: f.batch),
 )
+GROWING: tuple[tuple[str, Measure], ...] = (
+    ("worker -> policy, prompt ids", lambda f: f.policy.id_bytes),
+    ("worker -> policy, references", lambda f: f.policy.reference_bytes),
+    ("policy -> worker, pixel digests", lambda f: f.policy.digest_bytes),
+)
+"""What a request that is complete in itself, and its answer, repeat of the history."""
 RESENT: tuple[tuple[str, Measure], ...] = (
     ("all images every turn, data URLs *", lambda f: f.resent.data_urls),
     ("all images every turn, float32 *", lambda f: f.resent.floats),
@@ -157,15 +170,59 @@ RESENT: tuple[tuple[str, Measure], ...] = (
 
 
 def wire_table(measured: list[Figures]) -> Table:
-    table = _table("Bytes on each wire, MB", measured)
-    for heading in ("KB a turn", "growth"):
+    table = _table("Bytes on each wire, KB a turn", measured)
+    for heading in ("growth", "MB in all"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for label, of in WIRES:
-        table.add_row(label, *_cells(measured, of))
-    table.add_section()
-    for label, of in RESENT:
-        table.add_row(label, *_cells(measured, of))
+    for rows in (FLAT, GROWING, RESENT):
+        for label, of in rows:
+            table.add_row(label, *_cells(measured, of, 1e3), _size(of(measured[-1]) / MB))
+        table.add_section()
     return table
+
+
+CPU: tuple[tuple[str, Measure], ...] = (
+    ("orchestrator", lambda f: f.cpu_s["orchestrator"]),
+    ("worker, all else", lambda f: f.cpu_s["worker-0"] - f.request_cpu_s),
+    ("worker, making the requests", lambda f: f.request_cpu_s),
+)
+"""The last grows with the ids and references that a request repeats."""
+
+
+def cpu_table(measured: list[Figures]) -> Table:
+    table = _table("CPU time, ms a turn", measured)
+    table.add_column("growth", justify="right", no_wrap=True)
+    for label, of in CPU:
+        table.add_row(label, *_cells(measured, of, 1e-3))
+    return table
+
+
+def write_plots(measured: list[Figures], folder: Path) -> None:
+    """One chart for bytes that stay flat, one for those that grow, one each for CPU and memory."""
+    from sightline.monitor.chart import Series, line_chart
+
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def chart(name: str, title: str, rows: Sequence[tuple[str, Measure]], unit: float) -> None:
+        series = [
+            Series(
+                label,
+                [(f.plan.turns, of(f) / f.plan.num_turns / unit) for f in measured],
+                colour=number % 4,
+            )
+            for number, (label, of) in enumerate(rows)
+        ]
+        svg = line_chart(title, series, y_range=(0.0, 0.0), width=720, height=300)
+        (folder / f"bench_rollout_{name}.svg").write_text(svg)
+
+    chart("flat", "KB a turn, by turns of a rollout", FLAT[1:], 1e3)
+    chart("growing", "KB a turn that repeat the history, by turns", GROWING, 1e3)
+    chart("cpu", "CPU ms a turn, by turns of a rollout", CPU, 1e-3)
+    grown = [(name, _grown(name)) for name in measured[0].memory]
+    chart("memory", "Memory grown, KB a turn, by turns of a rollout", grown, 1e3)
+
+
+def _grown(name: str) -> Measure:
+    return lambda figures: figures.memory[name].peak - figures.memory[name].start
 
 
 def _table(title: str, measured: list[Figures]) -> Table:
@@ -179,11 +236,12 @@ def _table(title: str, measured: list[Figures]) -> Table:
     return table
 
 
-def _cells(measured: list[Figures], of: Measure) -> list[str]:
-    """Totals, the cost of a turn of the longest, and by how much it is more than the shortest's."""
+def _cells(measured: list[Figures], of: Measure, unit: float) -> list[str]:
+    """The cost of a turn at each length, and the longest's over that of a tenth of it."""
     per_turn = [of(figures) / figures.plan.num_turns for figures in measured]
-    totals = [_size(of(figures) / MB) for figures in measured]
-    return [*totals, _size(per_turn[-1] / 1e3), f"x {per_turn[-1] / (per_turn[0] or 1):.1f}"]
+    # A rollout of one turn pays alone for what a rollout costs once.
+    base = per_turn[min(1, len(per_turn) - 1)]
+    return [*(_size(cost / unit) for cost in per_turn), f"x {per_turn[-1] / (base or 1):.1f}"]
 
 
 def _size(value: float) -> str:
@@ -191,12 +249,12 @@ def _size(value: float) -> str:
 
 
 def closing_lines(measured: list[Figures]) -> list[str]:
-    shortest, longest = measured[0], measured[-1]
+    base, longest = measured[min(1, len(measured) - 1)], measured[-1]
     policy, resent = longest.policy, longest.resent
     references = max(policy.reference_bytes, 1)
     return [
-        f"growth: the bytes of a turn at {longest.plan.turns} turns to those at "
-        f"{shortest.plan.turns}; x 1.0 is linear",
+        f"growth: the cost of a turn at {longest.plan.turns} turns to those at "
+        f"{base.plan.turns}; x 1.0 is flat",
         "* counted, neither held nor sent: every turn posts all screenshots so far, as PNG or as "
         "float32 rows, in base64",
         f"{longest.stored_images:,} images of {longest.stored / longest.stored_images / 1e3:.0f} "

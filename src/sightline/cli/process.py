@@ -31,6 +31,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("--meet", default="", help="host:port at which ranks meet")
     parser.add_argument("--channel", default="", help="address of rank 0's channel")
     parser.add_argument("--parent", type=int, default=0, help="process to end with")
+    parser.add_argument("--after", default="", help="how the worker ended that this one replaces")
     parser.set_defaults(run=run)
 
 
@@ -43,7 +44,10 @@ def run(args: argparse.Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     try:
-        _run(args, run_dir)
+        if args.name.startswith("worker"):
+            _play(args, run_dir)
+        else:
+            _run(args, run_dir)
     except SightlineError as error:
         traceback.print_exc()
         leave_error(run_dir, args.name, error.problem, error.fix)
@@ -69,14 +73,20 @@ def _run(args: argparse.Namespace, run_dir: RunDir) -> None:
         _serve(file, media_root, server, args.threads)
     elif name.startswith("trainer"):
         _train(args, file, run_dir)
-    elif name == "orchestrator":
+    else:
         from sightline.orchestrator import process as orchestrator
 
         uvloop.run(orchestrator.main(file, run_dir, media_root, hub, server))
-    else:
-        from sightline.rollout import worker
 
-        uvloop.run(worker.main(file, media_root, hub, server, name))
+
+def _play(args: argparse.Namespace, run_dir: RunDir) -> None:
+    from sightline.launch.workers import beat_file
+    from sightline.rollout import worker
+
+    file = config.load(RunFile, run_dir.config)
+    media_root = Path(file.media.root or run_dir.media)
+    place = worker.Place(args.name, args.hub, args.server, beat_file(run_dir.logs, args.name))
+    uvloop.run(worker.main(file, media_root, place, args.after))
 
 
 def _train(args: argparse.Namespace, file: RunFile, run_dir: RunDir) -> None:

@@ -1,18 +1,29 @@
 """Environments: tasks, and a rollout that talks to the model through a chat.
 
-An environment is a class with tasks and `async rollout(task, chat)`, which returns a reward.
+An environment is a class with tasks and `rollout(task, chat)`, async or not, which returns a
+reward.
 Workers load neither torch nor transformers.
 """
 
 from sightline.envs.conversation import Conversation
-from sightline.envs.protocol import Chat, Environment, Outcome, Task, load_environment
+from sightline.envs.protocol import (
+    BlockingChat,
+    Chat,
+    Environment,
+    Outcome,
+    Reward,
+    Task,
+    load_environment,
+)
 from sightline.envs.windows import last_images, last_turns
 
 __all__ = [
+    "BlockingChat",
     "Chat",
     "Conversation",
     "Environment",
     "Outcome",
+    "Reward",
     "Task",
     "last_images",
     "last_turns",

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self, TypeVar, cast
 
 from sightline.errors import ConfigError
 from sightline.media import MediaRef
 from sightline.message import AssistantMessage, Message
+from sightline.render import Tools
 
 Messages = Sequence[Message | dict[str, Any]]
-Tools = Sequence[dict[str, Any]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,10 @@ class Outcome:
     """Named measures beside the reward, shown in the metrics and not trained on."""
     per_turn: list[float] | None = None
     """What each model call earned, in order; used by `credit = "turn"`."""
+
+
+Reward = float | dict[str, float] | Outcome
+"""What a rollout may return. A dict of named rewards counts as their sum."""
 
 
 class Chat(Protocol):
@@ -77,7 +82,14 @@ class Chat(Protocol):
         ...
 
     def put(self, image: Any) -> MediaRef:
-        """Takes an image (bytes, PIL image or pathlib.Path) into the store."""
+        """Takes an image (bytes, PIL image or pathlib.Path) into the store, in the background.
+
+        What is wrong with it comes up when it is sent. Looking into the ref waits for it.
+        """
+        ...
+
+    def get(self, ref: MediaRef) -> bytes:
+        """The bytes of an image, as they were put. Reads the disk."""
         ...
 
     @property
@@ -96,6 +108,25 @@ class Chat(Protocol):
         ...
 
 
+class BlockingChat(Protocol):
+    """The same for a rollout that is a plain function: it runs in a thread, and calls wait."""
+
+    def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage: ...
+
+    def ask(self, all_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage: ...
+
+    def put(self, image: Any) -> MediaRef: ...
+
+    def get(self, ref: MediaRef) -> bytes: ...
+
+    def wait(self, work: Awaitable[T]) -> T:
+        """The result of something asynchronous, such as the verdict of a judge model."""
+        ...
+
+    @property
+    def rng(self) -> random.Random: ...
+
+
 class Environment:
     """Subclass this. `name` is what metrics and the dashboard call it."""
 
@@ -107,9 +138,17 @@ class Environment:
         """Task `index` of a split; indices go on for ever, or come round again."""
         raise NotImplementedError
 
-    async def rollout(self, task: Task, chat: Chat) -> float | dict[str, float] | Outcome:
-        """Plays the task. A dict of named rewards counts as their sum."""
+    def rollout(self, task: Task, chat: Any) -> Awaitable[Reward] | Reward:
+        """Plays the task: `async def` with a `Chat`, or `def` with a `BlockingChat`."""
         raise NotImplementedError
+
+    def truncated(self, task: Task) -> Reward:
+        """What a rollout is worth that was cut short and did not catch `Truncated` itself."""
+        return 0.0
+
+    def pick(self, index: int, split: str) -> Environment:
+        """The environment that plays this task; a mix of several chooses one."""
+        return self
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
         """A conversation to imitate in a supervised warm-up. `put` takes images in."""

@@ -7,7 +7,9 @@ about as large as that of a real page (over 50 KB at 1280x720).
 from __future__ import annotations
 
 import io
+import math
 import random
+import zlib
 from functools import cached_property
 
 from PIL import Image, ImageDraw, ImageFont
@@ -19,16 +21,23 @@ PAPER, INK = 250, 20
 NUM_BLOCKS = 40
 NUM_LINES = 40
 NUM_TEXTS = 64
+END_BYTES = 12
+"""Of the chunk that ends a PNG."""
+PHOTO = 0.05
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Screenshots(Environment):
     name = "screenshots"
 
-    def __init__(self, turns: int = 50, width: int = 1280, height: int = 720) -> None:
+    def __init__(
+        self, turns: int = 50, width: int = 1280, height: int = 720, photo: float = PHOTO
+    ) -> None:
+        """`photo` is the share of a page that is noise, of which PNG saves nothing."""
         self.turns = turns
         self.width = width
         self.height = height
+        self.photo = photo
 
     def task(self, index: int, split: str) -> Task:
         return Task(index, split)
@@ -51,7 +60,9 @@ class Screenshots(Environment):
         for line in range(NUM_LINES):
             place = (rng.randrange(width // 2), line * height // NUM_LINES)
             page.paste(INK, place, rng.choice(self._texts))
-        size = (width // 5, height // 4)
+        # A fifth of the width and a quarter of the height are PHOTO of the page.
+        scale = math.sqrt(self.photo / PHOTO)
+        size = (int(width / 5 * scale), int(height / 4 * scale))
         photo = Image.frombytes("P", size, rng.randbytes(size[0] * size[1]))
         page.paste(photo, (rng.randrange(width - size[0]), rng.randrange(height - size[1])))
         file = io.BytesIO()
@@ -73,6 +84,13 @@ class Screenshots(Environment):
             ImageDraw.Draw(mask).text((0, 0), " ".join(words), fill=255, font=font)
             texts.append(mask)
         return texts
+
+
+def marked(png: bytes, text: str) -> bytes:
+    """The picture with a text chunk: other bytes, and so another image, without drawing anew."""
+    body = b"tEXt" + b"page\0" + text.encode("latin-1")
+    chunk = (len(body) - 4).to_bytes(4) + body + zlib.crc32(body).to_bytes(4)
+    return png[:-END_BYTES] + chunk + png[-END_BYTES:]
 
 
 ENVIRONMENT = Screenshots

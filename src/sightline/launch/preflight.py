@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sightline.config import Env, Model, RunFile, SftFile
-from sightline.envs import load_environment
+from sightline.envs.mix import build_environment
 from sightline.errors import ConfigError, DiskFull, FamilyError
 from sightline.families import Family, load_family
 from sightline.families.hub import find_checkpoint
@@ -35,7 +35,7 @@ def resolve_model(config: RunT) -> RunT:
 
 def check_model(model: Model, env: Env) -> Family:
     """The family of the checkpoint, which is whole, known, and sees if the environment shows."""
-    environment = load_environment(env.name, env.args)
+    environment = build_environment(env)
     path = Path(model.path)
     if not path.is_dir():
         raise ConfigError(
@@ -52,7 +52,8 @@ def check_model(model: Model, env: Env) -> Family:
         why = error.problem
     if family is None or (environment.shows_images and not family.shows_images):
         raise ConfigError(
-            f"[env] {env.name!r} shows images and [model] path = {model.path!r} cannot see: {why}",
+            f"[env] {environment.name!r} shows images and [model] path = {model.path!r} cannot "
+            f"see: {why}",
             "choose a vision-language checkpoint, or an environment without images",
         )
     if not any(path.glob("*.safetensors")):

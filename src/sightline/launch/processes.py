@@ -138,6 +138,18 @@ class Processes:
         if self._running[name].poll() is None:
             self._running[name].send_signal(number)
 
+    def kill_one(self, name: str) -> None:
+        self._running[name].kill()
+        self._running[name].wait()
+
+    def resident_bytes(self, name: str) -> int:
+        """Memory that a process holds; 0 when it has just ended."""
+        try:
+            pages = Path(f"/proc/{self._running[name].pid}/statm").read_text().split()[1]
+        except (OSError, IndexError):
+            return 0
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
     def stop(self) -> None:
         """Ends all: SIGTERM, then SIGKILL for what does not listen."""
         for name in self._running:
@@ -203,9 +215,16 @@ class Signals:
         self.count += 1
 
 
-def watch(processes: Processes, leader: str, tick: Callable[[], None], signals: Signals) -> bool:
+def watch(
+    processes: Processes,
+    leader: str,
+    tick: Callable[[], None],
+    signals: Signals,
+    tend: Callable[[], None] = lambda: None,
+) -> bool:
     """Waits until `leader` has ended well, and returns whether a signal asked for it.
 
+    `tend` replaces what may be replaced, before anything that ended counts as a failure.
     Raises ProcessFailed, with all processes ended, when one fails or a second signal comes.
     """
     told = False
@@ -213,6 +232,7 @@ def watch(processes: Processes, leader: str, tick: Callable[[], None], signals: 
         while processes.code(leader) is None:
             time.sleep(POLL_S)
             tick = _ticked(tick)
+            tend()
             if processes.failed():
                 # What one death causes in the others follows within a moment; see them all.
                 time.sleep(2 * POLL_S)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,12 +35,14 @@ from sightline.rollout.client import GenerateClient
 from sightline.rollout.scripted import COUNTS_PATH, PolicyCounts, count_encoded_images
 from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke
 from sightline.wire import MediaItem, control
-from sightline.wire.control import Announce, Finish, Finished, Play, Published, Ready
+from sightline.wire.control import Announce, Finish, Finished, Held, Play, Played, Published, Ready
 from sightline.wire.sample import Batch, digest_of
 
 ORCHESTRATOR, WORKER, POLICY, TRAINER = "orchestrator", "worker-0", "policy", "trainer"
 HOST = "127.0.0.1"
 ROLLOUT_LIMIT_S = 3600.0
+UNBOUNDED = 1 << 30
+"""Tokens of a sequence: the policy has no memory to fill."""
 POLL_S = 0.2
 DATA_URL_HEAD = len("data:image/png;base64,")
 FLOAT32_BYTES = 4
@@ -106,6 +109,10 @@ class Figures:
 
     plan: Plan
     memory: dict[str, Memory] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    """CPU time of each process from the first rollout to the end of the step."""
+    request_cpu_s: float = 0.0
+    """Of the worker's, what it took to make the generate requests."""
     policy: PolicyCounts = field(default_factory=PolicyCounts)
     to_worker: int = 0
     to_orchestrator: int = 0
@@ -143,10 +150,13 @@ def _run_file(plan: Plan, model: Path) -> RunFile:
         "run": {"name": "rehearsal", "steps": 1},
         "model": {"path": str(model.resolve())},
         "env": {"name": "screenshots", "args": args},
-        "rollout": {"max_tokens": plan.max_tokens, "timeout_s": ROLLOUT_LIMIT_S},
+        "rollout": {
+            "workers": 1, "max_tokens": plan.max_tokens, "timeout_s": ROLLOUT_LIMIT_S,
+        },
         "orchestrator": {
             "group_size": size, "groups_per_step": plan.rollouts // size, "max_lag": 0,
         },
+        "inference": {"max_len": UNBOUNDED},
         "eval": {"tasks": 0},
     }  # fmt: skip
     return config_module.check(RunFile, values, "rehearsal")
@@ -168,6 +178,7 @@ class _Rehearsal:
         )
         self.server = f"http://{HOST}:{find_port(HOST, 0, 'port of the policy')}"
         self._starts: dict[str, int] = {}
+        self._cpu_starts: dict[str, float] = {}
 
     async def run(self) -> Figures:
         client = GenerateClient(self.server)
@@ -231,13 +242,20 @@ class _Rehearsal:
                     name: _read_memory(self.processes.pid(name), "VmRSS")
                     for name in (ORCHESTRATOR, WORKER)
                 }
+                self._cpu_starts = {
+                    name: _read_cpu(self.processes.pid(name)) for name in self._starts
+                }
             self.figures.encoded_images += count_encoded_images(data)
             await lower.send(WORKER, data)
 
     async def _tap_up(self, upper: AsyncSpoke, lower: AsyncHub) -> None:
         while True:
             _, data = await lower.receive()
-            self.figures.to_orchestrator += len(data)
+            message = control.decode(data)
+            if not isinstance(message, Held):  # those go by the clock, not by the rollouts
+                self.figures.to_orchestrator += len(data)
+            if isinstance(message, Played):
+                self.figures.request_cpu_s = message.wire["request_cpu_us"] / 1e6
             self.figures.encoded_images += count_encoded_images(data)
             await upper.send(data)
 
@@ -256,6 +274,10 @@ class _Rehearsal:
                     self.figures.memory = {
                         name: Memory(start, _read_memory(self.processes.pid(name), "VmHWM"))
                         for name, start in self._starts.items()
+                    }
+                    self.figures.cpu_s = {
+                        name: _read_cpu(self.processes.pid(name)) - start
+                        for name, start in self._cpu_starts.items()
                     }
                     await spoke.send(control.encode(Finished(message.last_step)))
                 case _:
@@ -304,6 +326,12 @@ class _FloatBytes:
             repeats = self.family.settings.get("temporal", 1)
             self._known[item.grid] = patches.size * repeats * FLOAT32_BYTES
         return self._known[item.grid]
+
+
+def _read_cpu(pid: int) -> float:
+    """Seconds that a process has computed so far, for itself and in the kernel."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _read_memory(pid: int, name: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +24,7 @@ from sightline.launch.processes import (
     share_threads,
     watch,
 )
+from sightline.launch.workers import Workers, memory_limit, resolve_workers
 from sightline.monitor import EventLog, RunDir
 from sightline.monitor.console import LiveView
 from sightline.monitor.report import write_report
@@ -34,7 +36,8 @@ LEADER = "orchestrator"
 
 def start_run(config: RunFile, plain: bool) -> RunDir:
     """Runs `config` from its first step, in a directory of its own."""
-    config = resolve_model(config)
+    config, workers = resolve_workers(resolve_model(config), num_cores())
+    print(workers)
     print(family_lines(check_run(config, RunDir(Path(config.run.dir)))))
     run_dir = claim_run_dir(config.run.dir, config.run.name)
     with locked(run_dir):
@@ -52,6 +55,8 @@ def resume_run(path: Path, overrides: list[str], plain: bool) -> RunDir:
         raise ResumeRefused(f"{path} is no run directory", "name the folder that holds config.toml")
     old = config_module.load(RunFile, run_dir.config)
     new = config_module.load(RunFile, run_dir.config, overrides)
+    new, workers = resolve_workers(new, num_cores())
+    print(workers)
     check_resume(old, new)
     print(family_lines(check_run(new, run_dir)))
     with locked(run_dir):
@@ -106,16 +111,22 @@ def _run(config: RunFile, run_dir: RunDir, plain: bool) -> RunDir:
     specs = _specs(config, run_dir)
     threads = ", ".join(f"{spec.name} {spec.threads}" for spec in specs)
     console.print(f"threads on {num_cores()} cores: {threads}", highlight=False)
-    EventLog(run_dir.metrics, "launcher").write(
-        "state", phase="starting", threads={spec.name: spec.threads for spec in specs}
-    )
+    events = EventLog(run_dir.metrics, "launcher")
+    events.write("state", phase="starting", threads={spec.name: spec.threads for spec in specs})
     processes = Processes(run_dir)
+    workers = Workers(
+        processes,
+        [spec for spec in specs if spec.name.startswith("worker-")],
+        config.rollout.hang_s,
+        memory_limit(config),
+        on_lost=_LostNotes(events).lost,
+    )
     view = LiveView(run_dir, plain)
     try:
         with Signals() as signals:
             for spec in specs:
                 processes.start(spec)
-            stopped = watch(processes, LEADER, view.update, signals)
+            stopped = watch(processes, LEADER, view.update, signals, workers.tend)
         view.update()
     except ProcessFailed as error:
         view.close()
@@ -126,6 +137,14 @@ def _run(config: RunFile, run_dir: RunDir, plain: bool) -> RunDir:
         processes.kill()
     _close(run_dir, console, "a signal" if stopped else "")
     return run_dir
+
+
+@dataclass
+class _LostNotes:
+    events: EventLog
+
+    def lost(self, name: str, why: str) -> None:
+        self.events.write("lost", worker=name, reason=why)
 
 
 def _close(run_dir: RunDir, console: Console, stopped_by: str) -> None:

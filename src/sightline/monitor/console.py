@@ -170,6 +170,9 @@ class _Seen:
         elif event.kind == "dropped":
             reason = spell.clean(event.values.get("reason", ""))
             self.drops[reason] = self.drops.get(reason, 0) + 1
+        elif event.kind == "lost":
+            name, why = event.values.get("worker", ""), event.values.get("reason", "")
+            return f"{name} was replaced ({why})"
         elif event.kind == "state" and event.process in _SPEAKERS:
             return self._take_phase(event.values.get("phase"))
         return ""
@@ -237,6 +240,8 @@ def _rows(seen: _Seen) -> list[tuple[str, RenderableType]]:
     rows: list[tuple[str, RenderableType]] = [("reward", reward)]
     if parts:
         rows.append(("", Text(parts, style="dim")))
+    if len(envs := _rewards_by_env(values)) > 1:
+        rows.append(("", Text(_table(envs, lambda value: spell.fixed(value, 3)), style="dim")))
     rows += [
         (
             "sampler",
@@ -262,6 +267,22 @@ def _rows(seen: _Seen) -> list[tuple[str, RenderableType]]:
                 f"bad {spell.count(find_number(values, 'bad_media'))}",
             ),
         ),
+        (
+            "groups",
+            _cells(
+                f"no signal {_share(values, 'no_signal_rate')}",
+                f"replaced {spell.count(find_number(values, 'groups_replaced'))}",
+                f"truncated {spell.count(find_number(values, 'truncated'))}",
+            ),
+        ),
+        (
+            "in flight",
+            _cells(
+                f"rollouts {spell.count(find_number(values, 'in_flight'))}",
+                f"waiting {spell.count(find_number(values, 'waiting'))}",
+                f"MB {_megabytes(values, 'bytes_in_flight')}",
+            ),
+        ),
         ("verdicts", Text(_table(numbers_of(values, "verdicts"), spell.count) or spell.NOTHING)),
     ]
     if seen.drops:
@@ -278,6 +299,23 @@ def _cells(*texts: str) -> Text:
 
 def _table(table: dict[str, Any], spelled: Callable[[Any], str]) -> str:
     return " · ".join(f"{spell.clean(name)} {spelled(value)}" for name, value in table.items())
+
+
+def _rewards_by_env(values: dict[str, Any]) -> dict[str, float | None]:
+    envs = values.get("envs")
+    if not isinstance(envs, dict):
+        return {}
+    return {name: find_number(env, "reward") for name, env in envs.items() if isinstance(env, dict)}
+
+
+def _share(values: dict[str, Any], name: str) -> str:
+    share = find_number(values, name)
+    return spell.NOTHING if share is None else f"{100 * share:.0f}%"
+
+
+def _megabytes(values: dict[str, Any], name: str) -> str:
+    size = find_number(values, name)
+    return spell.NOTHING if size is None else f"{size / 1e6:.1f}"
 
 
 def _lag(values: dict[str, Any]) -> str:

@@ -59,6 +59,8 @@ def build(
         seed=config.run.seed,
         next_group=books.progress.next_group,
         again=list(books.progress.open_groups),
+        max_in_flight=config.rollout.max_in_flight,
+        max_bytes=config.rollout.max_in_flight_mb * 1_000_000,
     )
     policy = Policy(engines=[client.adopt], weights=run_dir.weights)
     watcher = StepWatcher(
@@ -73,6 +75,7 @@ def build(
             by=settings.credit,
             filters=build_filters(config.filters),
             keep_without_signal=config.trainer.kl_weight > 0,
+            count_truncated=config.rollout.count_truncated,
         ),
         books=books,
         trainer=board,
@@ -81,6 +84,7 @@ def build(
         max_lag=settings.max_lag,
         probe_every=settings.probe_every,
         max_empty_batches=settings.max_empty_batches,
+        max_replaced=int(settings.max_replaced * settings.groups_per_step),
         last_step=config.run.steps,
         check_room=store.check_room,
     )

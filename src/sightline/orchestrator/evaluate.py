@@ -82,6 +82,10 @@ class Evaluator:
             broken=len(traces) - len(whole),
             reward=sum(trace.reward or 0.0 for trace in whole) / len(whole),
             parts={p: sum(t.rewards.get(p, 0.0) for t in whole) / len(whole) for p in names},
+            envs={
+                name: mean_measure([trace for trace in whole if trace.env == name])
+                for name in sorted({trace.env for trace in whole})
+            },
             metric=mean_measure(traces),
             **extra,
         )

@@ -23,6 +23,7 @@ NO_SIGNAL = "no_signal"
 BROKEN = "broken"
 TOO_LONG = "too_long"
 REPETITIVE = "repetitive"
+TRUNCATED = "truncated"
 RARE_TOKEN = "rare_token"
 
 Filter = Callable[[Trace], str | None]
@@ -81,6 +82,8 @@ class Judge:
     a policy earns the same in all rollouts of a group."""
     min_siblings: int = 2
     """Rollouts that must be left to compare with one another."""
+    count_truncated: bool = True
+    """Whether a rollout that was cut short trains with the reward that it has."""
     epochs: dict[int, int] = field(default_factory=dict)
     """The epoch of versions that were made again with other bits."""
 
@@ -102,6 +105,8 @@ class Judge:
 
     def _alone(self, trace: Trace, step: int) -> str | None:
         """The verdict that a trace earns by itself; None when it may train."""
+        if is_truncated(trace) and not self._counts_truncated(trace):
+            return TRUNCATED
         if trace.error or trace.reward is None or not trace.turns:
             return BROKEN
         for version, epoch in trace.policies:
@@ -111,6 +116,16 @@ class Judge:
             if (verdict := check(trace)) is not None:
                 return verdict
         return None
+
+    def _counts_truncated(self, trace: Trace) -> bool:
+        # What an environment says of a rollout that was cut short may lack the turns' rewards.
+        has_credit = self.by == "rollout" or trace.per_turn is not None
+        return self.count_truncated and bool(trace.turns) and has_credit
+
+
+def is_truncated(trace: Trace) -> bool:
+    """Whether the rollout ended because its next prompt did not fit, or its turns were used up."""
+    return trace.error_kind == TRUNCATED and not trace.error
 
 
 def count(verdicts: Counter[str], judged: Judged) -> None:

@@ -53,6 +53,10 @@ class Collected:
     num_groups: int = 0
     """That fill a place of the batch, with signal or without."""
     has_signal: bool = False
+    num_judged: int = 0
+    num_without_signal: int = 0
+    num_replaced: int = 0
+    """Groups without signal in whose place another was played."""
     num_empty: int = 0
     """Whole batches in which nothing trained."""
     num_dropped: int = 0
@@ -73,6 +77,8 @@ class Parts:
     max_lag: int
     probe_every: int
     max_empty_batches: int
+    max_replaced: int
+    """Groups without signal that a step may replace; what comes after them fills a place."""
     last_step: int
     """No group starts that could only train after it."""
     check_room: Callable[[], None]
@@ -109,12 +115,24 @@ async def _collect(parts: Parts, step: int) -> Collected:
         collected.samples += judged.samples
         collected.traces += group.traces
         collected.lags += judged.lags
-        collected.num_groups += judged.counts
+        collected.num_groups += not _replaces(parts, collected, judged) and judged.counts
         collected.num_dropped = 0 if judged.counts else collected.num_dropped + 1
         collected.has_signal |= judged.has_signal
         _check_dropped(parts, step, collected, judged)
         collected.fresh |= bool(judged.lags) and max(judged.lags) == 0
     return collected
+
+
+def _replaces(parts: Parts, collected: Collected, judged: Judged) -> bool:
+    """Counts the group in; whether another is played in its place, having nothing to train on."""
+    collected.num_judged += 1
+    if not judged.counts or judged.has_signal:
+        return False
+    collected.num_without_signal += 1
+    if judged.samples or collected.num_replaced >= parts.max_replaced:
+        return False
+    collected.num_replaced += 1
+    return True
 
 
 def _is_full(parts: Parts, collected: Collected, wants_fresh: bool, step: int) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sightline.config import RunFile
-from sightline.errors import WireError
+from sightline.errors import ProcessFailed, WireError
 from sightline.media import MediaStore
 from sightline.monitor import EventLog, RunDir
 from sightline.orchestrator import loop
@@ -27,6 +27,7 @@ from sightline.wire.control import (
     Control,
     Finish,
     Finished,
+    Held,
     Played,
     Published,
     Quit,
@@ -47,6 +48,8 @@ class Switchboard:
     """The step that the trainer's last checkpoint covers."""
     on_played: Callable[[Played, str], None] = lambda played, worker: None
     on_published: Callable[[Published], None] = lambda published: None
+    on_held: Callable[[str, int], None] = lambda worker, held_bytes: None
+    on_lost: Callable[[str, str], None] = lambda worker, why: None
 
     def __post_init__(self) -> None:
         self._joined = asyncio.Condition()
@@ -70,7 +73,11 @@ class Switchboard:
                     self.on_played(message, peer)
                 case Published():
                     self.on_published(message)
+                case Held():
+                    self.on_held(peer, message.held_bytes)
                 case Ready():
+                    if message.after:
+                        self.on_lost(peer, message.after)
                     async with self._joined:
                         self.ready[peer] = message
                         self._joined.notify_all()
@@ -93,6 +100,8 @@ async def main(config: RunFile, run_dir: RunDir, media_root: Path, hub: str, ser
     built = build(config, run_dir, store, books, events, board, workers, client)
     board.on_played = built.parts.rollouts.played
     board.on_published = built.publish
+    board.on_lost = built.parts.rollouts.lost
+    board.on_held = built.parts.rollouts.dispatch.held
     notes = BusyNotes(client, events)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -115,6 +124,7 @@ async def main(config: RunFile, run_dir: RunDir, media_root: Path, hub: str, ser
             job(),
             board.keep_receiving(),
             built.parts.policy.keep_adopting(),
+            built.parts.rollouts.dispatch.keep_sending(),
             _keep_time(books, before, began),
             notes.keep_taking(),
             _keep_room(store),
@@ -191,7 +201,8 @@ async def _finish(
     await board.finished.wait()
     books.forget_batches(board.last_step)
     for worker in workers:
-        await board.send(worker, Quit())
+        with contextlib.suppress(ProcessFailed):  # it has just ended by itself
+            await board.send(worker, Quit())
     books.save()
     events.write(
         "totals",

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-import itertools
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from sightline.errors import ProcessFailed
 from sightline.media import MediaRef
+from sightline.orchestrator.dispatch import Dispatch, Send
 from sightline.orchestrator.group import Group, rollout_id
 from sightline.trace import Trace, decode
-from sightline.wire.control import Cancel, Control, Play, Played
+from sightline.wire.control import Cancel, Play, Played
 
-Send = Callable[[str, Control], Awaitable[None]]
+WORKER_LOST = "worker_lost"
 
 
 @dataclass
@@ -29,9 +32,11 @@ class Rollouts:
     next_group: int = 0
     again: list[int] = field(default_factory=list)
     """Groups of an earlier sitting that were started and not judged; they come first."""
+    max_in_flight: int = 0
+    max_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self._turns = itertools.cycle(self.workers)
+        self.dispatch = Dispatch(self.send, self.workers, self.max_in_flight, self.max_bytes)
         self._open: dict[str, Group] = {}
         self._expected: dict[str, int] = {}
         self._done: asyncio.Queue[Group] = asyncio.Queue()
@@ -39,6 +44,8 @@ class Rollouts:
         self._wires: dict[str, dict[str, int]] = {}
         self.trace_bytes = 0
         """Of all traces that came from workers."""
+        self.workers_lost: Counter[str] = Counter()
+        """Workers that were replaced, by what was wrong with them."""
 
     @property
     def num_ahead(self) -> int:
@@ -90,12 +97,35 @@ class Rollouts:
         """Takes in what a worker reports."""
         self._wires[worker] = played.wire
         self.trace_bytes += len(played.trace)
-        trace = decode(played.trace, what=f"rollout {played.rollout_id}")
-        if (future := self._single.pop(played.rollout_id, None)) is not None:
+        if self.dispatch.done(played.rollout_id, played.held_bytes):
+            self._take(decode(played.trace, what=f"rollout {played.rollout_id}"))
+
+    def lost(self, worker: str, why: str) -> None:
+        """A worker has been replaced: what it was playing is broken, and counted."""
+        self.workers_lost[why.partition(":")[0]] += 1
+        # Its successor counts from 0.
+        self._wires[f"{worker}#{self.workers_lost.total()}"] = self._wires.pop(worker, {})
+        for play in self.dispatch.lost(worker):
+            self._take(
+                Trace(
+                    id=play.rollout_id,
+                    group_id=play.group_id,
+                    task=play.task,
+                    split=play.split,
+                    seed=play.seed,
+                    temperature=play.temperature,
+                    ended=time.time(),
+                    error=f"{worker} was lost while it played this: {why}",
+                    error_kind=WORKER_LOST,
+                )
+            )
+
+    def _take(self, trace: Trace) -> None:
+        if (future := self._single.pop(trace.id, None)) is not None:
             if not future.done():
                 future.set_result(trace)
             return
-        group = self._open.get(played.group_id)
+        group = self._open.get(trace.group_id)
         if group is None:
             return
         group.traces.append(trace)
@@ -105,8 +135,10 @@ class Rollouts:
             self._done.put_nowait(group)
 
     async def cancel(self) -> None:
+        self.dispatch.clear()
         for worker in self.workers:
-            await self.send(worker, Cancel())
+            with contextlib.suppress(ProcessFailed):  # it plays nothing, then
+                await self.send(worker, Cancel())
         self._open.clear()
 
     async def _play(
@@ -118,8 +150,7 @@ class Rollouts:
         temperature: float,
         exchanged: tuple[MediaRef, ...] = (),
     ) -> None:
-        await self.send(
-            next(self._turns),
+        await self.dispatch.submit(
             Play(
                 rollout_id=name,
                 group_id=group_id,

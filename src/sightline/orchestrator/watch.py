@@ -10,11 +10,22 @@ from sightline.errors import MediaError
 from sightline.media import MediaStore
 from sightline.monitor import EventLog
 from sightline.orchestrator.group import Group
-from sightline.orchestrator.judge import BROKEN, Judged, count
+from sightline.orchestrator.judge import BROKEN, Judged, count, is_truncated
 from sightline.orchestrator.loop import Collected
 from sightline.orchestrator.policy import Policy
 from sightline.orchestrator.progress import Books, is_bad_media
 from sightline.orchestrator.rollouts import Rollouts
+
+
+@dataclass
+class EnvSums:
+    """Sums over the rollouts of one environment."""
+
+    num_traces: int = 0
+    reward: float = 0.0
+
+    def values(self) -> dict[str, float]:
+        return {"rollouts": self.num_traces, "reward": self.reward / max(self.num_traces, 1)}
 
 
 @dataclass
@@ -25,6 +36,8 @@ class StepSums:
     num_traces: int = 0
     reward: float = 0.0
     parts: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    envs: defaultdict[str, EnvSums] = field(default_factory=lambda: defaultdict(EnvSums))
+    truncated: int = 0
     tokens: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
 
@@ -45,6 +58,7 @@ class StepWatcher:
         count(self.sums.verdicts, judged)
         for trace, verdict in judged.verdicts:
             self.sums.tokens += trace.num_sampled
+            self.sums.truncated += is_truncated(trace)
             if verdict == BROKEN:
                 self.events.write(
                     "dropped",
@@ -56,6 +70,8 @@ class StepWatcher:
             elif trace.reward is not None:
                 self.sums.num_traces += 1
                 self.sums.reward += trace.reward
+                self.sums.envs[trace.env].num_traces += 1
+                self.sums.envs[trace.env].reward += trace.reward
                 for name, value in trace.rewards.items():
                     self.sums.parts[name] += value
 
@@ -88,7 +104,11 @@ class StepWatcher:
             parts={name: value / num for name, value in sums.parts.items()},
             lag_mean=sum(collected.lags) / max(len(collected.lags), 1),
             lag_max=max(collected.lags, default=0),
+            envs={name: env.values() for name, env in sums.envs.items()},
             groups=collected.num_groups,
+            no_signal_rate=collected.num_without_signal / max(collected.num_judged, 1),
+            groups_replaced=collected.num_replaced,
+            truncated=sums.truncated,
             samples=len(collected.samples),
             verdicts=dict(self.books.verdicts),
             forks=self.books.progress.forks,
@@ -105,4 +125,8 @@ class StepWatcher:
             version=self.policy.version,
             wire=self.rollouts.wire,
             groups_ahead=self.rollouts.num_ahead,
+            in_flight=self.rollouts.dispatch.num_in_flight,
+            waiting=self.rollouts.dispatch.num_waiting,
+            bytes_in_flight=self.rollouts.dispatch.bytes_in_flight,
+            workers_lost=dict(self.rollouts.workers_lost),
         )

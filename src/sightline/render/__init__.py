@@ -5,7 +5,7 @@
 """
 
 from sightline.render.emitter import Emitter
-from sightline.render.protocol import Bridged, Refused, Rendered, Renderer, Span
+from sightline.render.protocol import Bridged, Refused, Rendered, Renderer, Span, Tools
 from sightline.render.template import ChatTemplate, TemplateError
 from sightline.render.tokenizer import Tokenizer
 
@@ -19,4 +19,5 @@ __all__ = [
     "Span",
     "TemplateError",
     "Tokenizer",
+    "Tools",
 ]

@@ -18,12 +18,13 @@ from sightline.errors import (
     MessageError,
     Misaligned,
     SightlineError,
+    Truncated,
 )
 from sightline.media import MediaRef, MediaStore
 from sightline.message import AssistantMessage, Message
-from sightline.render import Renderer
-from sightline.render.protocol import Tools
+from sightline.render import Renderer, Tools
 from sightline.rollout.client import GenerateClient
+from sightline.rollout.puts import PendingPuts, plain, settled
 from sightline.trace import Node, PolicySpan, Trace, Turn
 from sightline.wire.generate import GenerateRequest, SamplingParams
 
@@ -47,6 +48,10 @@ class Answered:
     """Of these, what the engine still knew."""
 
 
+BYTES_PER_TOKEN = 48
+"""Of a rollout in memory, as `sightline bench rollout` finds them: ids, prompt, trace."""
+
+
 @dataclass
 class RolloutChat:
     """One conversation. Its leaf is the last thing said; `ask` may move it to another branch."""
@@ -54,12 +59,17 @@ class RolloutChat:
     trace: Trace
     renderer: Renderer
     store: MediaStore
+    pending: PendingPuts
     client: GenerateClient
     modality: str
     temperature: float
     max_tokens: int
     rng: random.Random
     seed: int
+    max_len: int = 0
+    """Longest sequence that the server takes, prompt and answer; 0 is not known."""
+    max_turns: int = 0
+    """Model calls that the rollout may make; 0 is any number."""
     exchanged: tuple[MediaRef, ...] = ()
     """Shown in place of the images that are put, in order."""
     interception: Interception | None = None
@@ -72,6 +82,8 @@ class RolloutChat:
     """By the digest of an agent's own image, the one that is shown for it."""
     leaf: int = field(default=ROOT)
     num_turns: int = 0
+    cuts: list[str] = field(default_factory=list)
+    """Why the rollout was cut short; branches share it."""
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a thread reads the trace: nothing may be committed meanwhile."""
     _exchanging: threading.Lock = field(default_factory=threading.Lock)
@@ -109,13 +121,28 @@ class RolloutChat:
 
     async def messages(self, messages: Messages) -> list[Message]:
         """The messages in our form, with their images taken into the store."""
-        return await asyncio.to_thread(self.renderer.messages, messages)
+        await self.pending.settle()
+        return await asyncio.to_thread(self.renderer.messages, settled(messages))
 
     def put(self, image: Any) -> MediaRef:
         if self.exchanged:
             self.num_put += 1
             return self.exchanged[(self.num_put - 1) % len(self.exchanged)]
-        return self.store.put(image)
+        return self.pending.put(image)
+
+    def get(self, ref: MediaRef) -> bytes:
+        found: MediaRef = plain(ref)
+        return self.store.get(found)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the rollout takes in memory."""
+        return self.trace.num_tokens * BYTES_PER_TOKEN + self.pending.held_bytes
+
+    @property
+    def truncated(self) -> str:
+        """Why the rollout was cut short; empty while it was not."""
+        return self.cuts[0] if self.cuts else ""
 
     @property
     def base_url(self) -> str:
@@ -140,7 +167,7 @@ class RolloutChat:
 
     async def send(self, new_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
         turn = await self._prepare(
-            lambda: self.trace.extend(self.leaf, new_messages, self.renderer, tools)
+            lambda: self.trace.extend(self.leaf, settled(new_messages), self.renderer, tools)
         )
         return (await self._call(turn, self.max_tokens)).message
 
@@ -149,11 +176,14 @@ class RolloutChat:
 
     async def answer(self, messages: Messages, tools: Tools | None, max_tokens: int) -> Answered:
         """The call that follows a whole history, at most `max_tokens` long."""
-        turn = await self._prepare(lambda: self.trace.prepare(messages, self.renderer, tools))
+        turn = await self._prepare(
+            lambda: self.trace.prepare(settled(messages), self.renderer, tools)
+        )
         return await self._call(turn, min(max_tokens, self.max_tokens))
 
     async def _prepare(self, make: Callable[[], Turn]) -> Turn:
         try:
+            await self.pending.settle()
             async with self.one_at_a_time:
                 # In a thread: a long text takes the tokenizer a while, and other rollouts go on.
                 return await asyncio.to_thread(make)
@@ -165,6 +195,23 @@ class RolloutChat:
         """Keeps on the trace that a message, or a request of an agent, was not taken."""
         self.trace.door_errors.append(f"{type(error).__name__}: {error.problem}"[:MAX_NOTE])
 
+    def _check_room(self, turn: Turn) -> None:
+        """Ends the rollout before a request that cannot be served; nothing is committed."""
+        if 0 < self.max_turns <= self.num_calls:
+            self.cuts.append(f"its {self.max_turns} turns are used up ([rollout] max_turns)")
+        needed = len(turn.prompt_ids) + self.max_tokens
+        if 0 < self.max_len < needed:
+            self.cuts.append(
+                f"the prompt of turn {self.num_turns + 1} has {len(turn.prompt_ids)} tokens; with "
+                f"[rollout] max_tokens = {self.max_tokens} it needs more than the "
+                f"{self.max_len} of [inference] max_len"
+            )
+        if self.truncated:
+            raise Truncated(
+                f"the rollout is cut short: {self.truncated}",
+                "show less, keep a window of the history, or raise the limit",
+            )
+
     def _check_exchanged(self, turn: Turn) -> None:
         """Images that did not come through `put` cannot be exchanged, and would go unnoticed."""
         if any(slot.item.ref not in self.exchanged for slot in turn.slots):
@@ -175,6 +222,7 @@ class RolloutChat:
             )
 
     async def _call(self, turn: Turn, max_tokens: int) -> Answered:
+        self._check_room(turn)
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -185,9 +233,10 @@ class RolloutChat:
         self.num_turns += 1
         if self.exchanged:
             self._check_exchanged(turn)
-        request = GenerateRequest.of(
-            turn.prompt_ids, turn.slots, params, self.modality, request_id=self.trace.id
-        )
+        with self.client.making_request():
+            request = GenerateRequest.of(
+                turn.prompt_ids, turn.slots, params, self.modality, request_id=self.trace.id
+            )
         response = await self.client.generate(request)
         choice = response.choices[0]
         if choice.logprobs is None or choice.weight_versions is None:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 import numbers
 import random
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
 
-from sightline.envs import Environment, Outcome
+from sightline.envs import Environment, Outcome, Task
 from sightline.errors import EngineError, EnvironmentFailed, SightlineError
 from sightline.media import Ingest, MediaStore
 from sightline.message import Door
 from sightline.render import Renderer
+from sightline.rollout.blocking import Threads
 from sightline.rollout.chat import RolloutChat
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.intercept import Interception
+from sightline.rollout.puts import PendingPuts, Puts
 from sightline.trace import Trace, encode
 from sightline.wire.control import Play, Played
+
+TRUNCATED = "truncated"
+"""The kind of a rollout that was cut short; no error, and its reward may count."""
 
 
 @dataclass
@@ -33,15 +41,26 @@ class Player:
     modality: str
     max_tokens: int
     timeout_s: float
+    max_len: int = 0
+    max_turns: int = 0
+    threads: Threads = field(default_factory=Threads)
     door: Door | None = None
     """Takes the images of agents in; left out, one that knows data: and media: only."""
 
     def __post_init__(self) -> None:
+        self.puts = Puts(self.store)
         self.interception = Interception(self.door or Ingest(self.store))
+        self._chats: dict[str, RolloutChat] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """What the rollouts under way take in memory."""
+        return sum(chat.held_bytes for chat in self._chats.values())
 
     async def close(self) -> None:
         await self.interception.close()
         await self.client.close()
+        self.puts.close()
 
     async def play(self, play: Play) -> Played:
         trace = Trace(
@@ -54,11 +73,14 @@ class Player:
             temperature=play.temperature,
             started=time.time(),
         )
+        chat = self._chat(play, trace)
         error, kind = "", ""
+        self._chats[play.rollout_id] = chat
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
-                outcome = await self._rollout(play, trace)
+                outcome = await self._rollout(play, chat)
             _record(trace, outcome)
+            kind = TRUNCATED if chat.truncated else ""
         except TimeoutError:
             if limit.expired():
                 error, kind = f"took more than {self.timeout_s} s", "timeout"
@@ -70,6 +92,8 @@ class Player:
             error, kind = str(problem), type(problem).__name__
         except Exception:  # user code: whatever it does costs this rollout only
             error, kind = traceback.format_exc(), EnvironmentFailed.__name__
+        finally:
+            self._chats.pop(play.rollout_id, None)
         trace.error, trace.error_kind = error, kind
         trace.ended = time.time()
         return Played(
@@ -77,31 +101,49 @@ class Player:
             group_id=play.group_id,
             trace=encode(trace),
             wire=asdict(self.client.counts),
+            held_bytes=chat.held_bytes,
         )
 
-    async def _rollout(self, play: Play, trace: Trace) -> Outcome:
-        chat = RolloutChat(
+    def _chat(self, play: Play, trace: Trace) -> RolloutChat:
+        return RolloutChat(
             trace=trace,
             renderer=self.renderer,
             store=self.store,
+            pending=PendingPuts(self.puts),
             client=self.client,
             modality=self.modality,
             temperature=play.temperature,
             max_tokens=self.max_tokens,
             rng=random.Random(play.seed),
             seed=play.seed,
+            max_len=self.max_len,
+            max_turns=self.max_turns,
             exchanged=play.exchanged,
         )
+
+    async def _rollout(self, play: Play, chat: RolloutChat) -> Outcome:
+        env = self.env.pick(play.task, play.split)
+        chat.trace.env = env.name
+        task = env.task(play.task, play.split)
         try:
             async with self.interception.admit(chat):
-                earned = await self.env.rollout(self.env.task(play.task, play.split), chat)
+                result = await self._play(env, task, chat, play.rollout_id)
         except Exception as error:  # user code: what followed from a failure is not its cause
             if chat.failure is not None:
                 raise chat.failure from error
-            raise
+            if not chat.truncated:
+                raise
+            result = env.truncated(task)
         if chat.failure is not None:
             raise chat.failure
-        return _outcome(earned, self.env.name)
+        # An image that was put and never sent may be a bad one all the same.
+        await chat.pending.settle()
+        return _outcome(result, env.name)
+
+    async def _play(self, env: Environment, task: Task, chat: RolloutChat, name: str) -> Any:
+        if inspect.iscoroutinefunction(env.rollout):
+            return await env.rollout(task, chat)
+        return await self.threads.play(partial(env.rollout, task), chat, name=name)
 
 
 def _outcome(result: object, name: str) -> Outcome:

@@ -47,6 +47,8 @@ class PolicyCounts(msgspec.Struct):
     slots: int = 0
     longest_prompt: int = 0
     sent_bytes: int = 0
+    digest_bytes: int = 0
+    """Of `sent_bytes`, the pixel digests, one for each image of the prompt."""
     encoded_images: int = 0
     """In requests; there must be none."""
 
@@ -78,6 +80,7 @@ class ScriptedPolicy:
         ]
         answer = _encoder.encode(self._answer(request, digests))
         self.counts.sent_bytes += len(answer)
+        self.counts.digest_bytes += len(_encoder.encode(digests))
         return web.Response(body=answer, content_type="application/json")
 
     @staticmethod

@@ -7,18 +7,24 @@ orchestrator --Play--> worker --generate--> server
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sightline.config import RunFile
-from sightline.envs import load_environment
+from sightline.envs.mix import build_environment
 from sightline.families import load_family, load_renderer
 from sightline.media import Ingest, MediaStore
+from sightline.rollout.beat import Heart
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.play import Player
 from sightline.transport.zmq_channel import AsyncSpoke
 from sightline.wire import control
-from sightline.wire.control import Cancel, Play, Quit, Ready
+from sightline.wire.control import Cancel, Held, Play, Quit, Ready
+
+HELD_EVERY_S = 0.5
 
 
 def build_player(config: RunFile, media_root: Path, server: str) -> Player:
@@ -27,7 +33,7 @@ def build_player(config: RunFile, media_root: Path, server: str) -> Player:
     family = load_family(model.path, **model.overrides())
     door = Ingest(store, config.media.file_roots, config.media.http_hosts)
     return Player(
-        env=load_environment(config.env.name, config.env.args),
+        env=build_environment(config.env),
         renderer=load_renderer(model.path, store, family, door, model.number_pictures),
         store=store,
         client=GenerateClient(server),
@@ -35,15 +41,39 @@ def build_player(config: RunFile, media_root: Path, server: str) -> Player:
         max_tokens=config.rollout.max_tokens,
         timeout_s=config.rollout.timeout_s,
         door=door,
+        max_len=config.inference.max_len,
+        max_turns=config.rollout.max_turns,
     )
 
 
-async def main(config: RunFile, media_root: Path, hub: str, server: str, name: str) -> None:
-    player = build_player(config, media_root, server)
-    spoke = AsyncSpoke(hub, name)
-    await spoke.send(control.encode(Ready(name)))
-    running: dict[str, asyncio.Task[None]] = {}
+def share_interpreter() -> None:
+    """Called when everything is loaded, so that the event loop waits for little else."""
+    # Threads that work in Python give way to it ten times sooner than they would.
+    sys.setswitchinterval(0.0005)
+    # What is there now stays: the collector need not walk over it again and again.
+    gc.collect()
+    gc.freeze()
 
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker stands among the others."""
+
+    name: str
+    hub: str
+    server: str
+    beat_file: Path
+
+
+async def main(config: RunFile, media_root: Path, place: Place, after: str = "") -> None:
+    """`after` says how the worker of the same name ended that this one replaces."""
+    player = build_player(config, media_root, place.server)
+    share_interpreter()
+    running: dict[str, asyncio.Task[None]] = {}
+    heart = Heart(place.beat_file, lambda: len(running), player.threads.stuck_s)
+    heart.start()
+    spoke = AsyncSpoke(place.hub, place.name)
+    await spoke.send(control.encode(Ready(place.name, after=after)))
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def play(request: Play) -> None:
@@ -56,6 +86,7 @@ async def main(config: RunFile, media_root: Path, hub: str, server: str, name: s
         finally:
             running.pop(request.rollout_id, None)
 
+    telling = asyncio.create_task(_tell_held(player, spoke))
     while True:
         received = asyncio.ensure_future(spoke.receive())
         either: set[asyncio.Future[Any]] = {received, failed}
@@ -72,7 +103,18 @@ async def main(config: RunFile, media_root: Path, hub: str, server: str, name: s
                         task.cancel()
             case Quit():
                 break
-    for task in list(running.values()):
+    for task in (telling, *running.values()):
         task.cancel()
+    heart.stop()
     await player.close()
     spoke.close()
+
+
+async def _tell_held(player: Player, spoke: AsyncSpoke) -> None:
+    """Says what the rollouts under way take in memory, when that has changed."""
+    told = 0
+    while True:
+        await asyncio.sleep(HELD_EVERY_S)
+        if (now := player.held_bytes) != told:
+            told = now
+            await spoke.send(control.encode(Held(now)))

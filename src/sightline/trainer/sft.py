@@ -15,7 +15,8 @@ import torch
 
 from sightline.compute.logprobs import chosen_logprobs
 from sightline.config import SftFile
-from sightline.envs import Environment, load_environment
+from sightline.envs import Environment
+from sightline.envs.mix import build_environment
 from sightline.families import load_renderer
 from sightline.media import MediaStore
 from sightline.message import Message
@@ -47,7 +48,7 @@ def build(config: SftFile, run_dir: RunDir) -> Parts:
     store = MediaStore(Path(config.media.root or run_dir.media))
     learner = build_learner(config.model, config.trainer, store, config.run.steps)
     return Parts(
-        env=load_environment(config.env.name, config.env.args),
+        env=build_environment(config.env),
         renderer=load_renderer(
             config.model.path, store, learner.family, number_pictures=config.model.number_pictures
         ),

@@ -22,6 +22,8 @@ class AsyncHub:
     def __init__(self, address: str) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        # A process that replaces one of the same name takes its place at once.
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)
         self._socket.set(zmq.SNDHWM, _NO_LIMIT)
         self._socket.set(zmq.RCVHWM, _NO_LIMIT)
         _bind(self._socket, address)

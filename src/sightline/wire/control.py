@@ -37,6 +37,8 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"
 
     who: str
     version: int = 0
+    after: str = ""
+    """How the process ended that this one replaces; empty for the first of its name."""
 
 
 class Finished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finished"):
@@ -69,6 +71,14 @@ class Played(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="playe
     """An encoded trace; its images are references."""
     wire: dict[str, int] = {}
     """Bytes that crossed the worker's wire to the server so far, by what they were."""
+    held_bytes: int = 0
+    """What the rollout took in the worker's memory at its end."""
+
+
+class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="held"):
+    """Worker to orchestrator: what its rollouts take in memory now."""
+
+    held_bytes: int
 
 
 class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cancel"):
@@ -81,7 +91,7 @@ class Quit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="quit"):
     """End in order."""
 
 
-Control = Announce | Finish | Published | Ready | Finished | Play | Played | Cancel | Quit
+Control = Announce | Finish | Published | Ready | Finished | Play | Played | Held | Cancel | Quit
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Control)

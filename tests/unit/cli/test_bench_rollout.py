@@ -14,7 +14,14 @@ from PIL import Image
 from rich.console import Console
 
 from sightline.cli import bench_rollout
-from sightline.cli.bench_rollout import closing_lines, memory_table, turn_counts, wire_table
+from sightline.cli.bench_rollout import (
+    closing_lines,
+    cpu_table,
+    memory_table,
+    turn_counts,
+    wire_table,
+    write_plots,
+)
 from sightline.cli.main import main
 from sightline.envs import load_environment
 from sightline.envs.screenshots import Screenshots
@@ -115,15 +122,20 @@ def test_what_would_be_sent_again_is_counted_from_the_real_images(
 def test_the_tables_show_every_wire(figures: Figures) -> None:
     out = io.StringIO()
     console = Console(file=out, width=200)
-    for part in (memory_table([figures]), wire_table([figures]), *closing_lines([figures])):
+    for part in (
+        memory_table([figures]),
+        wire_table([figures]),
+        cpu_table([figures]),
+        *closing_lines([figures]),
+    ):
         console.print(part)
     shown = out.getvalue()
-    for words in ("orchestrator: peak", "worker-0: peak", "of which references", "data URLs"):
+    for words in ("orchestrator: peak", "worker-0: peak", "references", "data URLs", "CPU time"):
         assert words in shown
     assert "encoded images in messages, batches and traces: 0" in shown
 
 
-def test_the_command_plays_a_fifth_half_and_all_of_the_turns(
+def test_the_command_plays_rollouts_of_one_to_all_of_the_turns(
     figures: Figures, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[argparse.Namespace] = []
@@ -136,8 +148,23 @@ def test_the_command_plays_a_fifth_half_and_all_of_the_turns(
     assert main(["bench", "rollout", "--rollouts", "4", "--turns", "3"]) == 0
     assert "Bytes on each wire" in capsys.readouterr().out
     assert (asked[0].rollouts, asked[0].width, asked[0].height) == (4, 1280, 720)
-    assert turn_counts(50) == [10, 25, 50]
+    assert turn_counts(100) == [1, 10, 25, 50, 100]
     assert turn_counts(1) == [1]
+
+
+def test_cpu_time_is_read_for_both_processes(figures: Figures) -> None:
+    assert set(figures.cpu_s) == {ORCHESTRATOR, WORKER}
+    assert 0 < figures.request_cpu_s < figures.cpu_s[WORKER]
+
+
+def test_the_plots_show_every_figure_by_turns(figures: Figures, tmp_path: Path) -> None:
+    write_plots([figures, figures], tmp_path)
+    drawn = {
+        path.stem.removeprefix("bench_rollout_"): path.read_text() for path in tmp_path.iterdir()
+    }
+    assert set(drawn) == {"flat", "growing", "cpu", "memory"}
+    assert "prompt ids" in drawn["growing"] and "making the requests" in drawn["cpu"]
+    assert all(svg.startswith("<svg") for svg in drawn.values())
 
 
 @pytest.mark.parametrize("words", [["--rollouts", "0"], ["--turns", "0"], ["--width", "8"]])

@@ -127,3 +127,28 @@ def test_grpo_has_unit_deviation_and_no_std_keeps_the_scale() -> None:
 
 def test_messages_of_a_parsed_answer_are_messages() -> None:
     assert AssistantMessage(role="assistant", content=()).as_message() == assistant("")
+
+
+def cut_short(reward: float, turns: int = 1, per_turn: list[float] | None = None) -> Trace:
+    made = trace(reward, turns=turns, per_turn=per_turn)
+    made.error_kind = "truncated"
+    return made
+
+
+@pytest.mark.parametrize(("counts", "verdict"), [(True, "train"), (False, "truncated")])
+def test_whether_a_truncated_rollout_trains_is_a_setting(counts: bool, verdict: str) -> None:
+    made = judge()
+    made.count_truncated = counts
+    judged = made.judge(Group(0, [trace(0.0), trace(1.0), cut_short(0.5)]), step=1)
+    assert verdicts(judged) == ["train", "train", verdict]
+    assert len(judged.samples) == 2 + counts
+
+
+def test_a_truncated_rollout_without_a_turn_or_without_its_credit_never_trains() -> None:
+    nothing = cut_short(0.0, turns=0)
+    judged = judge().judge(Group(0, [trace(0.0), trace(1.0), nothing]), step=1)
+    assert verdicts(judged)[2] == "truncated"
+    group = [trace(0.0, per_turn=[0.0]), trace(1.0, per_turn=[1.0]), cut_short(0.0)]
+    assert verdicts(judge(by="turn").judge(Group(0, group), step=1))[2] == "truncated"
+    group[2] = cut_short(0.0, per_turn=[0.5])
+    assert verdicts(judge(by="turn").judge(Group(0, group), step=1))[2] == "train"

@@ -53,6 +53,7 @@ class World:
             max_lag=self.max_lag,
             probe_every=changes.get("probe_every", 0),
             max_empty_batches=2,
+            max_replaced=changes.get("max_replaced", 0),
             last_step=changes.get("last_step", 1000),
             check_room=lambda: None,
         )
@@ -195,3 +196,57 @@ def test_a_batch_that_was_never_announced_is_made_again(run_dir: RunDir) -> None
     books = Books.open(run_dir)
     assert not torn.exists()
     assert [a.step for a in books.announcements_after(0)] == [1, 2]
+
+
+def without_signal_below(group: int, world: World) -> None:
+    """Rewards that are all the same in the first groups, and differ in the later ones."""
+
+    def reward(play: Play) -> float:
+        index = int(play.group_id[1:])
+        return 0.5 if index < group else float(int(play.rollout_id.split(".")[1]) % 2)
+
+    world.reward_of = reward
+
+
+def seen(world: World) -> list[Collected]:
+    steps: list[Collected] = []
+    world.stepped = lambda step, collected: steps.append(collected)  # type: ignore[method-assign]
+    return steps
+
+
+def test_groups_without_signal_are_replaced(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=0)
+    without_signal_below(2, world)
+    steps = seen(world)
+    play(world, range(1, 3), max_replaced=3)
+    assert len(steps[0].samples) == len(steps[1].samples) == 3 * 2, "every place trains"
+    assert (steps[0].num_replaced, steps[0].num_without_signal, steps[0].num_judged) == (2, 2, 5)
+    assert (steps[1].num_replaced, steps[1].num_judged) == (0, 3)
+
+
+def test_no_more_groups_are_replaced_than_the_bound(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=0)
+    without_signal_below(3, world)
+    steps = seen(world)
+    play(world, range(1, 2), max_replaced=1)
+    assert (steps[0].num_replaced, steps[0].num_without_signal) == (1, 3)
+    assert len(steps[0].samples) == 1 * 2, "two places are filled by groups without signal"
+
+
+def test_groups_that_train_without_signal_are_not_replaced(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=0)
+    without_signal_below(2, world)
+    steps = seen(world)
+    parts = world.parts(max_replaced=3)
+    parts.judge.keep_without_signal = True
+
+    async def both() -> None:
+        adopting = asyncio.ensure_future(world.policy.keep_adopting())
+        try:
+            await run(parts, range(1, 2))
+        finally:
+            adopting.cancel()
+
+    asyncio.run(both())
+    assert (steps[0].num_replaced, steps[0].num_without_signal) == (0, 2)
+    assert len(steps[0].samples) == 3 * 2

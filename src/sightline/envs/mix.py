@@ -1,0 +1,60 @@
+"""Several environments in one run: each task is drawn from one of them, by weight."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from sightline.config import Env
+from sightline.envs.protocol import Environment, Task, load_environment
+from sightline.errors import ConfigError
+from sightline.message import Message
+
+
+class Mix(Environment):
+    """`pick` says whose task an index is; the same index and split always mean the same one."""
+
+    name = "mix"
+
+    def __init__(self, members: Sequence[tuple[Environment, float]]) -> None:
+        names = [env.name for env, _ in members]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(
+                    f"[[env.mix]]: two environments are called {name!r}",
+                    "give one of them a `label`: metrics are kept by name",
+                )
+        self.members = [env for env, _ in members]
+        self.shows_images = any(env.shows_images for env in self.members)
+        self._stops = list(itertools.accumulate(weight for _, weight in members))
+
+    def pick(self, index: int, split: str) -> Environment:
+        drawn = hashlib.blake2b(f"{split}:{index}".encode(), digest_size=8).digest()
+        at = int.from_bytes(drawn, "big") / 2**64 * self._stops[-1]
+        return self.members[min(bisect.bisect_right(self._stops, at), len(self.members) - 1)]
+
+    def task(self, index: int, split: str) -> Task:
+        return self.pick(index, split).task(index, split)
+
+    def rollout(self, task: Task, chat: Any) -> Any:
+        return self.pick(task.index, task.split).rollout(task, chat)
+
+    def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
+        return self.pick(task.index, task.split).demonstration(task, put, rng)
+
+
+def build_environment(env: Env) -> Environment:
+    """What `[env]` describes: one environment, or a mix."""
+    if not env.mix:
+        return load_environment(env.name, env.args)
+    members = []
+    for share in env.mix:
+        member = load_environment(share.name, share.args)
+        if share.label:
+            member.name = share.label
+        members.append((member, share.weight))
+    return Mix(members)

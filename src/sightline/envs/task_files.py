@@ -1,0 +1,216 @@
+"""Tasks from files: JSONL, parquet, or a folder that the `datasets` library saved.
+
+Rows are read when they are played; no file is loaded whole. Columns that hold images come back
+as refs: `read` puts them into the store. Columns are known for images by what the `datasets`
+library wrote into the file, or named in `images`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from sightline.envs.image_values import image_columns, with_images
+from sightline.errors import ConfigError
+from sightline.media import MediaRef
+
+Put = Callable[[Any], MediaRef]
+
+
+class Rows(Protocol):
+    """Rows by number, with the columns that are known to hold images."""
+
+    image_columns: frozenset[str]
+
+    def __len__(self) -> int: ...
+
+    def row(self, number: int) -> dict[str, Any]: ...
+
+
+class TaskFile:
+    """Rows of a file as tasks. The rows of one split are never those of another."""
+
+    def __init__(
+        self, rows: Rows, folder: Path, images: Sequence[str], shares: dict[str, float], seed: int
+    ) -> None:
+        self._rows = rows
+        self._folder = folder
+        self._images = rows.image_columns | frozenset(images)
+        order = list(range(len(rows)))
+        random.Random(seed).shuffle(order)
+        self._numbers: dict[str, list[int]] = {}
+        for split, share in shares.items():
+            size = round(share * len(rows))
+            self._numbers[split], order = order[:size], order[size:]
+        self._numbers["train"] = order
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def pick(self, index: int, split: str) -> int:
+        """The number of the row that is task `index` of a split; they come round again."""
+        numbers = self._numbers.get(split)
+        if not numbers:
+            raise ConfigError(
+                f"{len(self._rows)} rows leave none for the split {split!r}",
+                f"give it a share: open_tasks(..., {split}=0.1)",
+            )
+        return numbers[index % len(numbers)]
+
+    def read(self, number: int, put: Put) -> dict[str, Any]:
+        """A row, with refs in the places of its images."""
+        row = self._rows.row(number)
+        for column in self._images & row.keys():
+            row[column] = with_images(row[column], put, self._folder, f"row {number}, {column}")
+        return row
+
+
+def open_tasks(
+    path: str | Path,
+    part: str = "",
+    images: Sequence[str] = (),
+    eval: float = 0.1,
+    sft: float = 0.0,
+    seed: int = 0,
+) -> TaskFile:
+    """The tasks in a file, or in the `part` of a saved `DatasetDict`.
+
+    `eval` and `sft` are the shares of the rows that those splits get; the rest is for training.
+    """
+    found = Path(path)
+    if not found.exists():
+        raise ConfigError(f"no tasks at {found}", "check the path")
+    if found.is_dir():
+        rows, folder = _folder(found, part)
+    elif found.suffix in (".jsonl", ".ndjson"):
+        rows, folder = JsonlRows(found), found.parent
+    elif found.suffix == ".parquet":
+        rows, folder = ParquetRows(found), found.parent
+    else:
+        raise ConfigError(
+            f"{found}: tasks are not read from {found.suffix or 'such a file'}",
+            "give a .jsonl or .parquet file, or a folder of datasets' save_to_disk",
+        )
+    if not len(rows):
+        raise ConfigError(f"{found} has no rows", "a run needs tasks")
+    return TaskFile(rows, folder, images, {"eval": eval, "sft": sft}, seed)
+
+
+def _folder(path: Path, part: str) -> tuple[Rows, Path]:
+    several = path / "dataset_dict.json"
+    if several.is_file():
+        parts = json.loads(several.read_text())["splits"]
+        if part not in parts:
+            raise ConfigError(
+                f"{path} has the parts {', '.join(parts)}, and {part!r} was asked for",
+                "name one of them: open_tasks(path, part=...)",
+            )
+        return ArrowRows(path / part), path / part
+    if not (path / "state.json").is_file():
+        raise ConfigError(
+            f"{path} is no folder that datasets' save_to_disk wrote", "it would hold a state.json"
+        )
+    return ArrowRows(path), path
+
+
+class JsonlRows:
+    """A line a row; the file stays on disk, only where its lines begin is kept."""
+
+    image_columns: frozenset[str] = frozenset()
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._starts: list[int] = []
+        at = 0
+        with open(path, "rb") as file:
+            for line in file:
+                if line.strip():
+                    self._starts.append(at)
+                at += len(line)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def row(self, number: int) -> dict[str, Any]:
+        with open(self._path, "rb") as file:
+            file.seek(self._starts[number])
+            line = file.readline()
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{self._path}, row {number}: {error}", "mend the line") from error
+        if not isinstance(row, dict):
+            raise ConfigError(
+                f"{self._path}, row {number} is a {type(row).__name__}", "write an object a line"
+            )
+        return row
+
+
+class ParquetRows:
+    """Read by row group; the last one is kept, for rows that are asked for in a row."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = _pyarrow("pyarrow.parquet").ParquetFile(path, memory_map=True)
+        sizes = [
+            self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)
+        ]
+        self._stops = list(itertools.accumulate(sizes))
+        self._kept: tuple[int, Any] = (-1, None)
+        self.image_columns = image_columns(self._file.schema_arrow)
+
+    def __len__(self) -> int:
+        return self._stops[-1] if self._stops else 0
+
+    def row(self, number: int) -> dict[str, Any]:
+        group = bisect.bisect_right(self._stops, number)
+        kept, table = self._kept
+        if kept != group:
+            table = self._file.read_row_group(group)
+            self._kept = (group, table)
+        first = self._stops[group - 1] if group else 0
+        return _plain_row(table, number - first)
+
+
+class ArrowRows:
+    """Arrow files, mapped into memory: what the workers of a machine read is there once."""
+
+    def __init__(self, folder: Path) -> None:
+        pyarrow = _pyarrow("pyarrow")
+        names = [file["filename"] for file in json.loads((folder / "state.json").read_text())[
+            "_data_files"
+        ]]  # fmt: skip
+        tables = [
+            pyarrow.ipc.open_stream(pyarrow.memory_map(str(folder / name))).read_all()
+            for name in names
+        ]
+        self._table = pyarrow.concat_tables(tables)
+        self.image_columns = image_columns(self._table.schema)
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def row(self, number: int) -> dict[str, Any]:
+        return _plain_row(self._table, number)
+
+
+def _plain_row(table: Any, at: int) -> dict[str, Any]:
+    row: dict[str, Any] = table.slice(at, 1).to_pylist()[0]
+    return row
+
+
+def _pyarrow(name: str) -> Any:
+    import importlib
+
+    try:
+        module = importlib.import_module(name)
+        importlib.import_module("pyarrow.ipc")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "tasks in parquet or arrow files need pyarrow", "pip install 'sightline[data]'"
+        ) from error
+    return module

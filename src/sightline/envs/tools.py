@@ -1,0 +1,186 @@
+"""Python functions as tools: their schemas for the prompt, their results for the next message."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal
+
+import msgspec
+
+from sightline.errors import ConfigError
+from sightline.media import MediaRef
+from sightline.message import AssistantMessage, ImagePart, Message, Part, TextPart, ToolCall
+from sightline.message import join_texts as joined
+
+Put = Callable[[Any], MediaRef]
+SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
+
+
+class ToolError(Exception):
+    """Raised by a tool for what the model got wrong: it is told so, and may try again."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    function: Callable[..., Any]
+    schema: dict[str, Any]
+    hints: dict[str, Any]
+    """The type of each parameter."""
+    required: frozenset[str]
+
+
+class Toolbox:
+    """Tools from functions: `Toolbox(click, scroll)`.
+
+    The name, the first paragraph of the docstring and the annotated parameters of a function
+    describe it to the model; `Annotated[int, "pixels from the left"]` describes a parameter. A
+    result is text, an image, anything that JSON can say, or a tuple of those.
+    """
+
+    def __init__(self, *functions: Callable[..., Any]) -> None:
+        self._tools = {function.__name__: _tool(function) for function in functions}
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What `chat.send(..., tools=...)` takes."""
+        return [tool.schema for tool in self._tools.values()]
+
+    async def run(self, said: AssistantMessage, put: Put) -> list[Message]:
+        """Makes the calls in their order and returns a message for each.
+
+        Functions that are not async run in a thread: the event loop goes on meanwhile.
+        """
+        answers = []
+        for call in said.tool_calls:
+            try:
+                function, values = self._bound(call)
+                if inspect.iscoroutinefunction(function):
+                    result = await function(**values)
+                else:
+                    result = await asyncio.to_thread(function, **values)
+            except ToolError as error:
+                result = f"error: {error}"
+            answers.append(_answer(call, result, put))
+        return answers
+
+    def run_blocking(self, said: AssistantMessage, put: Put) -> list[Message]:
+        """The same for a rollout that is a plain function."""
+        answers = []
+        for call in said.tool_calls:
+            try:
+                function, values = self._bound(call)
+                result = function(**values)
+            except ToolError as error:
+                result = f"error: {error}"
+            answers.append(_answer(call, result, put))
+        return answers
+
+    def _bound(self, call: ToolCall) -> tuple[Callable[..., Any], dict[str, Any]]:
+        tool = self._tools.get(call.name)
+        if tool is None:
+            raise ToolError(f"no tool {call.name!r}; there are {', '.join(self._tools)}")
+        try:
+            given = json.loads(call.arguments or "{}")
+        except ValueError as error:
+            raise ToolError(f"the arguments are not JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise ToolError("the arguments are not an object")
+        if unknown := given.keys() - tool.hints.keys():
+            raise ToolError(f"unknown arguments: {', '.join(sorted(unknown))}")
+        if missing := tool.required - given.keys():
+            raise ToolError(f"missing arguments: {', '.join(sorted(missing))}")
+        values = {}
+        for name, value in given.items():
+            try:
+                values[name] = msgspec.convert(value, tool.hints[name])
+            except msgspec.ValidationError as error:
+                raise ToolError(f"{name}: {error}") from error
+        return tool.function, values
+
+
+def _tool(function: Callable[..., Any]) -> Tool:
+    hints = typing.get_type_hints(function, include_extras=True)
+    hints.pop("return", None)
+    properties, required, types = {}, [], {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ConfigError(f"tool {function.__name__}: *{name}", "name its parameters")
+        if name not in hints:
+            raise ConfigError(
+                f"tool {function.__name__}: parameter {name} has no type", "annotate it"
+            )
+        types[name], note = _described(hints[name])
+        properties[name] = _schema(types[name], f"tool {function.__name__}: parameter {name}")
+        if note:
+            properties[name]["description"] = note
+        if parameter.default is parameter.empty:
+            required.append(name)
+        else:
+            properties[name]["default"] = parameter.default
+    schema = {
+        "type": "function",
+        "function": {
+            "name": function.__name__,
+            "description": _first_paragraph(function),
+            "parameters": {"type": "object", "properties": properties, "required": required},
+        },
+    }
+    return Tool(function, schema, types, frozenset(required))
+
+
+def _first_paragraph(function: Callable[..., Any]) -> str:
+    return " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+
+
+def _described(hint: Any) -> tuple[Any, str]:
+    if typing.get_origin(hint) is not typing.Annotated:
+        return hint, ""
+    kind, *notes = typing.get_args(hint)
+    return kind, next((note for note in notes if isinstance(note, str)), "")
+
+
+def _schema(hint: Any, where: str) -> dict[str, Any]:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint in SIMPLE:
+        return {"type": SIMPLE[hint]}
+    if origin is Literal:
+        return {"enum": list(args)}
+    if origin in (typing.Union, UnionType):
+        return {"anyOf": [_schema(kind, where) for kind in args]}
+    if hint is list or origin is list:
+        return {"type": "array", **({"items": _schema(args[0], where)} if args else {})}
+    if hint is dict or origin is dict:
+        return {"type": "object"}
+    raise ConfigError(
+        f"{where}: {hint} has no JSON type",
+        "use str, int, float, bool, Literal, list, dict, or a union of those",
+    )
+
+
+def _answer(call: ToolCall, result: Any, put: Put) -> Message:
+    results = result if isinstance(result, tuple) else (result,)
+    parts = joined([_part(one, put) for one in results if one is not None])
+    return Message(role="tool", content=parts, tool_call_id=call.id or None)
+
+
+def _part(result: Any, put: Put) -> Part:
+    if isinstance(result, str):
+        return TextPart(result)
+    if isinstance(result, MediaRef):
+        return ImagePart(result)
+    if isinstance(result, bytes | Path) or hasattr(result, "getbands"):  # or a PIL image
+        return ImagePart(put(result))
+    try:
+        return TextPart(msgspec.json.encode(result).decode())
+    except TypeError as error:
+        raise ConfigError(
+            f"a tool returned a {type(result).__name__}",
+            "return text, an image, what JSON can say, or a tuple of those",
+        ) from error

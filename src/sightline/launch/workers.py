@@ -1,0 +1,120 @@
+"""Watches the environment workers and replaces those that user code has broken.
+
+    crash     the process has ended
+    hang      its event loop, or a thread of a rollout that is over, stands still for `hang_s`;
+              or the process gives no sign of life at all
+    leak      its memory is above the limit
+
+A worker that breaks costs the rollouts that it was playing. Its successor has the same name and
+tells the orchestrator so; the orchestrator counts what was lost.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sightline.config import RunFile
+from sightline.launch.processes import Processes, Spec
+from sightline.rollout.beat import read_beat
+
+ROLLOUTS_PER_WORKER = 64
+MEMORY_SHARE = 0.5
+"""Of the machine's memory, for all workers together."""
+SILENT_S = 60.0
+"""A thread that cannot run for so long has a process that is stopped, or that never lets go of
+the interpreter."""
+LOOK_EVERY_S = 1.0
+
+
+def num_in_flight(config: RunFile) -> int:
+    """Rollouts that may be under way at the same time."""
+    settings = config.orchestrator
+    at_once = settings.groups_per_step * settings.group_size * max(1, settings.max_lag)
+    return min(at_once, config.rollout.max_in_flight or at_once)
+
+
+def resolve_workers(config: RunFile, cores: int) -> tuple[RunFile, str]:
+    """The run file with its number of workers, and the line that says why that many."""
+    asked, in_flight = config.rollout.workers, num_in_flight(config)
+    if asked:
+        return config, f"workers: {asked} ([rollout] workers)"
+    wanted = math.ceil(in_flight / ROLLOUTS_PER_WORKER)
+    number = max(1, min(cores, wanted))
+    rollout = config.rollout.model_copy(update={"workers": number})
+    why = f"{in_flight} rollouts in flight, up to {ROLLOUTS_PER_WORKER} a worker; {cores} cores"
+    return config.model_copy(update={"rollout": rollout}), f"workers: {number} ({why})"
+
+
+def memory_limit(config: RunFile) -> int:
+    """Bytes that one worker may have."""
+    if config.rollout.worker_max_gb:
+        return int(config.rollout.worker_max_gb * 1e9)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(total * MEMORY_SHARE / max(1, config.rollout.workers))
+
+
+def beat_file(logs: Path, name: str) -> Path:
+    return logs / f"{name}.beat"
+
+
+@dataclass
+class Workers:
+    """Call `tend` often; it looks once a second."""
+
+    processes: Processes
+    specs: list[Spec]
+    hang_s: float
+    max_bytes: int
+    on_lost: Callable[[str, str], None]
+    """Hears the name of a worker that was replaced, and why."""
+
+    def __post_init__(self) -> None:
+        self._looked = 0.0
+        for spec in self.specs:
+            self._beat(spec).unlink(missing_ok=True)
+
+    def tend(self) -> None:
+        now = time.monotonic()
+        for spec in self.specs:
+            # A worker that ends before its first beat never worked: that ends the run.
+            if self.processes.code(spec.name) and self._beat(spec).exists():
+                self._replace(spec, self._how_it_ended(spec))
+        if now - self._looked < LOOK_EVERY_S:
+            return
+        self._looked = now
+        for spec in self.specs:
+            if self.processes.code(spec.name) is None and (why := self._fault(spec, now)):
+                self.processes.kill_one(spec.name)
+                self._replace(spec, why)
+
+    def _beat(self, spec: Spec) -> Path:
+        return beat_file(self.processes.run_dir.logs, spec.name)
+
+    def _how_it_ended(self, spec: Spec) -> str:
+        code = self.processes.code(spec.name)
+        return f"crash: {self.processes.explain(spec.name, code or 0).problem}"
+
+    def _fault(self, spec: Spec, now: float) -> str:
+        beat = read_beat(self._beat(spec))
+        if beat is None:
+            return ""
+        size = self.processes.resident_bytes(spec.name)
+        if size > self.max_bytes:
+            return f"leak: it held {size / 1e9:.2f} GB, its limit is {self.max_bytes / 1e9:.2f}"
+        if now - beat.time_s > SILENT_S:
+            return f"hang: no sign of life for {now - beat.time_s:.0f} s"
+        if beat.time_s - beat.loop_s > self.hang_s:
+            return f"hang: its event loop stood still for {beat.time_s - beat.loop_s:.0f} s"
+        if beat.stuck_s > self.hang_s:
+            return f"hang: a thread has outlived its rollout by {beat.stuck_s:.0f} s"
+        return ""
+
+    def _replace(self, spec: Spec, why: str) -> None:
+        self._beat(spec).unlink(missing_ok=True)
+        self.processes.start(replace(spec, arguments=[*spec.arguments, "--after", why]))
+        self.on_lost(spec.name, why)

@@ -1,0 +1,83 @@
+"""A worker's heartbeat: a small file that a thread of its own writes, whatever user code does.
+
+worker: thread --beat--> logs/worker-N.beat <--reads-- launcher
+  the thread waits for: nothing but its clock     the launcher waits for: nothing
+
+The launcher reads two things from it. That the process lives: the beat is young. That its event
+loop turns: the loop's own mark in the beat is young. User code that never gives the loop back,
+or a thread that never returns, shows in the second and not in the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+BEAT_S = 0.5
+
+
+class Beat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Times are of the machine's monotonic clock, which its processes share."""
+
+    number: int
+    time_s: float
+    loop_s: float
+    """When the event loop last had a turn."""
+    stuck_s: float
+    """For how long the oldest thread has outlived its rollout."""
+    running: int
+    """Rollouts under way."""
+    longest_gap_s: float
+    """Between two beats so far."""
+
+
+def read_beat(path: Path) -> Beat | None:
+    """The last beat; None before the first."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Beat)
+    except FileNotFoundError:
+        return None
+
+
+@dataclass
+class Heart:
+    path: Path
+    running: Callable[[], int]
+    stuck_s: Callable[[], float]
+    every_s: float = BEAT_S
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        """Called in the event loop."""
+        self._loop_s = time.monotonic()
+        self._turning = asyncio.ensure_future(self._turn())
+        threading.Thread(target=self._beat, daemon=True, name="heart").start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._turning.cancel()
+
+    async def _turn(self) -> None:
+        while True:
+            self._loop_s = time.monotonic()
+            await asyncio.sleep(self.every_s / 2)
+
+    def _beat(self) -> None:
+        number, last, longest = 0, time.monotonic(), 0.0
+        while True:
+            now = time.monotonic()
+            longest, last, number = max(longest, now - last), now, number + 1
+            beat = Beat(number, now, self._loop_s, self.stuck_s(), self.running(), longest)
+            # Not synced: a beat that outlasts the machine is of no use to anyone.
+            part = self.path.with_name(f".{self.path.name}.part")
+            part.write_bytes(msgspec.json.encode(beat))
+            os.replace(part, self.path)
+            if self._stop.wait(self.every_s):
+                return

@@ -1,0 +1,119 @@
+"""A judge behind a real HTTP server, which fails in every way that it can."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from PIL import Image
+
+from sightline.envs.judge_model import JudgeModel
+from sightline.errors import JudgeFailed
+from sightline.media import MediaStore
+from sightline.message import user
+
+Answer = Callable[[int], web.Response | Awaitable[web.Response]]
+
+
+def says(text: Any) -> web.Response:
+    return web.json_response({"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+
+def ask(answer: Answer, store: MediaStore, *parts: Any, **settings: Any) -> tuple[Any, list[Any]]:
+    """What `score` makes of a server that gives `answer(n)` to the n-th request."""
+    bodies: list[Any] = []
+
+    async def serve(http: web.Request) -> web.Response:
+        bodies.append((await http.json(), http.headers.get("Authorization")))
+        made = answer(len(bodies))
+        return made if isinstance(made, web.Response) else await made
+
+    async def main() -> Any:
+        app = web.Application(client_max_size=1 << 24)
+        app.router.add_post("/v1/chat/completions", serve)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        judge = JudgeModel(f"{site.name}/v1", "strict", "key", first_wait_s=0.001, **settings)
+        try:
+            return await judge.score([user(*(parts or ("How good is it?",)))], store.get)
+        except JudgeFailed as error:
+            return error
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(main()), bodies
+
+
+def test_the_last_score_of_the_answer_counts(store: MediaStore) -> None:
+    score, bodies = ask(lambda n: says("Score: 1 is too much.\n**Score:** 0.25"), store)
+    assert score == 0.25
+    body, key = bodies[0]
+    assert body["model"] == "strict" and key == "Bearer key"
+
+
+def test_images_go_out_as_data_urls_of_the_very_bytes(store: MediaStore) -> None:
+    ref = store.put(Image.new("RGB", (40, 30), (1, 2, 3)))
+    _, bodies = ask(lambda n: says("score 1"), store, "this:", ref)
+    text, image = bodies[0][0]["messages"][0]["content"]
+    assert text == {"type": "text", "text": "this:"}
+    head, _, data = image["image_url"]["url"].partition(",")
+    assert head == "data:image/png;base64" and base64.b64decode(data) == store.get(ref)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_what_may_heal_is_tried_again(store: MediaStore, status: int) -> None:
+    score, bodies = ask(lambda n: says("score 1") if n == 3 else web.Response(status=status), store)
+    assert score == 1.0 and len(bodies) == 3
+
+
+def test_what_stays_broken_is_a_typed_failure(store: MediaStore) -> None:
+    error, bodies = ask(lambda n: web.Response(status=503, text="busy"), store, tries=3)
+    assert isinstance(error, JudgeFailed) and "503 busy" in error.problem and len(bodies) == 3
+
+
+def test_a_refusal_is_not_repeated(store: MediaStore) -> None:
+    error, bodies = ask(lambda n: web.Response(status=401, text="who are you"), store)
+    assert isinstance(error, JudgeFailed) and "who are you" in error.problem and len(bodies) == 1
+
+
+def test_a_judge_that_says_nothing_in_time_has_failed(store: MediaStore) -> None:
+    async def slow() -> web.Response:
+        await asyncio.sleep(60)
+        return says("score 1")
+
+    error, bodies = ask(lambda n: slow(), store, timeout_s=0.05, tries=2)
+    assert isinstance(error, JudgeFailed) and "Timeout" in error.problem and len(bodies) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (says("excellent!"), "gave no score"),
+        (says("Score: 7"), "outside 0.0 to 1.0"),
+        (says(None), "without choices"),
+        (web.json_response({"choices": []}), "without choices"),
+        (web.Response(text="<html>"), "JSONDecodeError"),
+    ],
+)
+def test_an_answer_without_a_verdict_is_a_failure(
+    store: MediaStore, answer: web.Response, problem: str
+) -> None:
+    text, kind = answer.body, answer.content_type
+
+    def again(n: int) -> web.Response:
+        return web.Response(body=text, content_type=kind)
+
+    error, _ = ask(again, store, tries=2)
+    assert isinstance(error, JudgeFailed) and problem in error.problem
+
+
+def test_nobody_listening_is_a_failure(store: MediaStore) -> None:
+    judge = JudgeModel("http://127.0.0.1:9/v1", "m", tries=2, first_wait_s=0.001)
+    with pytest.raises(JudgeFailed, match="failed 2 times"):
+        asyncio.run(judge.ask([{"role": "user", "content": "?"}], store.get))

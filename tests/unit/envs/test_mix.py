@@ -1,0 +1,67 @@
+"""Several environments in one run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from sightline.config import RunFile, check, dump, load
+from sightline.envs.mix import Mix, build_environment
+from sightline.errors import ConfigError
+
+
+def run_file(**env: Any) -> RunFile:
+    return check(RunFile, {"model": {"path": "m"}, "env": env}, "run.toml")
+
+
+MIXED: dict[str, Any] = {
+    "mix": [
+        {"name": "color_codeword", "weight": 3.0, "args": {"squares": 2}},
+        {"name": "color_codeword", "label": "hard", "args": {"squares": 4}},
+    ]
+}
+
+
+def test_tasks_come_by_weight_and_always_from_the_same_one() -> None:
+    env = build_environment(run_file(**MIXED).env)
+    drawn = [env.pick(i, "train") for i in range(4000)]
+    share = Counter(member.name for member in drawn)
+    assert 0.72 < share["color_codeword"] / 4000 < 0.78
+    assert [env.pick(i, "train") for i in range(4000)] == drawn
+    for index in range(20):
+        squares = 2 if env.pick(index, "eval").name == "color_codeword" else 4
+        assert len(env.task(index, "eval").data) == 3 * squares
+
+
+def test_a_mix_survives_the_round_trip(tmp_path: Any) -> None:
+    first = run_file(**MIXED)
+    (tmp_path / "run.toml").write_text(dump(first))
+    assert load(RunFile, tmp_path / "run.toml") == first
+
+
+def test_one_environment_stays_as_it_was() -> None:
+    env = build_environment(run_file(name="color_codeword", args={"squares": 2}).env)
+    assert not isinstance(env, Mix) and env.pick(5, "train") is env
+
+
+@pytest.mark.parametrize(
+    ("env", "problem"),
+    [
+        ({}, r"\[env\] name is missing"),
+        ({"name": "color_codeword", **MIXED}, "stand in the"),
+        ({"args": {"squares": 1}, **MIXED}, "stand in the"),
+        ({"mix": [{"weight": 1.0}]}, "name is missing"),
+        ({"mix": [{"name": "x", "weight": 0}]}, "greater than 0"),
+    ],
+)
+def test_what_cannot_be_mixed_is_refused(env: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        run_file(**env)
+
+
+def test_two_of_one_name_are_told_apart_by_a_label() -> None:
+    same = [{"name": "color_codeword"}, {"name": "color_codeword"}]
+    with pytest.raises(ConfigError, match="two environments are called 'color_codeword'"):
+        build_environment(run_file(mix=same).env)

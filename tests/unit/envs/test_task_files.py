@@ -1,0 +1,130 @@
+"""Tasks from files. The parquet file and the folder were written by `datasets` itself."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sightline.envs.task_files import open_tasks
+from sightline.errors import ConfigError, MediaRefused
+from sightline.media import MediaStore
+
+GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "datasets"
+
+
+def png(colour: tuple[int, int, int]) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (20, 10), colour).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    (tmp_path / "shots").mkdir()
+    (tmp_path / "shots" / "a.png").write_bytes(png((1, 0, 0)))
+    url = "data:image/png;base64," + base64.b64encode(png((2, 0, 0))).decode()
+    rows = [{"n": 0, "image": "shots/a.png"}, {"n": 1, "image": url}, {"n": 2, "image": None}]
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def test_rows_of_jsonl_bring_images_by_path_and_by_data_url(jsonl: Path, store: MediaStore) -> None:
+    tasks = open_tasks(jsonl, images=["image"], eval=0)
+    assert len(tasks) == 3
+    first, second, third = (tasks.read(n, store.put) for n in range(3))
+    assert [row["n"] for row in (first, second, third)] == [0, 1, 2]
+    assert store.get(first["image"]) == png((1, 0, 0))
+    assert store.get(second["image"]) == png((2, 0, 0))
+    assert third["image"] is None
+
+
+@pytest.mark.parametrize("path", ["rows.parquet", "folder"])
+def test_image_columns_of_datasets_go_into_the_store(path: str, store: MediaStore) -> None:
+    tasks = open_tasks(GOLDEN / path, part="train" if path == "folder" else "", eval=0)
+    assert len(tasks) == 5
+    for number in range(5):
+        row = tasks.read(number, store.put)
+        assert row["question"] == f"q{number}" and row["answer"] == number
+        assert (row["image"].width, row["image"].height) == (32 + number, 32)
+        assert store.image(row["image"]).getpixel((0, 0)) == (40 * number, 0, 0)
+        assert [(ref.width, ref.height) for ref in row["more"]] == [(16, 16)] * (number % 2)
+
+
+def test_a_part_of_a_folder_is_named(store: MediaStore) -> None:
+    assert len(open_tasks(GOLDEN / "folder", part="test", eval=0)) == 2
+    assert len(open_tasks(GOLDEN / "folder" / "test", eval=0)) == 2
+    with pytest.raises(ConfigError, match="the parts train, test"):
+        open_tasks(GOLDEN / "folder")
+
+
+def test_parquet_is_read_by_row_group(tmp_path: Path, store: MediaStore) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"n": list(range(10))})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet", row_group_size=3)
+    tasks = open_tasks(tmp_path / "t.parquet", eval=0)
+    assert [tasks.read(n, store.put)["n"] for n in (9, 0, 3, 2, 8)] == [9, 0, 3, 2, 8]
+
+
+def test_splits_share_no_row_and_come_round_again(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(json.dumps({"n": n}) for n in range(100)))
+    tasks = open_tasks(path, eval=0.2, sft=0.1, seed=3)
+    rows = {s: {tasks.pick(i, s) for i in range(300)} for s in ("train", "eval", "sft")}
+    assert [len(rows[s]) for s in ("train", "eval", "sft")] == [70, 20, 10]
+    assert set.union(*rows.values()) == set(range(100))
+    again = open_tasks(path, eval=0.2, sft=0.1, seed=3)
+    assert [again.pick(i, "train") for i in range(9)] == [tasks.pick(i, "train") for i in range(9)]
+    with pytest.raises(ConfigError, match="none for the split 'sft'"):
+        open_tasks(path).pick(0, "sft")
+
+
+@pytest.mark.parametrize("name", ["../outside.png", "/etc/passwd", "way/../../outside.png"])
+def test_a_path_that_leads_out_is_refused(tmp_path: Path, store: MediaStore, name: str) -> None:
+    (tmp_path / "outside.png").write_bytes(png((1, 1, 1)))
+    path = tmp_path / "in" / "t.jsonl"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"image": name}))
+    with pytest.raises(MediaRefused, match="row 0, image: .* leads out"):
+        open_tasks(path, images=["image"], eval=0).read(0, store.put)
+
+
+def test_a_link_that_leads_out_is_refused(tmp_path: Path, store: MediaStore) -> None:
+    (tmp_path / "outside.png").write_bytes(png((1, 1, 1)))
+    path = tmp_path / "in" / "t.jsonl"
+    path.parent.mkdir()
+    (path.parent / "a.png").symlink_to(tmp_path / "outside.png")
+    path.write_text(json.dumps({"image": "a.png"}))
+    with pytest.raises(MediaRefused, match="leads out"):
+        open_tasks(path, images=["image"], eval=0).read(0, store.put)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("t.csv", "a,b", "not read from .csv"),
+        ("t.jsonl", "", "no rows"),
+        ("missing.jsonl", None, "no tasks at"),
+    ],
+)
+def test_what_is_no_file_of_tasks_is_refused(
+    tmp_path: Path, name: str, text: str | None, problem: str
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=problem):
+        open_tasks(tmp_path / name)
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path: Path, store: MediaStore) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"n": 1}\n{"n":\n')
+    with pytest.raises(ConfigError, match="row 1: "):
+        open_tasks(path, eval=0).read(1, store.put)

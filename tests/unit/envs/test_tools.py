@@ -1,0 +1,112 @@
+"""Functions as tools: what the model is told of them, and what it is told back."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+import pytest
+from PIL import Image
+
+from sightline.envs.tools import Toolbox, ToolError
+from sightline.errors import ConfigError
+from sightline.families import load_renderer
+from sightline.media import MediaStore
+from sightline.message import AssistantMessage, ToolCall, user
+
+
+def move(
+    way: Annotated[Literal["up", "down"], "where to go"], steps: int = 1, hard: bool | None = None
+) -> tuple[str, Image.Image]:
+    """Moves the piece.
+
+    More that the model is not told.
+    """
+    if steps > 3:
+        raise ToolError("too far")
+    return f"moved {way} by {steps}", Image.new("RGB", (32, 32), (steps, 0, 0))
+
+
+async def look(places: list[str]) -> dict[str, int]:
+    return {place: len(place) for place in places}
+
+
+def calls(*pairs: tuple[str, str]) -> AssistantMessage:
+    made = tuple(ToolCall(name, text, f"c{i}") for i, (name, text) in enumerate(pairs))
+    return AssistantMessage(role="assistant", tool_calls=made)
+
+
+def run(said: AssistantMessage, store: MediaStore) -> list[Any]:
+    return asyncio.run(Toolbox(move, look).run(said, store.put))
+
+
+def test_a_function_describes_itself() -> None:
+    schema = Toolbox(move).schemas[0]["function"]
+    assert schema["name"] == "move" and schema["description"] == "Moves the piece."
+    assert schema["parameters"]["required"] == ["way"]
+    assert schema["parameters"]["properties"] == {
+        "way": {"enum": ["up", "down"], "description": "where to go"},
+        "steps": {"type": "integer", "default": 1},
+        "hard": {"anyOf": [{"type": "boolean"}, {"type": "null"}], "default": None},
+    }
+
+
+def test_what_cannot_be_described_is_refused() -> None:
+    def untyped(x) -> str:  # type: ignore[no-untyped-def]
+        return ""
+
+    def strange(x: object) -> str:
+        return ""
+
+    for function in (untyped, strange):
+        with pytest.raises(ConfigError, match="parameter x"):
+            Toolbox(function)
+
+
+def test_results_are_text_images_and_json(store: MediaStore) -> None:
+    said = calls(("move", '{"way": "up", "steps": 2}'), ("look", '{"places": ["sea", "hill"]}'))
+    moved, looked = run(said, store)
+    assert moved.role == "tool" and moved.tool_call_id == "c0" and moved.text == "moved up by 2"
+    assert store.image(moved.images[0]).getpixel((0, 0)) == (2, 0, 0)
+    assert looked.text == '{"sea":3,"hill":4}'
+    assert Toolbox(move).run_blocking(calls(("move", '{"way": "up", "steps": 2}')), store.put) == [
+        moved
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (("jump", "{}"), "no tool 'jump'; there are move, look"),
+        (("move", "{"), "the arguments are not JSON"),
+        (("move", "[1]"), "not an object"),
+        (("move", "{}"), "missing arguments: way"),
+        (("move", '{"way": "up", "far": 1}'), "unknown arguments: far"),
+        (("move", '{"way": "left"}'), "way: Invalid enum value"),
+        (("move", '{"way": "up", "steps": "two"}'), "steps: Expected `int`, got `str`"),
+        (("move", '{"way": "up", "steps": 9}'), "too far"),
+    ],
+)
+def test_what_the_model_got_wrong_is_told_to_it(
+    store: MediaStore, call: tuple[str, str], told: str
+) -> None:
+    (answer,) = run(calls(call), store)
+    assert answer.text.startswith("error: ") and told in answer.text
+
+
+def test_a_failure_of_the_tool_itself_is_not_the_models(store: MediaStore) -> None:
+    def broken() -> str:
+        raise RuntimeError("no display")
+
+    with pytest.raises(RuntimeError, match="no display"):
+        Toolbox(broken).run_blocking(calls(("broken", "{}")), store.put)
+
+
+def test_schemas_and_answers_render(tiny_model: Any, store: MediaStore) -> None:
+    renderer, tools = load_renderer(tiny_model, store), Toolbox(move)
+    said = calls(("move", '{"way": "up"}'))
+    rendered = renderer.render(
+        [user("go"), said, *tools.run_blocking(said, store.put)], tools.schemas
+    )
+    text = renderer.decode(rendered.token_ids)
+    assert "where to go" in text and "moved up by 1" in text and len(rendered.slots) == 1

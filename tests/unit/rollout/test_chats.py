@@ -1,0 +1,275 @@
+"""Chats of both kinds: images in the background, plain functions in threads, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from unit.rollout.test_many import playing
+
+from sightline.envs import BlockingChat, Environment, Outcome, Task
+from sightline.errors import MediaRefused, Truncated
+from sightline.families import load_renderer
+from sightline.media import MediaRef, MediaStore
+from sightline.message import user
+from sightline.rollout.play import Player
+from sightline.trace import Trace, decode
+from sightline.wire.control import Play
+
+
+class Plays(Environment):
+    """A rollout that is given."""
+
+    name = "plays"
+
+    def __init__(self, rollout: Any) -> None:
+        self.rollout = rollout
+
+    def task(self, index: int, split: str) -> Task:
+        return Task(index, split)
+
+
+def picture(level: int = 0) -> Image.Image:
+    return Image.new("RGB", (64, 64), (level, 0, 0))
+
+
+class Trial:
+    """Plays one rollout against a policy that says random text."""
+
+    def __init__(self, model: Path, store: MediaStore) -> None:
+        self.store, self.renderer = store, load_renderer(model, store)
+
+    def __call__(self, rollout: Any, env: Environment | None = None, **limits: Any) -> Trace:
+        async def main() -> Trace:
+            async with playing(env or Plays(rollout), self.renderer, self.store) as player:
+                for name, value in limits.items():
+                    setattr(player, name, value)
+                self.player: Player = player
+                played = await player.play(Play("r", "g", 0, "train", 7, 1.0))
+                return decode(played.trace)
+
+        return asyncio.run(main())
+
+
+@pytest.fixture
+def play(tiny_model: Path, store: MediaStore) -> Trial:
+    return Trial(tiny_model, store)
+
+
+# --- images in the background
+
+
+def test_a_put_gives_a_ref_at_once_that_messages_take(play: Trial) -> None:
+    seen: list[MediaRef] = []
+
+    async def rollout(task: Task, chat: Any) -> float:
+        ref = chat.put(picture())
+        assert isinstance(ref, MediaRef)
+        await chat.send([user("one", ref)])
+        part = {"type": "image_url", "image_url": {"url": ref.url}}
+        await chat.send([{"role": "user", "content": [part, {"type": "image", "image": ref}]}])
+        seen.append(ref)
+        return 1.0
+
+    trace = play(rollout)
+    assert not trace.error and trace.num_images_shown == 3
+    assert {slot.item.ref for node in trace.nodes for slot in node.slots} == set(seen)
+    assert (seen[0].width, seen[0].mime) == (64, "image/png") and play.store.has(seen[0].digest)
+
+
+class SlowStore(MediaStore):
+    """A store that works only while the event loop turns: a put that held it up would hang."""
+
+    loop: asyncio.AbstractEventLoop
+    num_put = 0
+
+    def put(self, source: Any) -> MediaRef:
+        turned = threading.Event()
+        self.loop.call_soon_threadsafe(turned.set)
+        assert turned.wait(30), "the event loop stands still while the store works"
+        self.num_put += 1
+        return super().put(source)
+
+
+def test_the_event_loop_turns_while_the_store_works(tiny_model: Path, tmp_path: Path) -> None:
+    store = SlowStore(tmp_path / "media")
+
+    async def rollout(task: Task, chat: Any) -> float:
+        store.loop = asyncio.get_running_loop()
+        for turn in range(3):
+            await chat.send([user(chat.put(picture(turn)))])
+        return 1.0
+
+    trace = Trial(tiny_model, store)(rollout)
+    assert not trace.error and store.num_put == 3
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_a_bad_image_costs_the_rollout_whether_it_is_sent_or_not(play: Trial, sends: bool) -> None:
+    async def rollout(task: Task, chat: Any) -> float:
+        ref = chat.put(b"\x89PNG\r\n\x1a\n and then nothing")
+        if sends:
+            await chat.send([user(ref)])
+        return 1.0
+
+    trace = play(rollout)
+    assert trace.error_kind == MediaRefused.__name__ and trace.reward is None and not trace.nodes
+
+
+def test_what_is_held_is_counted_until_the_store_has_it(play: Trial) -> None:
+    held = []
+
+    async def rollout(task: Task, chat: Any) -> float:
+        chat.put(picture())
+        held.append(play.player.held_bytes)
+        await chat.send([user("hello")])
+        held.append(play.player.held_bytes)
+        return 1.0
+
+    assert not play(rollout).error
+    assert held[0] == 3 * 64 * 64 and 0 < held[1] < held[0]
+    assert play.player.held_bytes == 0
+
+
+# --- plain functions
+
+
+def test_a_plain_function_plays_like_an_async_one(play: Trial) -> None:
+    async def waits(task: Task, chat: Any) -> dict[str, float]:
+        said = await chat.send([user("one", chat.put(picture(1)))])
+        await chat.ask([user("two", chat.put(picture(chat.rng.randrange(9))))])
+        return {"a": float(len(said.text)), "b": 1.0}
+
+    def plain(task: Task, chat: BlockingChat) -> dict[str, float]:
+        said = chat.send([user("one", chat.put(picture(1)))])
+        chat.ask([user("two", chat.put(picture(chat.rng.randrange(9))))])
+        return {"a": float(len(said.text)), "b": 1.0}
+
+    one, other = play(waits), play(plain)
+    assert not one.error and not other.error, other.error
+    assert one.reward == other.reward and one.rewards == other.rewards
+    assert [n.token_ids for n in one.nodes] == [n.token_ids for n in other.nodes]
+    assert [n.slots for n in one.nodes] == [n.slots for n in other.nodes]
+
+
+def test_more_plain_functions_than_any_pool_has_threads_wait_for_one_another(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    everyone = threading.Barrier(100)
+
+    def rollout(task: Task, chat: BlockingChat) -> float:
+        everyone.wait(60)
+        chat.send([user("hello")])
+        return 1.0
+
+    async def main() -> list[Trace]:
+        async with playing(Plays(rollout), load_renderer(tiny_model, store), store) as player:
+            plays = (Play(f"r{i}", "g", i, "train", i, 1.0) for i in range(100))
+            played = await asyncio.gather(*(player.play(one) for one in plays))
+            return [decode(one.trace) for one in played]
+
+    assert [trace.error for trace in asyncio.run(main())] == [""] * 100
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the game crashed"), SystemExit(3)])
+def test_what_a_plain_function_raises_costs_its_rollout(play: Trial, error: Any) -> None:
+    def rollout(task: Task, chat: BlockingChat) -> float:
+        raise error
+
+    trace = play(rollout)
+    assert trace.error_kind == "EnvironmentFailed" and str(error) in trace.error
+
+
+def test_a_thread_that_outlives_its_rollout_is_ended_at_its_next_call(play: Trial) -> None:
+    goes_on, ended = threading.Event(), threading.Event()
+
+    def rollout(task: Task, chat: BlockingChat) -> float:
+        try:
+            goes_on.wait(60)
+            while True:
+                try:
+                    chat.send([user("still here")])
+                except Exception:
+                    continue
+        finally:
+            ended.set()
+
+    trace = play(rollout, timeout_s=0.2)
+    assert trace.error_kind == "timeout"
+    assert play.player.threads.stuck_s() > 0
+    goes_on.set()
+    assert ended.wait(60), "user code that swallows exceptions must not run for ever"
+
+
+def test_a_plain_function_can_wait_for_something_asynchronous(play: Trial) -> None:
+    async def judge() -> float:
+        await asyncio.sleep(0)
+        return 0.75
+
+    assert play(lambda task, chat: chat.wait(judge())).reward == 0.75
+
+
+# --- limits
+
+
+def length_of(play: Trial, text: str) -> int:
+    return len(play.renderer.render([user(text)]).token_ids)
+
+
+def test_a_prompt_that_does_not_fit_ends_the_rollout_before_the_request(play: Trial) -> None:
+    async def rollout(task: Task, chat: Any) -> float:
+        await chat.send([user("short")])
+        await chat.send([user("long " * 50)])
+        raise AssertionError("not reached")
+
+    room = length_of(play, "short") + 6
+    trace = play(rollout, max_len=room)
+    assert trace.error_kind == "truncated" and not trace.error
+    assert trace.reward == 0.0 and len(trace.turns) == 1
+    assert [node.message.text for node in trace.nodes][0] == "short"
+    assert len(trace.nodes) == 2, "the observation that did not fit is not in the trace"
+    assert play.player.client.counts.requests == 1
+    assert play(rollout, max_len=0).error_kind != "truncated"
+    short = play(rollout, max_len=room - 1)
+    assert short.error_kind == "truncated" and not short.nodes
+
+
+def test_an_environment_says_what_a_truncated_rollout_is_worth(play: Trial) -> None:
+    async def rollout(task: Task, chat: Any) -> Outcome:
+        done = 0
+        try:
+            while True:
+                await chat.send([user("more")])
+                done += 1
+        except Truncated:
+            return Outcome(done / 10, {"done": done}, per_turn=[0.1] * done)
+
+    trace = play(rollout, max_turns=3)
+    assert trace.error_kind == "truncated" and trace.reward == 0.3 and len(trace.turns) == 3
+
+    class Worth(Plays):
+        def truncated(self, task: Task) -> float:
+            return 0.5
+
+    async def careless(task: Task, chat: Any) -> float:
+        while True:
+            await chat.send([user("more")])
+
+    assert play(None, env=Worth(careless), max_turns=2).reward == 0.5
+
+
+def test_a_rollout_that_is_cut_short_stays_so(play: Trial) -> None:
+    async def rollout(task: Task, chat: Any) -> float:
+        for _ in range(5):
+            try:
+                await chat.send([user("more")])
+            except Truncated:
+                continue
+        return 1.0
+
+    trace = play(rollout, max_turns=2)
+    assert len(trace.turns) == 2 and trace.error_kind == "truncated" and trace.reward == 1.0
