@@ -1,7 +1,8 @@
 """What every family promises, on every checkpoint of conftest.
 
 1. A layout needs an image's size alone, and its grid is the one that transformers' processor has.
-2. Patches are uint8 and as many as the grid says; equal images give equal patches.
+2. Patches are uint8, as many as the grid says, each pixel once; equal images, and only those, give
+   equal patches.
 3. An item that another configuration made, or with a wrong grid, is refused.
 4. Positions go on where the last ones ended.
 """
@@ -23,7 +24,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sightline import FamilyError, FingerprintMismatch, MediaRefused, Misaligned
-from sightline.families import PlacedSlot, load_family
+from sightline.families import PlacedSlot, load_family, load_renderer
+from sightline.families.registry import family_names
 
 thousand = settings(max_examples=1000, deadline=None)
 many = settings(max_examples=200, deadline=None)
@@ -43,6 +45,10 @@ def test_layout_counts_patches_as_transformers_does(seeing: Any, width: int, hei
     patches = seeing.transformers_images.get_number_of_image_patches(height, width)
     assert math.prod(layout.grid) == patches
     assert layout.num_tokens == patches // seeing.transformers_images.merge_size**2
+
+
+def test_a_family_has_the_name_of_its_folder(checkpoint: Any) -> None:
+    assert checkpoint.family.name in family_names()
 
 
 def test_items_say_what_the_layout_says(seeing: Any) -> None:
@@ -72,8 +78,25 @@ def test_patches_are_bytes_one_row_for_each_place_of_the_grid(seeing: Any) -> No
         assert patches.flags.c_contiguous
         assert patches.ndim == 2
         assert len(patches) == math.prod(item.grid)
-        again = family.patches(seeing.store.image(ref), item)
-        assert np.array_equal(patches, again)
+
+
+def test_patches_hold_each_pixel_once(seeing: Any) -> None:
+    sizes = []
+    for ref in seeing.refs:
+        layout = seeing.family.layout(ref.width, ref.height)
+        patches = seeing.family.patches(seeing.store.image(ref), seeing.family.item(ref))
+        sizes.append(patches.size / (3 * layout.height * layout.width))
+    # Padding adds to small images; a frame that stands there twice doubles all of them.
+    assert 1 <= min(sizes) < 2
+
+
+def test_equal_pixels_and_no_others_give_equal_patches(seeing: Any) -> None:
+    for ref in seeing.refs:
+        item, image = seeing.family.item(ref), seeing.store.image(ref)
+        patches = seeing.family.patches(image, item)
+        assert np.array_equal(patches, seeing.family.patches(seeing.store.image(ref), item))
+        darker = image.point(lambda value: value // 2)
+        assert not np.array_equal(patches, seeing.family.patches(darker, item))
 
 
 def test_patches_of_another_size_than_the_ref_says_are_refused(seeing: Any) -> None:
@@ -124,12 +147,10 @@ def test_settings_that_cannot_work_are_refused_at_load(seeing: Any) -> None:
         load_family(seeing.path, sharpness=3)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "preprocessor_config.json", "config.json"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "preprocessor_config.json"])
 def test_a_folder_with_a_file_missing_is_refused_by_name(
     seeing: Any, editable: Path, name: str
 ) -> None:
-    from sightline.families import load_renderer
-
     (editable / name).unlink()
     with pytest.raises(FamilyError, match=name):
         load_renderer(editable, seeing.store)

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sightline import MediaStore
-from tests.contract.conftest import CASES, Case, Checkpoint
+from tests.contract.case import Case, Checkpoint
+from tests.contract.cases import read_cases
 from tests.contract.test_renderer import conversations, many, offered, placed, toolboxes
 
 TOKENIZERS = Path(__file__).parents[2] / "build" / "tokenizers"
@@ -42,7 +43,9 @@ def _with_real(case: Case, tokenizer: Path) -> Callable[[Path], None]:
     return write
 
 
-@pytest.fixture(scope="module", params=[c for c in CASES if c.name in REAL], ids=lambda c: c.name)
+@pytest.fixture(
+    scope="module", params=[c for c in read_cases() if c.name in REAL], ids=lambda c: c.name
+)
 def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     case: Case = request.param
     folder = TOKENIZERS / REAL[case.name]

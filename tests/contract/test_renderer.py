@@ -26,8 +26,6 @@ from sightline.message import assistant, system, user
 from sightline.render import Bridged, Refused
 from sightline.wire.item import check_slots
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "tokens.json"
-
 many = settings(max_examples=300, deadline=None)
 hundred = settings(max_examples=100, deadline=None)
 some = settings(max_examples=60, deadline=None)
@@ -158,7 +156,8 @@ def test_tokens_are_those_of_the_published_template(
 
 
 def test_tokens_are_those_written_down(checkpoint: Any) -> None:
-    golden = json.loads(GOLDEN.read_text())[checkpoint.case.name]
+    golden = json.loads(checkpoint.case.golden.read_text())[checkpoint.case.name]
+    assert golden
     for entry in golden:
         messages = placed(entry["messages"], checkpoint)
         assert checkpoint.renderer.render(messages).token_ids == entry["token_ids"]
@@ -206,7 +205,7 @@ def test_trained_tokens_decode_to_what_the_assistant_says(
     assert len(rendered.trained) == len(said)
     for span, message in zip(rendered.trained, said, strict=True):
         ids = rendered.token_ids[span.start : span.stop]
-        assert ids[-1] in checkpoint.renderer.stop_token_ids
+        assert ids and ids[-1] in checkpoint.renderer.stop_token_ids
         content = nfc(message["content"])
         # White space that merged with the header belongs to the header.
         assert content.strip() in nfc(checkpoint.renderer.decode(ids))
@@ -407,6 +406,7 @@ def test_messages_and_ids_of_the_caller_stay_as_they_are(checkpoint: Any) -> Non
     kept = (list(prompt), list(completion))
     new = [follow_up(checkpoint)]
     renderer.bridge(prompt, completion, new)
+    renderer.parse(completion)
     assert json.dumps(messages) == before
     assert (prompt, completion) == kept
     assert new == [follow_up(checkpoint)]
@@ -420,6 +420,8 @@ def test_ids_to_ban_and_to_stop_at_are_of_the_vocabulary(checkpoint: Any) -> Non
     ids = renderer.pad_token_ids + renderer.stop_token_ids
     assert len(set(ids)) == len(ids)
     assert all(0 <= token < renderer.vocab_size for token in ids)
+    # What fills a slot can never be sampled.
+    assert set(checkpoint.family.slot_token_ids) <= set(renderer.pad_token_ids)
 
 
 def test_rendering_loads_neither_torch_nor_transformers(checkpoint: Any, tmp_path: Path) -> None:

@@ -1,8 +1,13 @@
-"""Finds the family of a checkpoint. It looks at folders and names none."""
+"""Finds the family of a checkpoint. It looks at folders and names none.
+
+A family is a folder of this package, or of `sightline_families`: a namespace that every folder on
+the Python path can add to.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import pkgutil
 from pathlib import Path
@@ -21,30 +26,62 @@ if TYPE_CHECKING:
     import torch
 
 
+PLACES = (families_package.__name__, "sightline_families")
+"""The packages whose folders are families: our own, and the one of others."""
+
+
+def _modules() -> dict[str, str]:
+    """The module of every family, by the family's name."""
+    found: dict[str, str] = {}
+    for place in PLACES:
+        spec = importlib.util.find_spec(place)
+        folders = (spec.submodule_search_locations if spec else None) or ()
+        for name in (module.name for module in pkgutil.iter_modules(folders) if module.ispkg):
+            if name in found:
+                raise FamilyError(
+                    f"{place}.{name} has the name of {found[name]}",
+                    "rename its folder: items and fingerprints name a family by it",
+                )
+            found[name] = f"{place}.{name}"
+    return dict(sorted(found.items()))
+
+
+def _folders() -> dict[str, ModuleType]:
+    return {name: importlib.import_module(module) for name, module in _modules().items()}
+
+
 def family_names() -> list[str]:
-    return sorted(m.name for m in pkgutil.iter_modules(families_package.__path__) if m.ispkg)
+    return list(_modules())
 
 
 def first_family() -> str:
     """The family that commands take when none is named: the folder that says so of itself."""
-    names = family_names()
-    return next((n for n in names if getattr(_folder(n), "IS_FIRST", False)), names[0])
+    folders = _folders()
+    said = [name for name, folder in folders.items() if getattr(folder, "IS_FIRST", False)]
+    return [*said, *folders][0]
 
 
-def _folder(name: str) -> ModuleType:
-    return importlib.import_module(f"sightline.families.{name}")
+def _file_of(name: str, file: str) -> ModuleType:
+    """A file of a family that is loaded only where it is needed."""
+    return importlib.import_module(f"{_modules()[name]}.{file}")
 
 
 def _folder_of(path: Path) -> ModuleType:
     config = read_config(path)
-    for name in family_names():
-        folder = _folder(name)
-        if folder.claims(config):
-            return folder
-    raise FamilyError(
-        f"{path} is a {config.get('model_type')!r} checkpoint, which no family here knows",
-        f"use a checkpoint of {', '.join(family_names())}, or add a folder for it in families/",
-    )
+    claimed = {name: folder for name, folder in _folders().items() if folder.claims(config)}
+    kind = f"{path} is a {config.get('model_type')!r} checkpoint"
+    if not claimed:
+        raise FamilyError(
+            f"{kind}, which no family here knows",
+            f"use a checkpoint of {', '.join(family_names())}, or add a folder for it: see "
+            "docs/adding_a_family.md",
+        )
+    if len(claimed) > 1:
+        raise FamilyError(
+            f"{kind}, which several families claim: {', '.join(claimed)}",
+            "take the folders of all but one off the Python path",
+        )
+    return next(iter(claimed.values()))
 
 
 def find_peer_config(model: Path) -> str | None:
@@ -101,14 +138,12 @@ def load_forward(
     model: str | Path, family: Family, device: torch.device, dtype: torch.dtype, attention: str
 ) -> Forward:
     """The model itself, with torch; `attention` is a name that transformers' registry knows."""
-    module = importlib.import_module(f"sightline.families.{family.name}.forward")
-    return cast(
-        Forward, module.load(find_checkpoint(model, True), family, device, dtype, attention)
-    )
+    load = _file_of(family.name, "forward").load
+    return cast(Forward, load(find_checkpoint(model, True), family, device, dtype, attention))
 
 
 def write_tiny(name: str, path: Path, seed: int, **options: Any) -> None:
     """Writes the small random checkpoint of family `name`."""
     if name not in family_names():
         raise FamilyError(f"no family {name!r}", f"choose one of {', '.join(family_names())}")
-    importlib.import_module(f"sightline.families.{name}.tiny").write(path, seed=seed, **options)
+    _file_of(name, "tiny").write(path, seed=seed, **options)

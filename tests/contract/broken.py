@@ -1,0 +1,95 @@
+"""Families that each break one promise: copies of the third family with a few words changed.
+
+`broken_families/` holds them, a file for each suite. This is a plugin of pytest too: it leaves, of
+each broken family, the tests that must fail on it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import Phase, settings
+
+from tests.contract.case import Case
+from tests.contract.suites import THIRD_FAMILY
+
+HERE = Path(__file__).with_name("broken_families")
+FAMILY = "pebble"
+
+# The first failure is enough, and it is always the same.
+settings.register_profile(
+    "broken",
+    phases=(Phase.explicit, Phase.generate),
+    derandomize=True,
+    database=None,
+    deadline=None,
+)
+
+
+@dataclass(frozen=True)
+class Edit:
+    file: str
+    old: str
+    """Stands in the file once. Lines behind the first are indented as far as the first is."""
+    new: str
+
+    def apply(self, folder: Path) -> None:
+        source = (folder / self.file).read_text()
+        old, new = self.old.strip("\n"), self.new.strip("\n")
+        first = [line for line in source.splitlines() if old.splitlines()[0] in line]
+        starts = {"\n" + line[: len(line) - len(line.lstrip())] for line in first}
+        pairs = [(old.replace("\n", start), new.replace("\n", start)) for start in starts]
+        found = [pair for pair in pairs if source.count(pair[0]) == 1]
+        assert len(found) == 1, f"{self.file} does not hold once: {self.old}"
+        (folder / self.file).write_text(source.replace(*found[0]))
+
+
+@dataclass(frozen=True)
+class Broken:
+    name: str
+    fails: tuple[str, ...]
+    """The tests that say what is broken."""
+    edits: tuple[Edit, ...]
+
+    def write(self, home: Path) -> None:
+        """The family in folder `home`, under a name of its own, with its cases."""
+        folder = home / "sightline_families" / self.name
+        shutil.copytree(
+            THIRD_FAMILY / "sightline_families" / FAMILY,
+            folder,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+        for edit in self.edits:
+            edit.apply(folder)
+        for file in THIRD_FAMILY.glob(f"{FAMILY}_*"):
+            shutil.copy(file, home / file.name.replace(FAMILY, self.name))
+        for copied in (*folder.iterdir(), *home.glob(f"{self.name}_*")):
+            copied.write_text(copied.read_text().replace(FAMILY, self.name))
+
+
+def read_broken() -> tuple[Broken, ...]:
+    return tuple(
+        _broken(name, **entry)
+        for file in sorted(HERE.glob("*.toml"))
+        for name, entry in tomllib.loads(file.read_text()).items()
+    )
+
+
+def _broken(
+    name: str, fails: list[str], also: list[dict[str, str]] | None = None, **edit: str
+) -> Broken:
+    edits = tuple(Edit(**one) for one in (edit, *(also or ())))
+    return Broken(f"{FAMILY}_{name}", tuple(fails), edits)
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    fails = {made.name: made.fails for made in read_broken()}
+    items[:] = [item for item in items if item.originalname in fails[_case_of(item)]]
+
+
+def _case_of(item: Any) -> str:
+    return next(p.name for p in item.callspec.params.values() if isinstance(p, Case))

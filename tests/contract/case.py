@@ -1,0 +1,148 @@
+"""A checkpoint under test, and what witnesses that it is read rightly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from sightline import MediaRef, MediaStore
+from sightline.families import Family, load_family, load_renderer
+from sightline.render import Renderer
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "tokens.json"
+
+# Sizes on both sides of the pixel limits of the tiny checkpoints, in several shapes.
+IMAGE_SIZES = ((32, 32), (64, 32), (33, 95), (8, 8), (160, 96), (300, 20))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One checkpoint under test, and what witnesses that it is read rightly."""
+
+    name: str
+    write: Callable[[Path], None]
+    load_images: Callable[[Path], Any]
+    """A witness that counts patches: `get_number_of_image_patches(height, width)`, which raises
+    ValueError for an image that cannot be laid out, and `merge_size`. transformers' Pillow image
+    processor of a checkpoint folder, where it has one."""
+    image_pad: str
+    published_template: Path | None
+    """The chat template of the family's own release, where this machine has it."""
+    golden: Path = GOLDEN
+    """A file of tokens that were written down, by the name of the case."""
+    has_weights: bool = True
+    """False where a tokenizer was put in whose ids the weights do not fit."""
+    shows_images: bool = True
+    takes_tools: bool = True
+    takes_reasoning: bool = False
+    wants_query: bool = False
+    """Whether a conversation needs a user who asks."""
+    carried: Callable[[str], str] = str
+    """What is left of a content that `parse` gives back."""
+    thought: Callable[[str], str] = str
+    """Likewise of reasoning."""
+    types_arguments: bool = True
+    """Whether a call tells the number 1 from the text "1"."""
+    overrides: tuple[tuple[str, int], ...] = (("min_pixels", 4096), ("max_pixels", 1 << 20))
+    """Processor settings that a run may set, each with a value that is not the checkpoint's."""
+    refused_size: tuple[int, int] | None = (402, 2)
+    """An image that cannot be laid out; None where there is none."""
+    fades_reasoning: bool = False
+    """Whether the template leaves out reasoning even of the last answer: then what it keeps is
+    tested with the family, and conversations here go without."""
+    template_settings: Callable[[Sequence[dict[str, Any]]], dict[str, Any]] = lambda tools: {}
+    """What the template is given beside messages and tools."""
+
+    def fit(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages, less what the chat format has no place for."""
+        fitted = [self._fit(m) for m in messages if self.takes_tools or m["role"] != "tool"]
+        if not any(m["role"] == "user" for m in fitted) and (self.wants_query or not fitted):
+            head = 1 if fitted and fitted[0]["role"] == "system" else 0
+            fitted.insert(head, {"role": "user", "content": "well?"})
+        return fitted
+
+    def _fit(self, message: dict[str, Any]) -> dict[str, Any]:
+        left = dict(message)
+        if not self.takes_tools:
+            left.pop("tool_calls", None)
+        if not self.takes_reasoning or self.fades_reasoning:
+            left.pop("reasoning_content", None)
+        if not self.shows_images and isinstance(left["content"], list):
+            left["content"] = "".join(part.get("text", "") for part in left["content"])
+        return left
+
+
+class Checkpoint:
+    """A case, loaded."""
+
+    def __init__(self, case: Case, path: Path, store: MediaStore) -> None:
+        self.case = case
+        self.path = path
+        self.store = store
+        self.family: Family = load_family(path)
+        self.renderer: Renderer = load_renderer(path, store)
+        self.refs: list[MediaRef] = [
+            store.put(Image.new("RGB", size, (40 * i, 90, 200)))
+            for i, size in enumerate(IMAGE_SIZES)
+        ]
+
+    @cached_property
+    def transformers_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+
+    @cached_property
+    def transformers_images(self) -> Any:
+        return self.case.load_images(self.path)
+
+    def template_ids(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        generation_prompt: bool = True,
+        template: str | None = None,
+    ) -> list[int]:
+        """What transformers makes of the messages, each image pad repeated for its image.
+
+        `template` None stands for the checkpoint's own.
+        """
+        tokenizer = self.transformers_tokenizer
+        ids = tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools or None,
+            chat_template=template,
+            add_generation_prompt=generation_prompt,
+            tokenize=True,
+            return_dict=False,
+            **self.case.template_settings(tools or ()),
+        )
+        counts = [self._num_tokens(part) for part in _image_parts(messages)]
+        pad = tokenizer.convert_tokens_to_ids(self.case.image_pad)
+        expanded: list[int] = []
+        for token in ids:
+            expanded.extend([token] * (counts.pop(0) if token == pad else 1))
+        assert not counts
+        return expanded
+
+    def _num_tokens(self, part: dict[str, Any]) -> int:
+        digest = part["image_url"]["url"].rpartition(":")[2]
+        ref = self.store.find(digest)
+        processor = self.transformers_images
+        patches = processor.get_number_of_image_patches(ref.height, ref.width)
+        return int(patches) // processor.merge_size**2
+
+
+def _image_parts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        part
+        for message in messages
+        if isinstance(message["content"], list)
+        for part in message["content"]
+        if part["type"] == "image_url"
+    ]

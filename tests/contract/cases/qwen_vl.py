@@ -1,0 +1,98 @@
+"""Qwen-VL: every type of checkpoint and every chat format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.contract.case import Case
+
+SHARED = Path(__file__).parents[3].parent / "shared"
+
+
+def _tiny(kind: str) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        from sightline.families.qwen_vl import tiny
+
+        tiny.write(path, type=kind)
+
+    return write
+
+
+def _with_merges(kind: str) -> Callable[[Path], None]:
+    """With the merges that real vocabularies have across newlines, spaces and words.
+
+    They show whether text is tokenized in the runs that the template emits. The model itself does
+    not fit these ids; renderers do not load it.
+    """
+
+    def write(path: Path) -> None:
+        from sightline.families.qwen_vl import tiny
+
+        tiny.write(path, type=kind)
+        newlines = (("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("ĊĊ", "ĊĊ"), ("Ġ", "Ċ"), ("Ġ", "Ġ"), ("ĠĊ", "Ċ"))
+        words = (
+            ("Ġ", "a"), ("t", "h"), ("th", "e"), ("Ġ", "the"), (".", "Ċ"), (".Ċ", "Ċ"), ('"', ":"),
+        )  # fmt: skip
+        tokenizer = tiny.make_tokenizer((*tiny.MERGES, *newlines, *words))
+        tokenizer.save(str(path / "tokenizer.json"))
+        (path / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"})
+        )
+        config = json.loads((path / "config.json").read_text())
+        text_config = config.get("text_config", config)
+        text_config["vocab_size"] = tokenizer.get_vocab_size(with_added_tokens=True) + 7
+        for pad in ("image", "video") if "vision_config" in config else ():
+            config[f"{pad}_token_id"] = tokenizer.token_to_id(f"<|{pad}_pad|>")
+        (path / "config.json").write_text(json.dumps(config))
+
+    return write
+
+
+def _load_qwen_images(path: Path) -> Any:
+    # By name: AutoImageProcessor wants torchvision in some of the versions that we support.
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
+
+
+def _qwen(name: str, kind: str, template: str, merges: bool = True, **traits: Any) -> Case:
+    published = SHARED / "references" / f"{template}_chat_template.jinja" if template else None
+    return Case(
+        name,
+        _with_merges(kind) if merges else _tiny(kind),
+        _load_qwen_images,
+        "<|image_pad|>",
+        published,
+        has_weights=not merges,
+        **traits,
+    )
+
+
+def _strip_newlines(text: str) -> str:
+    return text.strip("\n")
+
+
+def _lead(text: str) -> str:
+    return text.lstrip("\n")
+
+
+_THINKS = {"takes_reasoning": True, "carried": _lead, "thought": _strip_newlines}
+_TAGGED = {
+    "takes_reasoning": True,
+    "wants_query": True,
+    "carried": str.strip,
+    "thought": str.strip,
+    "types_arguments": False,
+}
+
+CASES = (
+    _qwen("qwen3_vl", "qwen3_vl", "qwen3_vl", merges=False),
+    _qwen("qwen3_vl_merges", "qwen3_vl", "qwen3_vl"),
+    _qwen("qwen3_vl_thinking", "qwen3_vl_thinking", "", **_THINKS),
+    _qwen("qwen2_5_vl", "qwen2_5_vl", "qwen2_5_vl", takes_tools=False),
+    _qwen("qwen3_5", "qwen3_5", "qwen3_5", **_TAGGED),
+    _qwen("qwen3", "qwen3", "qwen3", shows_images=False, **_THINKS),
+)

@@ -1,0 +1,53 @@
+"""Each promise of the suites can be broken, and the test that holds it says so."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+from tests.contract.broken import Broken, read_broken
+from tests.contract.suites import Result, promises, run_suites
+
+# The first test waits for the run that all of them look at.
+pytestmark = pytest.mark.timeout(600)
+
+BROKEN = read_broken()
+COLLECT = """
+from importlib import import_module
+CASES = tuple(case for name in {names!r} for case in import_module(name + "_cases").CASES)
+"""
+MISHAPS = ("AttributeError", "ImportError", "NameError", "SyntaxError", "TypeError")
+"""What a family raises that breaks down before it breaks a promise."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
+    """All broken families go through one run: what it loads is loaded once."""
+    home = tmp_path_factory.mktemp("broken")
+    names = [broken.name for broken in BROKEN]
+    for broken in BROKEN:
+        broken.write(home)
+    (home / "broken_cases.py").write_text(COLLECT.format(names=names))
+    plugin = ("-p", "tests.contract.broken", "--hypothesis-profile=broken")
+    found, printed = run_suites(home, "broken_cases", names, *plugin)
+    assert all(result.case for result in found), printed
+    return found
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.name)
+def test_a_broken_family_fails_the_test_of_its_promise(
+    broken: Broken, results: list[Result]
+) -> None:
+    mine = [result for result in results if result.case == broken.name]
+    failed = {result.test for result in mine if result.outcome == "failed"}
+    assert failed == set(broken.fails), mine
+    assert [r for r in mine if r.outcome not in ("passed", "failed")] == []
+    assert [r for r in mine if r.message.startswith(MISHAPS)] == []
+
+
+def test_no_test_of_the_suites_is_left_that_nothing_fails(results: list[Result]) -> None:
+    failed: defaultdict[str, set[str]] = defaultdict(set)
+    for result in results:
+        failed[result.test] |= {result.variant} if result.outcome == "failed" else set()
+    assert {test: len(failed[test]) for test in promises()} == promises()

@@ -1,0 +1,253 @@
+"""What the torch half of every family promises, on every checkpoint of conftest with weights.
+
+1. It packs as the family declares: no sequence depends on what lies beside it.
+2. Images are encoded apart from one another, and shown where the places say.
+3. The vision parameters are all that the features of an image depend on.
+4. The engine says the logprobs of one forward pass, and the trainer moves every parameter.
+5. The tiny checkpoint of a seed is always the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import making
+import numpy as np
+import pytest
+import torch
+from serving import live, next_turn
+
+from sightline.compute.attention import Flat, Tree
+from sightline.compute.model import load_model
+from sightline.families import Forward, PlacedSlot
+from sightline.families.registry import write_tiny
+from sightline.inference.settings import ServeSettings
+from sightline.message import user
+from sightline.pack import Cost
+from sightline.pixels import Materializer
+from sightline.trainer.build import build_learner
+from sightline.trainer.feed import Preparer, ReadyBatch
+from sightline.trainer.learner import hidden_of
+from sightline.wire import MediaItem, Slot
+from sightline.wire.generate import SamplingParams
+from sightline.wire.sample import Batch
+
+CPU = torch.device("cpu")
+WHOLE, ALONE = Cost(1 << 20, 1 << 20), Cost(1, 1)
+TOLERANCE = 1e-5
+
+
+@pytest.fixture
+def forward(computing: Any) -> Forward:
+    return load_model(computing.path, computing.family, "cpu", "float32")
+
+
+def prepare(computing: Any, samples: Sequence[Any], limit: Cost) -> ReadyBatch:
+    materializer = Materializer(computing.family, computing.store, max_bytes=1 << 24)
+    preparer = Preparer(computing.family, materializer, limit, max_bad_fraction=0.0)
+    ready = preparer.prepare(Batch(1, list(samples)), digest="")
+    materializer.close()
+    return ready
+
+
+def encoded(computing: Any, forward: Forward, items: Sequence[MediaItem]) -> torch.Tensor:
+    family, store = computing.family, computing.store
+    patches = [family.patches(store.image(item.ref), item) for item in items]
+    stacked = torch.from_numpy(np.concatenate(patches))
+    return forward.encode(stacked, [item.grid for item in items])
+
+
+def hidden(
+    computing: Any,
+    forward: Forward,
+    tokens: Sequence[int],
+    slots: Sequence[Slot],
+    features: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(T, H) of one sequence, in one pass."""
+    if slots and features is None:
+        features = encoded(computing, forward, [slot.item for slot in slots])
+    return forward.hidden(
+        torch.tensor([list(tokens)]),
+        positions(computing, len(tokens), slots),
+        features,
+        places_of(slots),
+        Flat([len(tokens)], CPU),
+    )[0]
+
+
+def positions(computing: Any, num_tokens: int, slots: Sequence[Slot]) -> torch.Tensor:
+    placed = [PlacedSlot(slot.offset, slot.length, slot.item.grid) for slot in slots]
+    found, _ = computing.family.positions(num_tokens, placed)
+    return torch.from_numpy(found.astype(np.int64))[:, None]
+
+
+def places_of(slots: Sequence[Slot]) -> torch.Tensor | None:
+    places = [torch.arange(slot.offset, slot.end) for slot in slots]
+    return torch.cat(places) if places else None
+
+
+# -- packing
+
+
+def test_packed_sequences_compute_what_they_compute_alone(computing: Any, forward: Forward) -> None:
+    samples = making.samples(computing.path, computing.store, count=5)
+    packed, alone = (prepare(computing, samples, limit) for limit in (WHOLE, ALONE))
+    is_packed = computing.family.packing.kind != "rows"
+    assert len(packed.micro_batches) == (1 if is_packed else len(samples))
+    assert len(alone.micro_batches) == len(samples)
+    together, apart = gradients(computing, forward, packed), gradients(computing, forward, alone)
+    assert together.keys() == apart.keys()
+    # Gradients that are rounding noise are measured against the size of an ordinary one.
+    floor = 1e-3 * max(float(gradient.norm()) for gradient in apart.values())
+    for name, gradient in apart.items():
+        size = max(float(gradient.norm()), floor)
+        assert float((gradient - together[name]).norm()) / size < TOLERANCE, name
+
+
+def gradients(computing: Any, forward: Forward, batch: ReadyBatch) -> dict[str, torch.Tensor]:
+    """Of the summed logprobs of what trains."""
+    forward.model.zero_grad(set_to_none=True)
+    for ready in batch.micro_batches:
+        logits = forward.logits(hidden_of(forward, ready, computing.family, CPU))
+        trained = ready.batch.trained.numpy()
+        chosen = torch.from_numpy(ready.batch.token_ids.numpy()[trained].astype(np.int64))
+        torch.log_softmax(logits, dim=-1).gather(-1, chosen[:, None]).sum().backward()
+    named = forward.model.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def test_a_tree_computes_what_its_paths_compute(computing: Any, forward: Forward) -> None:
+    if computing.family.packing.kind != "tree":
+        return  # the others say nothing of trees
+    rendered = computing.renderer.render([user("look", computing.refs[2])])
+    prompt, slots = rendered.token_ids, rendered.slots
+    answers = [prompt[:4], prompt[1:4]]
+    fork, end = len(prompt), len(prompt) + 7
+    ends = np.array([end] * fork + [fork + 4] * 4 + [end] * 3)
+    paths = [[*range(fork), *range(fork, fork + 4)], [*range(fork), *range(fork + 4, end)]]
+    along = [positions(computing, len(path), slots) for path in paths]
+    features = encoded(computing, forward, [slot.item for slot in slots])
+    with torch.no_grad():
+        tree = forward.hidden(
+            torch.tensor([[*prompt, *answers[0], *answers[1]]]),
+            torch.cat([along[0], along[1][:, :, fork:]], dim=-1),
+            features,
+            places_of(slots),
+            Tree(ends, CPU),
+        )[0]
+        for path, answer in zip(paths, answers, strict=True):
+            alone = hidden(computing, forward, [*prompt, *answer], slots, features)
+            torch.testing.assert_close(tree[path], alone, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+# -- images
+
+
+def test_an_image_is_encoded_apart_from_its_neighbours(computing: Any, forward: Forward) -> None:
+    items = [computing.family.item(ref) for ref in computing.refs]
+    with torch.no_grad():
+        together = encoded(computing, forward, items)
+        parts = together.split([computing.family.num_tokens(item) for item in items])
+        for item, part in zip(items, parts, strict=True):
+            alone = encoded(computing, forward, [item])
+            torch.testing.assert_close(part, alone, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_images_are_shown_where_the_places_say(computing: Any, forward: Forward) -> None:
+    rendered = computing.renderer.render([user(computing.refs[0], "what?")])
+    slots, pads = rendered.slots, computing.renderer.pad_token_ids
+    letter = computing.renderer.render([user("x")]).token_ids[1]
+    spelled = [letter if token in pads else token for token in rendered.token_ids]
+    shown = list(rendered.token_ids)
+    for place in range(slots[0].offset, slots[0].end):
+        shown[place] = letter
+    with torch.no_grad():
+        with_pads = hidden(computing, forward, rendered.token_ids, slots)
+        without = hidden(computing, forward, shown, slots)
+        unseen = hidden(computing, forward, spelled, [])
+    assert torch.equal(with_pads, without)
+    assert not torch.allclose(with_pads[-1], unseen[-1], atol=1e-4)
+
+
+def test_the_vision_parameters_are_all_that_features_depend_on(
+    computing: Any, forward: Forward
+) -> None:
+    named, vision = dict(forward.model.named_parameters()), dict(forward.vision_parameters())
+    assert vision and all(named[name] is parameter for name, parameter in vision.items())
+    encoded(computing, forward, [computing.family.item(computing.refs[0])]).sum().backward()
+    assert {name for name, p in named.items() if p.grad is not None} == set(vision)
+
+
+# -- engine and trainer
+
+
+def test_the_engine_says_the_logprobs_of_one_forward_pass(computing: Any, forward: Forward) -> None:
+    renderer, refs = computing.renderer, computing.refs
+    settings = ServeSettings(
+        model=computing.path,
+        media_roots=(computing.store.root,),
+        device="cpu",
+        max_rows=4,
+        max_len=1024,
+    )
+    rendered = renderer.render([user("Look.", refs[2])])
+    tokens, slots = rendered.token_ids, rendered.slots
+    with live(settings) as made:
+        client = replace(made, modality=computing.family.modality)
+        for turn in range(2):
+            params = SamplingParams(
+                max_tokens=6, seed=turn, stop_token_ids=list(renderer.stop_token_ids)
+            )
+            choice = client.generate(tokens, slots, params).choices[0]
+            assert choice.logprobs is not None
+            said = choice.token_ids
+            expected = logprobs(computing, forward, tokens, said, slots)
+            got = [entry.logprob for entry in choice.logprobs.content]
+            np.testing.assert_allclose(got, expected, atol=TOLERANCE)
+            tokens, slots = next_turn(renderer, tokens, slots, said, user("And?", refs[turn]))
+
+
+@torch.no_grad()
+def logprobs(
+    computing: Any,
+    forward: Forward,
+    prompt: Sequence[int],
+    said: Sequence[int],
+    slots: Sequence[Slot],
+) -> np.ndarray:
+    """Of the tokens of `said`, banned ids left out."""
+    states = hidden(computing, forward, [*prompt, *said], slots)[len(prompt) - 1 : -1]
+    logits = forward.logits(states)
+    logits[:, list(computing.renderer.pad_token_ids)] = float("-inf")
+    chosen: np.ndarray = logits.log_softmax(-1).gather(1, torch.tensor(said)[:, None])[:, 0].numpy()
+    return chosen
+
+
+def test_steps_of_training_move_every_parameter(computing: Any) -> None:
+    samples = making.samples(computing.path, computing.store, count=4)
+    config = making.trainer_config()
+    learner = build_learner(making.model_config(computing.path), config, computing.store, steps=3)
+    before = {name: p.detach().clone() for name, p in learner.forward.model.named_parameters()}
+    for _ in range(3):
+        learner.step(prepare(computing, samples, WHOLE))
+    after = dict(learner.forward.model.named_parameters())
+    assert [name for name, old in before.items() if torch.equal(old, after[name])] == []
+
+
+# -- the tiny checkpoint
+
+
+def test_equal_seeds_write_equal_checkpoints(computing: Any, tmp_path: Path) -> None:
+    folders = {"one": 1, "same": 1, "other": 2}
+    for folder, seed in folders.items():
+        write_tiny(computing.family.name, tmp_path / folder, seed=seed)
+    files = sorted(file.name for file in (tmp_path / "one").iterdir())
+    one, same, other = ([(tmp_path / f / name).read_bytes() for name in files] for f in folders)
+    assert one == same
+    assert [name for name, a, b in zip(files, one, other, strict=True) if a != b] == [
+        "model.safetensors"
+    ]

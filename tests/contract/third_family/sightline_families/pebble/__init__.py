@@ -1,0 +1,27 @@
+"""Pebble: a whole family, as small as one can be. Copy this folder to begin another.
+
+`vision` has layout, pixels and positions, `render` the chat format, `forward` the torch half and
+`tiny` a small random checkpoint. This file loads without torch and transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sightline.message import Door
+
+from .render import PebbleRenderer
+from .vision import Pebble
+
+
+def claims(config: dict[str, Any]) -> bool:
+    return config.get("model_type") == "pebble"
+
+
+def load_family(path: Path, overrides: dict[str, int]) -> Pebble:
+    return Pebble.load(path, overrides)
+
+
+def load_renderer(path: Path, family: Pebble, door: Door) -> PebbleRenderer:
+    return PebbleRenderer.load(path, family, door)

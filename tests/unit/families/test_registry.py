@@ -1,0 +1,95 @@
+"""Families are found in our package and on the Python path, and each checkpoint has one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sightline import FamilyError, load_family
+from sightline.families.registry import family_names
+
+SOURCE = """
+def claims(config):
+    return config.get("model_type") == {model_type!r}
+
+def load_family(path, overrides):
+    return {name!r}, overrides
+"""
+
+
+@pytest.fixture
+def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Puts a family into a folder of its own, and the folder on the Python path."""
+
+    def added(name: str, model_type: str) -> None:
+        home = tmp_path / f"home-{name}"
+        folder = home / "sightline_families" / name
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text(SOURCE.format(name=name, model_type=model_type))
+        monkeypatch.syspath_prepend(home)
+
+    yield added
+    for name in [name for name in sys.modules if name.startswith("sightline_families")]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+def checkpoint(folder: Path, model_type: str) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return folder
+
+
+def test_families_on_the_python_path_stand_beside_our_own(
+    add: Callable[..., None], tmp_path: Path
+) -> None:
+    own = family_names()
+    add("pebble", "pebble")
+    add("gravel", "gravel2")
+    assert family_names() == sorted([*own, "gravel", "pebble"])
+    assert load_family(checkpoint(tmp_path / "m", "gravel2"), max_pixels=7) == (
+        "gravel",
+        {"max_pixels": 7},
+    )
+
+
+def test_a_family_with_the_name_of_another_is_refused(add: Callable[..., None]) -> None:
+    name = family_names()[0]
+    add(name, "other")
+    with pytest.raises(FamilyError, match=f"sightline_families.{name} has the name of") as caught:
+        family_names()
+    assert "rename" in caught.value.fix
+
+
+def test_a_checkpoint_that_two_families_claim_is_refused_with_both(
+    add: Callable[..., None], tmp_path: Path
+) -> None:
+    add("gravel", "stone")
+    add("pebble", "stone")
+    with pytest.raises(FamilyError, match="'stone' .*several families claim: gravel, pebble"):
+        load_family(checkpoint(tmp_path / "m", "stone"))
+
+
+def test_a_checkpoint_that_no_family_knows_is_refused_with_the_known(tmp_path: Path) -> None:
+    with pytest.raises(FamilyError, match="'stone' checkpoint, which no family here") as caught:
+        load_family(checkpoint(tmp_path / "m", "stone"))
+    assert all(name in caught.value.fix for name in family_names())
+
+
+def test_a_folder_without_a_config_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FamilyError, match="config.json"):
+        load_family(tmp_path)
+
+
+def test_a_plain_module_of_the_name_adds_no_family(
+    add: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = family_names()
+    (tmp_path / "sightline_families.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert family_names() == own
