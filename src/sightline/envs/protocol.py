@@ -13,6 +13,8 @@ from sightline.media import MediaRef
 from sightline.message import AssistantMessage, Message
 
 Messages = Sequence[Message | dict[str, Any]]
+Tools = Sequence[dict[str, Any]]
+"""Functions that the model may call, in OpenAI's shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,14 @@ class Outcome:
 class Chat(Protocol):
     """The conversation of one rollout. Every token of it ends up in the trace."""
 
-    async def send(self, new_messages: Messages) -> AssistantMessage:
-        """Appends messages and returns the model's answer; costs only what is new."""
+    async def send(self, new_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
+        """Appends messages and returns the model's answer; costs only what is new.
+
+        Offer the same `tools` at every turn: others make another prompt, and the trace forks.
+        """
         ...
 
-    async def ask(self, all_messages: Messages) -> AssistantMessage:
+    async def ask(self, all_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
         """Takes a whole history; where it differs from what was said before, the trace forks."""
         ...
 
@@ -63,6 +68,8 @@ class Environment:
     name: str = "environment"
     shows_images: bool = True
     """Whether tasks need a model that sees; checked before a run starts."""
+    tools: Tools | None = None
+    """What its demonstrations offer the model; a rollout passes its own to `chat.send`."""
 
     def task(self, index: int, split: str) -> Task:
         """Task `index` of a split; indices go on for ever, or come round again."""
@@ -90,7 +97,7 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"[env] name = {path!r}: no module {error.name!r}",
-            "name a built-in environment (color_codeword) or an importable 'module:Class'",
+            "name one that is built in (docs/environments.md lists them) or 'module:Class'",
         ) from error
     made = getattr(module, class_name, None)
     if made is None:

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from sightline.envs.protocol import Messages
+from sightline.envs.protocol import Messages, Tools
 from sightline.errors import EngineError, EnvironmentFailed, Misaligned
 from sightline.media import MediaRef, MediaStore
 from sightline.message import AssistantMessage
@@ -46,17 +46,17 @@ class RolloutChat:
             return self.exchanged[(self.num_put - 1) % len(self.exchanged)]
         return self.store.put(image)
 
-    async def send(self, new_messages: Messages) -> AssistantMessage:
+    async def send(self, new_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
         async with self.one_at_a_time:
             # In a thread: a long text takes the tokenizer a while, and other rollouts go on.
             turn = await asyncio.to_thread(
-                self.trace.extend, self.leaf, new_messages, self.renderer
+                self.trace.extend, self.leaf, new_messages, self.renderer, tools
             )
         return await self._call(turn)
 
-    async def ask(self, all_messages: Messages) -> AssistantMessage:
+    async def ask(self, all_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
         async with self.one_at_a_time:
-            turn = await asyncio.to_thread(self.trace.prepare, all_messages, self.renderer)
+            turn = await asyncio.to_thread(self.trace.prepare, all_messages, self.renderer, tools)
         return await self._call(turn)
 
     def _check_exchanged(self, turn: Turn) -> None:
