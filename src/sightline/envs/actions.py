@@ -23,7 +23,8 @@ WAYS = ("text", "tool")
 class Way(Protocol):
     """One way of acting. An action is a tuple of the values of its fields."""
 
-    tools: Tools | None
+    @property
+    def tools(self) -> Tools | None: ...
 
     def read(self, said: Message) -> tuple[Any, ...] | None:
         """The action that the model chose; None when the answer is none."""
@@ -68,7 +69,9 @@ class TextWay:
     verb: str = ""
     """The first word, where the action has one."""
 
-    tools = None
+    @property
+    def tools(self) -> Tools | None:
+        return None
 
     def read(self, said: Message) -> tuple[Any, ...] | None:
         words = said.text.split(" ")
@@ -99,7 +102,7 @@ class ToolWay:
     description: str
 
     @property
-    def tools(self) -> Tools:
+    def tools(self) -> Tools | None:
         properties = {field.name: field.schema for field in self.fields}
         parameters = {"type": "object", "properties": properties, "required": list(properties)}
         function = {

@@ -32,7 +32,7 @@ class Counting(Environment):
         self,
         most: int = 5,
         side: int = 32,
-        cells: int = 4,
+        cells: int = 3,
         malformed_penalty: float = 0.3,
         spelled_share: float = 0.75,
         seed: int = 0,
@@ -91,11 +91,11 @@ class Counting(Environment):
         image = Image.new("L", (self.side, self.side), rng.randint(*PAPER_LEVELS))
         pen = ImageDraw.Draw(image)
         pitch = self.side / self.cells
-        radius = 0.3 * pitch
+        radius = 0.36 * pitch
         for cell in scene.cells:
             row, column = divmod(cell, self.cells)
             x, y = (
-                (place + 0.5 + rng.uniform(-0.08, 0.08)) * pitch - 0.5 for place in (column, row)
+                (place + 0.5 + rng.uniform(-0.06, 0.06)) * pitch - 0.5 for place in (column, row)
             )
             box = (x - radius, y - radius, x + radius, y + radius)
             pen.ellipse(box, fill=rng.randint(*INK_LEVELS))

@@ -123,7 +123,7 @@ class GridWalk(Environment):
                 moves = [m for m in moves if left[self.step(maze, at, m)] < left[at]]
             move = rng.choice(moves)
             messages += self.way.reply(said, put(self.draw(maze, at)), self.hint)
-            said = self.way.write((move if self.way is LETTERS else word_of(move),))
+            said = self.way.write((move if self.tools is None else word_of(move),))
             messages.append(said)
             at = self.step(maze, at, move)
         return messages

@@ -54,7 +54,7 @@ def test_a_wrong_digit_earns_nothing_and_nonsense_costs(store: MediaStore) -> No
         assert outcome.reward == -0.3 and outcome.parts == {"right": 0.0, "malformed": 1.0}
 
 
-@pytest.mark.parametrize(("side", "cells"), [(32, 4), (64, 4), (96, 6)])
+@pytest.mark.parametrize(("side", "cells"), [(32, 3), (64, 4), (96, 6)])
 def test_a_picture_shows_as_many_blobs_as_the_answer_says(side: int, cells: int) -> None:
     env = Counting(side=side, cells=cells)
     counts = set()
