@@ -19,6 +19,10 @@ from sightline.media import MediaRef
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES = ("system", "user", "assistant", "tool")
+TEXT_KINDS = ("text", "input_text")
+IMAGE_KINDS = ("image_url", "image", "input_image")
+_SOURCE_KEYS = ("ref", "image_url", "image", "url", "source", "data")
+_TYPE_KEYS = ("media_type", "mime_type", "mimeType")
 
 
 class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="text"):
@@ -137,10 +141,9 @@ _KNOWN_KEYS = {
 
 
 def to_message(message: Message | dict[str, Any], door: Door, path: str) -> Message:
-    if isinstance(message, AssistantMessage):
-        return message.as_message()
     if isinstance(message, Message):
-        return message
+        _check_parts(message.content, f"{path}.content")
+        return message.as_message() if isinstance(message, AssistantMessage) else message
     if not isinstance(message, dict):
         raise MessageError.at(path, f"a {type(message).__name__}", "pass a dict or a Message")
     role = message.get("role")
@@ -154,13 +157,27 @@ def to_message(message: Message | dict[str, Any], door: Door, path: str) -> Mess
     reasoning = message.get("reasoning_content", message.get("reasoning"))
     if reasoning is not None and not isinstance(reasoning, str):
         raise MessageError.at(f"{path}.reasoning_content", "not a string", "pass text or null")
+    tool_call_id = message.get("tool_call_id")
+    if tool_call_id is not None and not isinstance(tool_call_id, str):
+        raise MessageError.at(f"{path}.tool_call_id", "not a string", "pass the id of a call")
     return Message(
         role=role,
         content=_content(message.get("content"), door, f"{path}.content"),
         reasoning=reasoning or None,
         tool_calls=_tool_calls(message.get("tool_calls"), f"{path}.tool_calls"),
-        tool_call_id=message.get("tool_call_id"),
+        tool_call_id=tool_call_id,
     )
+
+
+def _check_parts(parts: Any, path: str) -> None:
+    """A struct does not look at what it is made of; unchecked, it would fail far from here."""
+    if not isinstance(parts, tuple):
+        raise MessageError.at(path, f"a {type(parts).__name__}", "pass a tuple of parts")
+    for i, part in enumerate(parts):
+        if not isinstance(part, (TextPart, ImagePart)):
+            raise MessageError.at(
+                f"{path}[{i}]", f"a {type(part).__name__}", "pass TextPart and ImagePart only"
+            )
 
 
 def _content(content: Any, door: Door, path: str) -> tuple[Part, ...]:
@@ -176,34 +193,46 @@ def _content(content: Any, door: Door, path: str) -> tuple[Part, ...]:
 def _part(part: Any, door: Door, path: str) -> Part:
     if isinstance(part, (TextPart, ImagePart)):
         return part
-    if isinstance(part, str):
-        return TextPart(part)
+    if isinstance(part, (str, MediaRef)):
+        return _part_of(part)
     if not isinstance(part, dict):
         raise MessageError.at(path, f"a {type(part).__name__}", "pass a dict with a type")
+    # The type decides, and nothing else: some programs write every key of every kind of part.
     kind = part.get("type")
-    if kind in ("text", "input_text"):
+    if kind in TEXT_KINDS:
         if not isinstance(part.get("text"), str):
             raise MessageError.at(f"{path}.text", "missing or not a string", "pass the text")
         return TextPart(part["text"])
-    if kind in ("image_url", "image", "input_image"):
-        return _image(part, kind, door, path)
+    if kind in IMAGE_KINDS:
+        image, where = image_source(part, path)
+        return ImagePart(image if isinstance(image, MediaRef) else door.resolve(image, where))
     raise MessageError.at(
-        f"{path}.type", f"{kind!r} is not a part that we know", "use text, image_url or image"
+        f"{path}.type",
+        f"{kind!r} is not a part that we know" if "type" in part else "missing",
+        f"use one of {', '.join(TEXT_KINDS + IMAGE_KINDS)}",
     )
 
 
-def _image(part: dict[str, Any], kind: str, door: Door, path: str) -> ImagePart:
-    if isinstance(part.get("ref"), MediaRef):
-        return ImagePart(part["ref"])
-    key = "image_url" if kind in ("image_url", "input_image") or "image_url" in part else "image"
-    url, where = part.get(key), f"{path}.{key}"
-    if isinstance(url, MediaRef):
-        return ImagePart(url)
-    if isinstance(url, dict):
-        url, where = url.get("url"), f"{where}.url"
-    if not isinstance(url, str) or not url:
-        raise MessageError.at(where, "no url of an image", "pass a data: or media: url")
-    return ImagePart(door.resolve(url, where))
+def image_source(part: dict[str, Any], path: str) -> tuple[str | MediaRef, str]:
+    """The url or ref that an image part holds, and where in the part it stands.
+
+    A url stands under `image_url`, `image` or `url`, plain or in an object; base64 without a url
+    under `data`, beside its type, plain or in the object `source`.
+    """
+    key = next((key for key in _SOURCE_KEYS if part.get(key) is not None), "image_url")
+    found, where = part.get(key), f"{path}.{key}"
+    if isinstance(found, dict):
+        key = "data" if found.get("data") is not None else "url"
+        part, found, where = found, found.get(key), f"{where}.{key}"
+    if isinstance(found, str) and found and key == "data":
+        kind = next((part[k] for k in _TYPE_KEYS if isinstance(part.get(k), str)), "image/*")
+        found = f"data:{kind};base64,{found}"
+    if isinstance(found, MediaRef) or (isinstance(found, str) and found):
+        return found, where
+    what = "no url of an image" if not found else f"a {type(found).__name__} in place of a url"
+    raise MessageError.at(
+        where, what, "pass a data: or media: url, or a ref that chat.put has returned"
+    )
 
 
 def _tool_calls(calls: Any, path: str) -> tuple[ToolCall, ...]:

@@ -57,6 +57,16 @@ class Chat(Protocol):
         ...
 
     @property
+    def base_url(self) -> str:
+        """An OpenAI endpoint where the environment's own agent finds the model."""
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """The key of this rollout there; it opens nothing once the rollout is over."""
+        ...
+
+    @property
     def rng(self) -> random.Random:
         """Seeded by the rollout."""
         ...

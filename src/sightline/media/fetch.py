@@ -12,16 +12,30 @@ import ipaddress
 import socket
 import ssl
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 from sightline.errors import MediaRefused
 
 _PORTS = {"http": 80, "https": 443}
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+Resolve = Callable[[str, int], Sequence[str]]
+"""The addresses of a host and port, the first of which is used; OSError when there is none."""
 
 
-def fetch(url: str, allowed_hosts: Collection[str], max_bytes: int, timeout_s: float) -> bytes:
+def resolve_name(host: str, port: int) -> list[str]:
+    return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+
+
+def fetch(
+    url: str,
+    allowed_hosts: Collection[str],
+    max_bytes: int,
+    timeout_s: float,
+    resolve: Resolve = resolve_name,
+) -> bytes:
     """The body behind `url`; `MediaRefused` when it may not, or cannot, be had in time.
 
     An allowed host is written as `name`, for the scheme's own port, or as `name:port`. An address
@@ -41,7 +55,7 @@ def fetch(url: str, allowed_hosts: Collection[str], max_bytes: int, timeout_s: f
             f"images from {parts.scheme}://{host}:{port} are not allowed",
             "send the image as a data: url, or add the host to [media] http_hosts",
         )
-    address = _checked_address(host, port, allowed_hosts)
+    address = _checked_address(host, port, allowed_hosts, resolve)
     connect = _PinnedHttps if parts.scheme == "https" else _Pinned
     connection = connect(host, port, timeout=timeout_s)
     connection.address = address
@@ -81,19 +95,33 @@ def fetch(url: str, allowed_hosts: Collection[str], max_bytes: int, timeout_s: f
     return body
 
 
-def _checked_address(host: str, port: int, allowed_hosts: Collection[str]) -> str:
+def _checked_address(
+    host: str, port: int, allowed_hosts: Collection[str], resolve: Resolve = resolve_name
+) -> str:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
+        address = next(iter(resolve(host, port)))
+    except (OSError, UnicodeError, StopIteration) as error:
         raise MediaRefused(f"the host {host} is not known: {error}", "check its name") from error
-    address = str(found[0][4][0])
     is_listed = address in allowed_hosts or f"{address}:{port}" in allowed_hosts
-    if not is_listed and not ipaddress.ip_address(address.partition("%")[0]).is_global:
+    if not is_listed and not _is_public(address):
         raise MediaRefused(
             f"the host {host} is at the private address {address}",
             f"add {address} itself to [media] http_hosts if images may come from there",
         )
     return address
+
+
+def _is_public(address: str) -> bool:
+    """Whether an address is one of the open internet, also when it wraps another."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if not found.is_global or found.is_multicast:
+        return False
+    if isinstance(found, ipaddress.IPv4Address):
+        return True
+    inner = found.ipv4_mapped or found.sixtofour or (found.teredo or (None, None))[1]
+    if inner is None and found in _NAT64:
+        inner = ipaddress.IPv4Address(found.packed[-4:])
+    return inner is None or _is_public(str(inner))
 
 
 class _Pinned(http.client.HTTPConnection):

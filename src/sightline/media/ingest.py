@@ -19,7 +19,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from sightline.errors import MediaError, MediaRefused, MessageError
-from sightline.media.fetch import fetch
+from sightline.media.fetch import Resolve, fetch, resolve_name
 from sightline.media.lru import Lru
 from sightline.media.ref import MediaRef, digest_of_url
 from sightline.media.store import MediaStore
@@ -37,12 +37,14 @@ class Ingest:
         http_hosts: Iterable[str] = (),
         max_bytes: int | None = None,
         timeout_s: float = 10.0,
+        resolve: Resolve = resolve_name,
     ) -> None:
-        """`max_bytes` of one image; left out, the store's own limit."""
+        """`max_bytes` of one image; left out, the store's own limit. `resolve` looks hosts up."""
         self.store = store
         self.http_hosts = frozenset(host.lower() for host in http_hosts)
         self.max_bytes = store.limits.max_bytes if max_bytes is None else max_bytes
         self.timeout_s = timeout_s
+        self._resolve = resolve
         self.file_roots = tuple(_checked_root(Path(root)) for root in file_roots)
         # Chat history is sent again with every turn: a data url that was seen before costs its
         # hash, no decoding and no write.
@@ -112,7 +114,8 @@ class Ingest:
         return self.store.put(self._read(path))
 
     def _from_http(self, url: str) -> MediaRef:
-        return self.store.put(fetch(url, self.http_hosts, self.max_bytes, self.timeout_s))
+        data = fetch(url, self.http_hosts, self.max_bytes, self.timeout_s, self._resolve)
+        return self.store.put(data)
 
     def _read(self, path: Path) -> bytes:
         try:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from sightline.errors import MessageError
-from sightline.message import ImagePart, Message
+from sightline.media import MediaRef
+from sightline.message import IMAGE_KINDS, ImagePart, Message
 from sightline.render.protocol import Messages
-
-_IMAGE_KINDS = ("image", "image_url", "input_image")
 
 
 def check_list(messages: Messages, name: str) -> None:
@@ -29,6 +28,6 @@ def image_paths(message: Message | dict[str, Any], path: str) -> list[str]:
     return [
         f"{path}.content[{i}]"
         for i, part in enumerate(content)
-        if isinstance(part, ImagePart)
-        or (isinstance(part, dict) and part.get("type") in _IMAGE_KINDS)
+        if isinstance(part, (ImagePart, MediaRef))
+        or (isinstance(part, dict) and part.get("type") in IMAGE_KINDS)
     ]

@@ -4,19 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sightline.envs.protocol import Messages, Tools
-from sightline.errors import EngineError, EnvironmentFailed, Misaligned
+from sightline.envs.protocol import Messages
+from sightline.errors import (
+    EngineError,
+    EnvironmentFailed,
+    MediaError,
+    MessageError,
+    Misaligned,
+    SightlineError,
+)
 from sightline.media import MediaRef, MediaStore
 from sightline.message import AssistantMessage
 from sightline.render import Renderer
+from sightline.render.protocol import Tools
 from sightline.rollout.client import GenerateClient
-from sightline.trace import PolicySpan, Trace, Turn
+from sightline.trace import Node, PolicySpan, Trace, Turn
 from sightline.wire.generate import GenerateRequest, SamplingParams
 
+if TYPE_CHECKING:
+    from sightline.rollout.intercept import Interception
+
 ROOT = -1
+MAX_NOTE = 500
+"""Characters of a refusal that the trace keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A model call that is in the trace."""
+
+    node: Node
+    message: AssistantMessage
+    num_prompt: int
+    """Tokens of the prompt."""
+    num_cached: int
+    """Of these, what the engine still knew."""
 
 
 @dataclass
@@ -34,11 +61,19 @@ class RolloutChat:
     seed: int
     exchanged: tuple[MediaRef, ...] = ()
     """Shown in place of the images that are put, in order."""
+    interception: Interception | None = None
+    api_key: str = ""
+    """Leads a request at `base_url` to this chat."""
+    failure: SightlineError | None = None
+    """What broke a promise while an agent asked; the agent may go on, the rollout is dropped."""
     num_put: int = 0
+    stand_ins: dict[str, MediaRef] = field(default_factory=dict)
+    """By the digest of an agent's own image, the one that is shown for it."""
     leaf: int = field(default=ROOT)
     num_turns: int = 0
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a thread reads the trace: nothing may be committed meanwhile."""
+    _exchanging: threading.Lock = field(default_factory=threading.Lock)
 
     def put(self, image: Any) -> MediaRef:
         if self.exchanged:
@@ -46,18 +81,53 @@ class RolloutChat:
             return self.exchanged[(self.num_put - 1) % len(self.exchanged)]
         return self.store.put(image)
 
-    async def send(self, new_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
-        async with self.one_at_a_time:
-            # In a thread: a long text takes the tokenizer a while, and other rollouts go on.
-            turn = await asyncio.to_thread(
-                self.trace.extend, self.leaf, new_messages, self.renderer, tools
+    @property
+    def base_url(self) -> str:
+        """Where an agent of the environment's own finds the model, as an OpenAI endpoint."""
+        if self.interception is None:
+            raise EnvironmentFailed(
+                "this chat has no endpoint", "play the environment with rollout.play.Player"
             )
-        return await self._call(turn)
+        return self.interception.base_url
+
+    def stand_in(self, url: str, ref: MediaRef) -> MediaRef:
+        """What is shown for an image that an agent sent, in any thread.
+
+        An agent sends its history again with every request, so that an image keeps its stand-in.
+        """
+        if not self.exchanged or (url.startswith("media:") and ref in self.exchanged):
+            return ref
+        with self._exchanging:
+            if ref.digest not in self.stand_ins:
+                self.stand_ins[ref.digest] = self.put(None)
+            return self.stand_ins[ref.digest]
+
+    async def send(self, new_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
+        turn = await self._prepare(
+            lambda: self.trace.extend(self.leaf, new_messages, self.renderer, tools)
+        )
+        return (await self._call(turn, self.max_tokens)).message
 
     async def ask(self, all_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
-        async with self.one_at_a_time:
-            turn = await asyncio.to_thread(self.trace.prepare, all_messages, self.renderer, tools)
-        return await self._call(turn)
+        return (await self.answer(all_messages, tools, self.max_tokens)).message
+
+    async def answer(self, messages: Messages, tools: Tools | None, max_tokens: int) -> Answered:
+        """The call that follows a whole history, at most `max_tokens` long."""
+        turn = await self._prepare(lambda: self.trace.prepare(messages, self.renderer, tools))
+        return await self._call(turn, min(max_tokens, self.max_tokens))
+
+    async def _prepare(self, make: Callable[[], Turn]) -> Turn:
+        try:
+            async with self.one_at_a_time:
+                # In a thread: a long text takes the tokenizer a while, and other rollouts go on.
+                return await asyncio.to_thread(make)
+        except (MessageError, MediaError) as error:
+            self.note_refusal(error)
+            raise
+
+    def note_refusal(self, error: SightlineError) -> None:
+        """Keeps on the trace that a message, or a request of an agent, was not taken."""
+        self.trace.door_errors.append(f"{type(error).__name__}: {error.problem}"[:MAX_NOTE])
 
     def _check_exchanged(self, turn: Turn) -> None:
         """Images that did not come through `put` cannot be exchanged, and would go unnoticed."""
@@ -68,9 +138,9 @@ class RolloutChat:
                 "put images with chat.put and send the refs, or set [eval] tasks = 0",
             )
 
-    async def _call(self, turn: Turn) -> AssistantMessage:
+    async def _call(self, turn: Turn, max_tokens: int) -> Answered:
         params = SamplingParams(
-            max_tokens=self.max_tokens,
+            max_tokens=max_tokens,
             temperature=self.temperature,
             # A seed of its own for every turn makes a rollout the same whatever runs beside it.
             seed=(self.seed * 1_000_003 + self.num_turns) % (1 << 62),
@@ -107,4 +177,5 @@ class RolloutChat:
                 message=message,
             )
             self.leaf = node.id
-        return message
+        cached = response.sightline.cached_tokens if response.sightline else 0
+        return Answered(node, message, len(turn.prompt_ids), cached)

@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass
 
 from sightline.envs import Environment, Outcome
 from sightline.errors import EngineError, EnvironmentFailed, SightlineError
-from sightline.media import MediaStore
+from sightline.media import Ingest, MediaStore
+from sightline.message import Door
 from sightline.render import Renderer
 from sightline.rollout.chat import RolloutChat
 from sightline.rollout.client import GenerateClient
+from sightline.rollout.intercept import Interception
 from sightline.trace import Trace, encode
 from sightline.wire.control import Play, Played
 
@@ -31,6 +33,15 @@ class Player:
     modality: str
     max_tokens: int
     timeout_s: float
+    door: Door | None = None
+    """Takes the images of agents in; left out, one that knows data: and media: only."""
+
+    def __post_init__(self) -> None:
+        self.interception = Interception(self.door or Ingest(self.store))
+
+    async def close(self) -> None:
+        await self.interception.close()
+        await self.client.close()
 
     async def play(self, play: Play) -> Played:
         trace = Trace(
@@ -81,9 +92,16 @@ class Player:
             seed=play.seed,
             exchanged=play.exchanged,
         )
-        return _outcome(
-            await self.env.rollout(self.env.task(play.task, play.split), chat), self.env.name
-        )
+        try:
+            async with self.interception.admit(chat):
+                earned = await self.env.rollout(self.env.task(play.task, play.split), chat)
+        except Exception as error:  # user code: what followed from a failure is not its cause
+            if chat.failure is not None:
+                raise chat.failure from error
+            raise
+        if chat.failure is not None:
+            raise chat.failure
+        return _outcome(earned, self.env.name)
 
 
 def _outcome(result: object, name: str) -> Outcome:

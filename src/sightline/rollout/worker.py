@@ -34,6 +34,7 @@ def build_player(config: RunFile, media_root: Path, server: str) -> Player:
         modality=family.modality,
         max_tokens=config.rollout.max_tokens,
         timeout_s=config.rollout.timeout_s,
+        door=door,
     )
 
 
@@ -73,5 +74,5 @@ async def main(config: RunFile, media_root: Path, hub: str, server: str, name: s
                 break
     for task in list(running.values()):
         task.cancel()
-    await player.client.close()
+    await player.close()
     spoke.close()

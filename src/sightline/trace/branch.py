@@ -74,24 +74,6 @@ class Branches:
             node = self._nodes[node].parent
         return node
 
-    def match(self, history: Sequence[Message]) -> int:
-        """The deepest node whose path holds a beginning of `history`; the newest of several.
-
-        Messages are compared, not hashed: a re-sent history costs no more than reading it.
-        """
-        deepest, level = ROOT, [ROOT]
-        for message in history:
-            level = [
-                child
-                for node in level
-                for child in self.children(node)
-                if self._nodes[child].message == message
-            ]
-            if not level:
-                break
-            deepest = max(level)
-        return deepest
-
     def walk(self, history: Sequence[Message], rendered: Rendered) -> Walked:
         """Follows `rendered` from the root while messages, tokens and slots are the same."""
         stream = int32(rendered.token_ids).data

@@ -21,6 +21,7 @@ from sightline.render import Refused, Renderer
 from sightline.render.protocol import Messages, Tools
 from sightline.trace.branch import Branches
 from sightline.trace.node import NO_TOOLS, ROOT, Node
+from sightline.trace.recognise import recognise
 from sightline.trace.turn import Place, Turn
 from sightline.wire import Slot
 from sightline.wire.item import check_slots
@@ -91,10 +92,11 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
 
     def prepare(self, messages: Messages, renderer: Renderer, tools: Tools | None = None) -> Turn:
         """The turn that follows a whole history, of which the trace may know the beginning."""
-        history = renderer.messages(messages)
-        if not history:
+        read = renderer.messages(messages)
+        if not read:
             raise MessageError.at("messages", "an empty list", "pass at least one message")
-        last = self.graph.last_turn(self.graph.match(history))
+        node, history = recognise(self.nodes, self.graph, read)
+        last = self.graph.last_turn(node)
         return self._turn(last, history, history[len(self.graph.path(last)) :], renderer, tools)
 
     def extend(

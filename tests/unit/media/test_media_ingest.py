@@ -314,10 +314,9 @@ def test_an_answer_that_trickles_is_cut_at_the_time_limit(store: MediaStore, ser
     assert time.monotonic() - began < 1.5
 
 
-def test_a_host_that_does_not_answer_or_exist_is_refused(store: MediaStore) -> None:
-    ingest = Ingest(store, http_hosts=["127.0.0.1:1", "no-such-host.invalid"], timeout_s=1)
+def test_a_host_that_does_not_answer_is_refused(store: MediaStore) -> None:
+    ingest = Ingest(store, http_hosts=["127.0.0.1:1"], timeout_s=1)
     refused(ingest, "http://127.0.0.1:1/a.png")
-    refused(ingest, "http://no-such-host.invalid/a.png")
     refused(ingest, "http://[::bad/a.png")
 
 

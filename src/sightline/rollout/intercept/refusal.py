@@ -1,0 +1,73 @@
+"""Errors as OpenAI's SDKs read them: a status, a message, the JSON path and a stable code."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from sightline.errors import (
+    EngineError,
+    MediaError,
+    MediaMissing,
+    MessageError,
+    SightlineError,
+    StoreFull,
+)
+
+_PATH = re.compile(r"(\w+(?:\[\d+\]|\.\w+)*): ")
+
+# The first class that fits decides.
+_CODES: tuple[tuple[type[SightlineError], int, str], ...] = (
+    (MessageError, 400, "invalid_value"),
+    (MediaMissing, 404, "media_missing"),
+    (StoreFull, 507, "store_full"),
+    (MediaError, 422, "media_refused"),
+)
+_ENGINE_CODES = {"too_long": "context_length_exceeded"}
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    status: int
+    code: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: SightlineError) -> Refusal:
+        message = str(error)
+        if isinstance(error, EngineError):
+            return cls(error.status, _ENGINE_CODES.get(error.kind, error.kind), message)
+        path = _PATH.match(error.problem)
+        for kind, status, code in _CODES:
+            if isinstance(error, kind):
+                return cls(status, code, message, path[1] if path else None)
+        return cls(500, type(error).__name__, message)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The SDKs try again by themselves unless they are told not to; only a 503 may heal."""
+        return {"retry-after": "1"} if self.status == 503 else {"x-should-retry": "false"}
+
+
+UNKNOWN_KEY = Refusal(
+    401, "invalid_api_key", "no rollout in play has this key\n  fix: pass chat.api_key as api_key"
+)
+ROLLOUT_OVER = Refusal(401, "rollout_over", "the rollout that this key belonged to is over")
+TOO_LARGE = Refusal(413, "request_too_large", "the body is larger than this server reads")
+NO_SUCH_ROUTE = Refusal(
+    404, "unknown_url", "only /v1/chat/completions and /v1/models are served here"
+)

@@ -1,0 +1,225 @@
+"""One port a worker process, one key a rollout; each request becomes a turn of its trace.
+
+    agent --POST /v1/chat/completions--> images into the store --> messages
+          <--answer or typed error-- commit <-- generate <-- the trace's next turn
+
+      a request waits for: its turn at the trace, the server      unblocked by: both
+      the end of a rollout waits for: its requests, cancelled     unblocked by: at once
+
+Everything runs on the worker's event loop; what takes a while runs in threads. A program that
+blocks that loop would wait for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from sightline.errors import EngineError, EnvironmentFailed, SightlineError
+from sightline.media import MediaRef
+from sightline.message import Door, Message
+from sightline.rollout.chat import Answered, RolloutChat
+from sightline.rollout.intercept import answer
+from sightline.rollout.intercept.asked import Asked, read_asked
+from sightline.rollout.intercept.images import take_images
+from sightline.rollout.intercept.refusal import (
+    NO_SUCH_ROUTE,
+    ROLLOUT_OVER,
+    TOO_LARGE,
+    UNKNOWN_KEY,
+    Refusal,
+)
+
+MAX_BODY_BYTES = 1 << 28
+"""A history of hundreds of screenshots, each in base64."""
+_CLOSE_S = 1.0
+
+
+@dataclass
+class _Guest:
+    """A rollout in play, and the requests of its agent that are under way."""
+
+    chat: RolloutChat
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)
+
+
+class Interception:
+    """Listens from the first use of `base_url` on. `door` takes the images of requests in."""
+
+    def __init__(self, door: Door) -> None:
+        self._door = door
+        self._guests: dict[str, _Guest] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._socket: socket.socket | None = None
+        self._starting = threading.Lock()
+        self._serving: asyncio.Task[None] | None = None
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def base_url(self) -> str:
+        """May be asked for in any thread, while a rollout is in play."""
+        with self._starting:
+            if self._socket is None:
+                if self._loop is None:
+                    raise EnvironmentFailed(
+                        "no rollout is in play", "use chat.base_url inside of rollout()"
+                    )
+                # Connections that come before the server is up wait in the socket.
+                self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+                self._loop.call_soon_threadsafe(self._start)
+            return f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+
+    @asynccontextmanager
+    async def admit(self, chat: RolloutChat) -> AsyncIterator[None]:
+        """Requests with `chat.api_key` reach `chat` while this lasts, and none afterwards."""
+        self._loop = asyncio.get_running_loop()
+        chat.api_key, chat.interception = f"sk-{secrets.token_urlsafe(24)}", self
+        guest = self._guests[chat.api_key] = _Guest(chat)
+        try:
+            yield
+        finally:
+            del self._guests[chat.api_key]
+            if guest.requests:
+                for request in guest.requests:
+                    request.cancel()
+                await asyncio.wait(guest.requests)
+
+    async def close(self) -> None:
+        if self._serving is not None:
+            await self._serving
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _start(self) -> None:
+        self._serving = asyncio.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_route("*", "/{path:.*}", self._unknown)
+        # An agent that hangs up never sees the answer, so that it is not sampled to the end.
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_S
+        )
+        await self._runner.setup()
+        assert self._socket is not None
+        await web.SockSite(self._runner, self._socket).start()
+
+    # -- routes
+
+    async def _unknown(self, http: web.Request) -> web.Response:
+        return _refused(NO_SUCH_ROUTE)
+
+    async def _models(self, http: web.Request) -> web.Response:
+        if self._guest(http) is None:
+            return _refused(UNKNOWN_KEY)
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "sightline"}
+        return _json({"object": "list", "data": [model]})
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        guest = self._guest(http)
+        if guest is None:
+            return _refused(UNKNOWN_KEY)
+        try:
+            body = await http.read()
+        except web.HTTPRequestEntityTooLarge:
+            guest.chat.note_refusal(EngineError(TOO_LARGE.message, "send less", TOO_LARGE.code))
+            return _refused(TOO_LARGE)
+        done = await _run(guest, self._answered(guest.chat, body))
+        if isinstance(done, Refusal):
+            return _refused(done)
+        asked, answered = done
+        name = f"chatcmpl-{guest.chat.trace.id}-{answered.node.id}"
+        created = int(time.time())
+        if not asked.stream:
+            return _json(answer.completion(answered, name, asked.model, created))
+        stream = web.StreamResponse(
+            headers={"content-type": "text/event-stream", "cache-control": "no-cache"}
+        )
+        # The turn is in the trace: an agent that hangs up now has the rest of its rollout for it.
+        with suppress(ConnectionError):
+            await stream.prepare(http)
+            for chunk in answer.chunks(answered, name, asked.model, created, asked.include_usage):
+                await stream.write(chunk)
+            await stream.write_eof()
+        return stream
+
+    def _guest(self, http: web.Request) -> _Guest | None:
+        scheme, _, key = http.headers.get("authorization", "").partition(" ")
+        return self._guests.get(key.strip()) if scheme.lower() == "bearer" else None
+
+    # -- the work
+
+    async def _answered(self, chat: RolloutChat, body: bytes) -> tuple[Asked, Answered] | Refusal:
+        """What an agent asked for and was told; whatever goes wrong is answered, and kept."""
+        try:
+            asked, messages = await asyncio.to_thread(self._read, chat, body)
+        except SightlineError as error:
+            chat.note_refusal(error)
+            return Refusal.of(error)
+        try:
+            most = asked.max_tokens if asked.max_tokens is not None else chat.max_tokens
+            return asked, await chat.answer(messages, asked.tools, most)
+        except SightlineError as error:
+            refusal = Refusal.of(error)
+            if refusal.status == 500:
+                # A promise is broken. The agent may go on; its rollout may not train.
+                chat.failure = chat.failure or error
+            elif isinstance(error, EngineError):
+                chat.note_refusal(error)
+            return refusal
+        except Exception as error:  # a server's door: the agent is told, and the rollout ends
+            chat.failure = chat.failure or EnvironmentFailed(
+                f"a request of the agent failed: {traceback.format_exc()}",
+                "this is a bug of the endpoint; report it",
+            )
+            return Refusal(500, type(error).__name__, f"{error}")
+
+    def _read(self, chat: RolloutChat, body: bytes) -> tuple[Asked, list[Message | dict[str, Any]]]:
+        """In a thread: base64 is decoded and images are written here."""
+        asked = read_asked(body)
+
+        def take(url: str, path: str) -> MediaRef:
+            return chat.stand_in(url, self._door.resolve(url, path))
+
+        return asked, take_images(asked.messages, take)
+
+
+async def _run(guest: _Guest, work: Coroutine[Any, Any, Any]) -> Any:
+    """Does `work` unless the rollout ends first or the agent hangs up."""
+    task = asyncio.create_task(work)
+    guest.requests.add(task)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        handler = asyncio.current_task()
+        if handler is not None and handler.cancelling():
+            raise
+        return ROLLOUT_OVER
+    finally:
+        guest.requests.discard(task)
+
+
+def _json(body: dict[str, Any]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+def _refused(refusal: Refusal) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(refusal.body),
+        status=refusal.status,
+        headers=refusal.headers,
+        content_type="application/json",
+    )

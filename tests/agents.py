@@ -1,0 +1,235 @@
+"""Agents with the real OpenAI SDK, the worker that they talk to, and what its server saw."""
+
+from __future__ import annotations
+
+import base64
+import io
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+from aiohttp import web
+from openai import AsyncOpenAI
+from PIL import Image
+
+from sightline.envs import Chat, Environment, Task
+from sightline.families import load_renderer
+from sightline.media import Ingest, MediaRef, MediaStore
+from sightline.message import Message, ToolCall, text, user
+from sightline.render import Renderer
+from sightline.rollout.client import GenerateClient
+from sightline.rollout.play import Player
+from sightline.rollout.scripted import ScriptedPolicy
+from sightline.trace import Trace, decode
+from sightline.wire.control import Play
+from sightline.wire.generate import (
+    Choice,
+    GenerateRequest,
+    GenerateResponse,
+    Logprobs,
+    SightlineAnswer,
+    TokenLogprob,
+    VersionSpan,
+)
+
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Looks at a place.",
+        "parameters": {"type": "object", "properties": {"x": {"type": "number"}}},
+    },
+}
+MAX_TOKENS = 6
+
+Rollout = Callable[[Chat], Awaitable[Any]]
+
+
+class Plays(Environment):
+    """An environment that is one function."""
+
+    name = "plays"
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._play = rollout
+
+    def task(self, index: int, split: str) -> Task:
+        return Task(index, split)
+
+    async def rollout(self, task: Task, chat: Chat) -> Any:
+        return await self._play(chat)
+
+
+class CountingStore(MediaStore):
+    """Counts the images that are validated, hashed and written."""
+
+    num_put = 0
+
+    def put(self, source: Any) -> MediaRef:
+        self.num_put += 1
+        return super().put(source)
+
+
+@dataclass
+class Seen:
+    """The generate requests and answers that went over a wire, in the order of the answers."""
+
+    calls: list[tuple[GenerateRequest, GenerateResponse]] = field(default_factory=list)
+
+    def check(self, trace: Trace) -> None:
+        """Every prompt and answer that the server saw is a path of the trace, and the reverse."""
+        found = sorted(
+            (
+                request.token_ids + answer.choices[0].token_ids,
+                [(s.offset, s.length, s.item.ref.digest) for s in request.slots()],
+                [] if answer.sightline is None else answer.sightline.pixel_digests,
+            )
+            for request, answer in self.calls
+        )
+        kept = []
+        for node in trace.turns:
+            path = trace.path(node.id)
+            slots = [(s.offset, s.length, s.item.ref.digest) for s in trace.slots(path)]
+            kept.append((trace.tokens(path), slots, trace.graph.pixel_digests(path)))
+        assert found == sorted(kept)
+
+
+@asynccontextmanager
+async def wire_to(server: str, seen: Seen) -> AsyncIterator[str]:
+    """An address that passes everything on to `server`, and keeps what passes."""
+    async with aiohttp.ClientSession() as session:
+
+        async def pass_on(http: web.Request) -> web.Response:
+            body = await http.read()
+            async with session.request(http.method, server + http.path, data=body) as answer:
+                said = await answer.read()
+                if http.path == "/inference/v1/generate" and answer.status == 200:
+                    seen.calls.append(
+                        (
+                            msgspec.json.decode(body, type=GenerateRequest),
+                            msgspec.json.decode(said, type=GenerateResponse),
+                        )
+                    )
+                return web.Response(body=said, status=answer.status)
+
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_route("*", "/{path:.*}", pass_on)
+        async with listening(app) as address:
+            yield address
+
+
+@asynccontextmanager
+async def listening(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield site.name
+    finally:
+        await runner.cleanup()
+
+
+class Says(ScriptedPolicy):
+    """A policy that says given tokens, one answer after another."""
+
+    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self._answers: Iterator[Sequence[int]] = iter(answers)
+
+    def _answer(self, request: GenerateRequest, digests: list[str]) -> GenerateResponse:
+        said = list(next(self._answers))
+        stopped = said[-1] in request.sampling_params.stop_token_ids
+        choice = Choice(
+            index=0,
+            token_ids=said,
+            finish_reason="stop" if stopped else "length",
+            logprobs=Logprobs([TokenLogprob(token, -1.0) for token in said]),
+            weight_versions=[VersionSpan("0", 0, len(said))],
+        )
+        return GenerateResponse(request.request_id, [choice], SightlineAnswer(digests))
+
+
+def spelled(renderer: Renderer, message: Message) -> list[int]:
+    """The tokens with which an assistant would say a message, the stop token included."""
+    rendered = renderer.render([user("?"), message], generation_prompt=False)
+    (said,) = rendered.trained
+    return rendered.token_ids[said.start : said.stop]
+
+
+def calls(*arguments: str, content: str = "", reasoning: str | None = None) -> Message:
+    """An assistant that calls `look`, once for each JSON text of arguments."""
+    return Message(
+        role="assistant",
+        content=text(content),
+        reasoning=reasoning,
+        tool_calls=tuple(ToolCall("look", spelling) for spelling in arguments),
+    )
+
+
+@dataclass
+class Worker:
+    """Plays rollouts as a worker process does."""
+
+    model: Path
+    store: MediaStore
+    server: str
+    max_tokens: int = MAX_TOKENS
+    timeout_s: float = 60.0
+
+    @contextmanager
+    def player(self, rollout: Rollout) -> Iterator[Player]:
+        door = Ingest(self.store)
+        yield Player(
+            env=Plays(rollout),
+            renderer=load_renderer(self.model, self.store, door=door),
+            store=self.store,
+            client=GenerateClient(self.server, deadline_s=2.0),
+            modality="image",
+            max_tokens=self.max_tokens,
+            timeout_s=self.timeout_s,
+            door=door,
+        )
+
+    async def play(self, rollout: Rollout, seed: int = 1, **more: Any) -> Trace:
+        with self.player(rollout) as player:
+            try:
+                played = await player.play(Play("r1", "g", 0, "train", seed, 1.0, **more))
+            finally:
+                await player.close()
+        return decode(played.trace)
+
+
+@asynccontextmanager
+async def agent(chat: Chat) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=chat.base_url, api_key=chat.api_key) as client:
+        yield client
+
+
+def picture(number: int, width: int = 32, height: int = 32) -> Image.Image:
+    """Noise that no other number gives."""
+    return Image.frombytes(
+        "RGB", (width, height), random.Random(number).randbytes(3 * width * height)
+    )
+
+
+def picture_url(number: int, width: int = 32, height: int = 32) -> str:
+    file = io.BytesIO()
+    picture(number, width, height).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def shown(number: int, words: str = "") -> dict[str, Any]:
+    """A user message with a picture of its own."""
+    return {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": words or f"Look at {number}."},
+            {"type": "image_url", "image_url": {"url": picture_url(number)}},
+        ],
+    }

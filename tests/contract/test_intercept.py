@@ -1,0 +1,250 @@
+"""Any program with the OpenAI SDK, against the real tiny model on the embedded engine.
+
+What the engine saw and said is what the trace holds, whoever leads the conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import LOOK, CountingStore, Seen, Worker, agent, picture_url, shown, wire_to
+from openai import OpenAI
+from serving import Client, live
+
+from sightline.envs import Chat
+from sightline.inference.settings import ServeSettings
+from sightline.trace import Trace
+
+NUM_TURNS = 32
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> CountingStore:
+    return CountingStore(tmp_path_factory.mktemp("media"))
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, media: CountingStore) -> Iterator[Client]:
+    settings = ServeSettings(
+        model=tiny_model, media_roots=(media.root,), device="cpu", max_rows=16, max_len=4096
+    )
+    with live(settings) as client:
+        yield client
+
+
+@pytest.fixture
+def play(tiny_model: Path, media: CountingStore, server: Client) -> Any:
+    """Plays a rollout; the trace, after a look at the wire."""
+
+    def played(rollout: Any, **more: Any) -> Trace:
+        async def main() -> Trace:
+            seen = Seen()
+            async with wire_to(f"http://{server.host}:{server.port}", seen) as address:
+                trace = await Worker(tiny_model, media, address).play(rollout, **more)
+            assert not trace.error, trace.error
+            seen.check(trace)
+            return trace
+
+        return asyncio.run(main())
+
+    return played
+
+
+async def loop(chat: Chat, num_turns: int, **more: Any) -> list[Any]:
+    """An agent as they are written everywhere: the whole history goes out with every turn."""
+    answers, history = [], []
+    async with agent(chat) as client:
+        for turn in range(num_turns):
+            history.append(shown(turn))
+            answer = await client.chat.completions.create(model="any", messages=history, **more)
+            answers.append(answer)
+            history.append(answer.choices[0].message.model_dump(exclude_none=True))
+    return answers
+
+
+def test_an_agent_of_many_turns_is_one_path_of_the_tokens_that_the_server_saw(
+    play: Any, media: CountingStore
+) -> None:
+    answers: list[Any] = []
+
+    async def rollout(chat: Chat) -> float:
+        answers.extend(await loop(chat, NUM_TURNS))
+        return 1.0
+
+    before = media.num_put
+    trace = play(rollout)
+    assert trace.forks == {} and not trace.door_errors
+    assert len(trace.branches()) == 1 and len(trace.turns) == NUM_TURNS == trace.num_images_shown
+    # Turn k sends k images; each is decoded, validated and hashed once.
+    assert media.num_put - before == NUM_TURNS
+    for node, answer in zip(trace.turns, answers, strict=True):
+        assert answer.choices[0].message.content == node.message.text
+        assert answer.usage.completion_tokens == node.num_sampled
+        assert answer.usage.prompt_tokens == trace.graph.end(node.id) - node.num_sampled
+    # The engine kept the keys and values of every turn but the last token that it said.
+    assert all(answer.usage.prompt_tokens_details.cached_tokens for answer in answers[1:])
+
+
+def test_an_intercepted_conversation_has_the_tokens_of_one_that_chat_leads(play: Any) -> None:
+    async def intercepted(chat: Chat) -> float:
+        await loop(chat, 4)
+        return 1.0
+
+    async def own(chat: Chat) -> float:
+        for turn in range(4):
+            await chat.send([shown(turn)])
+        return 1.0
+
+    one, other = play(intercepted), play(own)
+    assert [n.token_ids for n in one.nodes] == [n.token_ids for n in other.nodes]
+    assert [n.slots for n in one.nodes] == [n.slots for n in other.nodes]
+    assert [n.logprobs for n in one.nodes] == [n.logprobs for n in other.nodes]
+
+
+def test_a_stream_says_the_same_as_an_answer_in_one_piece(play: Any) -> None:
+    pieces: list[Any] = []
+
+    async def whole(chat: Chat) -> float:
+        await loop(chat, 2)
+        return 1.0
+
+    async def streamed(chat: Chat) -> float:
+        history: list[Any] = []
+        async with agent(chat) as client:
+            for turn in range(2):
+                history.append(shown(turn))
+                stream = await client.chat.completions.create(
+                    model="any",
+                    messages=history,
+                    stream=True,
+                    stream_options={"include_usage": True},
+                )
+                said = [chunk async for chunk in stream]
+                pieces.append(said)
+                content = "".join(c.choices[0].delta.content or "" for c in said if c.choices)
+                history.append({"role": "assistant", "content": content})
+        return 1.0
+
+    one, other = play(whole), play(streamed)
+    assert other.forks == {}
+    assert [n.token_ids for n in one.nodes] == [n.token_ids for n in other.nodes]
+    for said, node in zip(pieces, other.turns, strict=True):
+        *deltas, ending, usage = said
+        assert deltas[0].choices[0].delta.role == "assistant"
+        assert {chunk.choices[0].finish_reason for chunk in deltas} == {None}
+        assert ending.choices[0].finish_reason == node.finish_reason
+        assert not usage.choices and usage.usage.completion_tokens == node.num_sampled
+
+
+def test_pictures_in_tool_messages_are_slots_like_any_other(play: Any) -> None:
+    async def rollout(chat: Chat) -> float:
+        history: list[Any] = [{"role": "developer", "content": "Use the tool."}, shown(0)]
+        async with agent(chat) as client:
+            for turn in range(3):
+                answer = await client.chat.completions.create(
+                    model="any", messages=history, tools=[LOOK], max_tokens=4
+                )
+                part = {"type": "image_url", "image_url": {"url": picture_url(100 + turn)}}
+                history += [
+                    answer.choices[0].message.model_dump(exclude_none=True),
+                    {"role": "tool", "tool_call_id": f"c{turn}", "content": [part]},
+                ]
+        return 1.0
+
+    trace = play(rollout)
+    assert trace.forks == {} and len(trace.toolsets) == 1
+    shown_by = [node.message.role for node in trace.nodes if node.slots]
+    assert shown_by == ["user", "tool", "tool"]
+    assert all(node.num_sampled <= 4 for node in trace.turns)
+
+
+def test_sub_agents_may_ask_at_the_same_time(play: Any) -> None:
+    async def rollout(chat: Chat) -> float:
+        async with agent(chat) as client:
+
+            async def sub(number: int) -> None:
+                history: list[Any] = [{"role": "system", "content": f"You are {number}."}]
+                for turn in range(3):
+                    history.append(shown(10 * number + turn))
+                    answer = await client.chat.completions.create(model="m", messages=history)
+                    history.append(answer.choices[0].message.model_dump(exclude_none=True))
+
+            await asyncio.gather(*map(sub, range(4)))
+        return 1.0
+
+    trace = play(rollout)
+    assert len(trace.branches()) == 4 and len(trace.turns) == 12
+    # Each begins beside the others; none of their turns leaves its own path.
+    assert trace.forks == {"diverged": 3}
+
+
+def test_a_blocking_client_in_a_thread_and_a_program_of_its_own_are_agents_too(
+    play: Any, tmp_path: Path
+) -> None:
+    program = tmp_path / "agent.py"
+    program.write_text(
+        "import sys\n"
+        "from openai import OpenAI\n"
+        "client = OpenAI(base_url=sys.argv[1], api_key=sys.argv[2])\n"
+        "history = [{'role': 'user', 'content': 'hello'}]\n"
+        "said = client.chat.completions.create(model='m', messages=history).choices[0].message\n"
+        "history += [said, {'role': 'user', 'content': 'and?'}]\n"
+        "client.chat.completions.create(model='m', messages=history)\n"
+    )
+
+    def blocking(base_url: str, api_key: str) -> None:
+        with OpenAI(base_url=base_url, api_key=api_key) as client:
+            assert [model.id for model in client.models.list()] == ["policy"]
+            client.chat.completions.create(model="m", messages=[shown(1)])
+        subprocess.run([sys.executable, str(program), base_url, api_key], check=True, timeout=100)
+
+    async def rollout(chat: Chat) -> float:
+        await asyncio.to_thread(blocking, chat.base_url, chat.api_key)
+        return 1.0
+
+    assert len(play(rollout).turns) == 3
+
+
+def test_a_second_model_plays_the_user_and_shows_pictures(
+    play: Any, tiny_model: Path, media: CountingStore, server: Client
+) -> None:
+    """The agent asks through the endpoint, the environment goes on with chat.send and chat.ask;
+    the words of the user come from another rollout's model, over an endpoint of its own."""
+    users: list[Trace] = []
+
+    async def trained(chat: Chat) -> float:
+        async def second_model(other: Chat) -> float:
+            async with agent(other) as simulated, agent(chat) as client:
+                history: list[Any] = [shown(0)]
+                answer = await client.chat.completions.create(model="m", messages=history)
+                history.append(answer.choices[0].message.model_dump(exclude_none=True))
+                for turn in range(1, 4):
+                    asked = [{"role": "user", "content": f"Play the user, turn {turn}."}]
+                    words = await simulated.chat.completions.create(model="u", messages=asked)
+                    message = shown(turn, words.choices[0].message.content or "empty")
+                    history.append(message)
+                    if turn == 1:
+                        said = await chat.send([message])
+                        history.append({"role": "assistant", "content": said.text})
+                    elif turn == 2:
+                        said = await chat.ask(history)
+                        history.append({"role": "assistant", "content": said.text})
+                    else:
+                        await client.chat.completions.create(model="m", messages=history)
+            return 0.0
+
+        worker = Worker(tiny_model, media, f"http://{server.host}:{server.port}")
+        users.append(await worker.play(second_model, seed=2))
+        assert not users[0].error, users[0].error
+        return 1.0
+
+    trace = play(trained)
+    assert trace.forks == {} and len(trace.branches()) == 1
+    assert len(trace.turns) == 4 == trace.num_images_shown
+    assert len(users[0].turns) == 3 and users[0].num_images_shown == 0

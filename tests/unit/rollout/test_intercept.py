@@ -1,0 +1,575 @@
+"""The endpoint of a rollout: keys, what is recognised, what is refused and how."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from agents import LOOK, Says, Worker, agent, calls, listening, picture, picture_url, shown, spelled
+
+from sightline.envs import Chat
+from sightline.errors import MediaRefused, MessageError
+from sightline.families import load_renderer, registry
+from sightline.media import MediaStore
+from sightline.message import Message, assistant, user
+from sightline.rollout.scripted import ScriptedPolicy
+from sightline.trace import Trace, decode
+from sightline.wire.control import Play
+
+ARGUMENTS = '{"x": 1.0, "names": ["é", true]}'
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("thinking")
+    registry.write_tiny("qwen_vl", path, seed=0, type="qwen3_vl_thinking")
+    return path
+
+
+def play(
+    model: Path, store: MediaStore, rollout: Any, says: list[Message] | None = None, **more: Any
+) -> Trace:
+    """Plays against a policy that says random text, or what it is told to."""
+
+    async def main() -> Trace:
+        renderer = load_renderer(model, store)
+        policy = Says([spelled(renderer, m) for m in says]) if says else ScriptedPolicy()
+        async with listening(policy.app()) as address:
+            return await Worker(model, store, address).play(rollout, **more)
+
+    return asyncio.run(main())
+
+
+# --- what comes back is recognised
+
+
+def dropped_reasoning(message: dict[str, Any]) -> None:
+    del message["reasoning_content"]
+
+
+def renamed_reasoning(message: dict[str, Any]) -> None:
+    message["reasoning"] = message.pop("reasoning_content")
+
+
+def null_content(message: dict[str, Any]) -> None:
+    message["content"] = None
+
+
+def empty_content(message: dict[str, Any]) -> None:
+    message["content"] = ""
+
+
+def content_in_parts(message: dict[str, Any]) -> None:
+    message["content"] = [{"type": "text", "text": text, "image_url": None} for text in "Hm."]
+
+
+def written_again(message: dict[str, Any]) -> None:
+    call = message["tool_calls"][0]["function"]
+    call["arguments"] = json.dumps(json.loads(call["arguments"]), separators=(",", ":"))
+
+
+def written_by_javascript(message: dict[str, Any]) -> None:
+    message["tool_calls"][0]["function"]["arguments"] = '{"names":["\\u00e9",true],"x":1}'
+
+
+def arguments_as_object(message: dict[str, Any]) -> None:
+    call = message["tool_calls"][0]["function"]
+    call["arguments"] = json.loads(call["arguments"])
+
+
+def other_ids(message: dict[str, Any]) -> None:
+    message["tool_calls"][0]["id"] = "mine"
+
+
+def all_at_once(message: dict[str, Any]) -> None:
+    for change in (dropped_reasoning, null_content, written_by_javascript, other_ids):
+        change(message)
+
+
+def unchanged(message: dict[str, Any]) -> None:
+    pass
+
+
+RECOGNISED = [
+    unchanged, dropped_reasoning, renamed_reasoning, null_content, empty_content,
+    content_in_parts, written_again, written_by_javascript, arguments_as_object, other_ids,
+    all_at_once,
+]  # fmt: skip
+
+
+def other_content(message: dict[str, Any]) -> None:
+    message["content"] = "Hm!"
+
+
+def other_reasoning(message: dict[str, Any]) -> None:
+    message["reasoning_content"] = "I thought something else."
+
+
+def other_value(message: dict[str, Any]) -> None:
+    message["tool_calls"][0]["function"]["arguments"] = '{"x": 1.5, "names": ["é", true]}'
+
+
+def true_for_one(message: dict[str, Any]) -> None:
+    message["tool_calls"][0]["function"]["arguments"] = '{"x": true, "names": ["é", true]}'
+
+
+def other_name(message: dict[str, Any]) -> None:
+    message["tool_calls"][0]["function"]["name"] = "leap"
+
+
+def one_call_less(message: dict[str, Any]) -> None:
+    del message["tool_calls"][1]
+
+
+EDITED = [other_content, other_reasoning, other_value, true_for_one, other_name, one_call_less]
+
+
+def sent_back(model: Path, store: MediaStore, change: Callable[[dict[str, Any]], None]) -> Trace:
+    """An agent that calls a tool twice, and changes what it keeps of the first answer."""
+    says = [
+        calls(ARGUMENTS, '{"x": 2}', content="Hm.", reasoning="I think."),
+        calls('{"x": 3}', reasoning="Again."),
+        assistant("Done.", reasoning="That is it."),
+    ]
+
+    async def rollout(chat: Chat) -> float:
+        history: list[Any] = [{"role": "user", "content": "go"}]
+        async with agent(chat) as client:
+            for turn in range(3):
+                answer = await client.chat.completions.create(
+                    model="m", messages=history, tools=[LOOK]
+                )
+                choice = answer.choices[0]
+                assert choice.finish_reason == ("tool_calls" if turn < 2 else "stop")
+                message = choice.message.model_dump(exclude_none=True)
+                assert message["reasoning_content"] == says[turn].reasoning
+                if turn == 0:
+                    assert choice.message.tool_calls[0].function.arguments == ARGUMENTS
+                    change(message)
+                history.append(message)
+                for call in message.get("tool_calls", ()):
+                    part = {"type": "image_url", "image_url": {"url": picture_url(turn)}}
+                    history.append({"role": "tool", "tool_call_id": call["id"], "content": [part]})
+        return 1.0
+
+    trace = play(model, store, rollout, says)
+    assert not trace.error, trace.error
+    return trace
+
+
+@pytest.mark.parametrize("change", RECOGNISED, ids=lambda change: change.__name__)
+def test_a_sampled_message_is_known_again_in_other_words(
+    thinking: Path, store: MediaStore, change: Any
+) -> None:
+    trace = sent_back(thinking, store, change)
+    assert trace.forks == {}
+    assert len(trace.branches()) == 1 and len(trace.turns) == 3
+    assert trace.num_images_shown == 3
+
+
+@pytest.mark.parametrize("change", EDITED, ids=lambda change: change.__name__)
+def test_a_real_edit_forks_and_is_counted(thinking: Path, store: MediaStore, change: Any) -> None:
+    trace = sent_back(thinking, store, change)
+    assert sum(trace.forks.values()) == 1 and set(trace.forks) == {"diverged"}
+    assert len(trace.branches()) == 2
+    # What was sampled stays, and the edited words stand beside it, not sampled.
+    first, edited = (trace.nodes[n] for n in trace.graph.children(0))
+    assert first.is_turn and not edited.is_turn
+
+
+def test_of_two_answers_alike_the_one_is_meant_whose_call_ids_come_back(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    async def rollout(chat: Chat) -> float:
+        asked: list[Any] = [{"role": "user", "content": "go"}]
+        async with agent(chat) as client:
+            answers = [
+                await client.chat.completions.create(model="m", messages=asked, tools=[LOOK])
+                for _ in range(2)
+            ]
+            message = answers[0].choices[0].message.model_dump(exclude_none=True)
+            tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"}
+            await client.chat.completions.create(
+                model="m", messages=[*asked, message, tool], tools=[LOOK]
+            )
+        return 1.0
+
+    trace = play(tiny_model, store, rollout, [calls("{}"), calls("{}"), assistant("ok")])
+    assert trace.forks == {"resampled": 1}
+    assert trace.branches() == [[0, 2], [0, 1, 3, 4]]
+
+
+def test_a_stream_carries_reasoning_and_calls_in_pieces(thinking: Path, store: MediaStore) -> None:
+    long = json.dumps({"x": 1, "note": "é" * 200}, ensure_ascii=False)
+    says = [calls(long, '{"x": 2}', content="Well.", reasoning="So. " * 40 + "Yes.")]
+
+    async def rollout(chat: Chat) -> float:
+        async with agent(chat) as client:
+            stream = await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "go"}], tools=[LOOK], stream=True
+            )
+            chunks = [chunk async for chunk in stream]
+        deltas = [chunk.choices[0].delta for chunk in chunks]
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        assert all(chunk.usage is None for chunk in chunks)
+        reasoning = [d.reasoning_content for d in deltas if hasattr(d, "reasoning_content")]
+        assert len(reasoning) > 1 and "".join(reasoning) == says[0].reasoning
+        assert "".join(d.content or "" for d in deltas) == "Well."
+        parts = [call for d in deltas for call in d.tool_calls or ()]
+        for k, call in enumerate(says[0].tool_calls):
+            mine = [part for part in parts if part.index == k]
+            assert [part.id for part in mine if part.id] == [f"call_1_{k}"]
+            assert "".join(part.function.arguments for part in mine) == call.arguments
+        return 1.0
+
+    trace = play(thinking, store, rollout, says)
+    assert not trace.error, trace.error
+
+
+# --- keys
+
+
+def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaStore) -> None:
+    async def main() -> None:
+        meeting = asyncio.Barrier(2)
+        keys, ports = set[tuple[str, str]](), set[str]()
+
+        async def rollout(chat: Chat) -> float:
+            name = f"I am {chat.rng.random()}."
+            keys.add((name, chat.api_key))
+            ports.add(chat.base_url)
+            history: list[Any] = [{"role": "user", "content": name}]
+            async with agent(chat) as client:
+                for _ in range(3):
+                    await meeting.wait()
+                    answer = await client.chat.completions.create(model="m", messages=history)
+                    said = answer.choices[0].message.model_dump(exclude_none=True)
+                    history += [said, {"role": "user", "content": name}]
+            return 1.0
+
+        async with listening(ScriptedPolicy().app()) as address:
+            with Worker(tiny_model, store, address).player(rollout) as player:
+                both = await asyncio.gather(
+                    *(player.play(Play(f"r{i}", "g", 0, "train", i, 1.0)) for i in range(2))
+                )
+                await player.close()
+        traces = [decode(played.trace) for played in both]
+        assert len({key for _, key in keys}) == 2
+        assert len(ports) == 1, "one port a worker"
+        for trace in traces:
+            assert not trace.error and trace.forks == {}
+            assert len(trace.turns) == 3 and len(trace.branches()) == 1
+            assert len({n.message.text for n in trace.nodes if n.message.role == "user"}) == 1
+        assert {t.nodes[0].message.text for t in traces} == {name for name, _ in keys}
+
+    asyncio.run(main())
+
+
+def test_a_key_that_no_rollout_has_opens_nothing(tiny_model: Path, store: MediaStore) -> None:
+    async def rollout(chat: Chat) -> float:
+        for key in ("", "sk-wrong", chat.api_key + "x", chat.api_key[:-1]):
+            for headers in ({"authorization": f"Bearer {key}"}, {"authorization": key}, {}):
+                async with (
+                    aiohttp.ClientSession(headers=headers) as session,
+                    session.post(chat.base_url + "/chat/completions", json={}) as answer,
+                ):
+                    assert answer.status == 401
+                    error = (await answer.json())["error"]
+                    assert error["code"] == "invalid_api_key" and "api_key" in error["message"]
+        client = openai.AsyncOpenAI(base_url=chat.base_url, api_key="sk-other")
+        with pytest.raises(openai.AuthenticationError):
+            await client.chat.completions.create(model="m", messages=[shown(0)])
+        with pytest.raises(openai.AuthenticationError):
+            await client.models.list()
+        await client.close()
+        return 1.0
+
+    trace = play(tiny_model, store, rollout)
+    assert not trace.error and not trace.nodes
+    assert not trace.door_errors, "a stranger's request is nothing that the rollout did"
+
+
+def test_a_request_that_outlives_its_rollout_is_cancelled_and_leaves_nothing(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    async def main() -> None:
+        arrived, late = asyncio.Event(), list[Any]()
+
+        async def stuck(http: Any) -> Any:
+            arrived.set()
+            await asyncio.Event().wait()
+
+        async def rollout(chat: Chat) -> float:
+            client = openai.AsyncOpenAI(base_url=chat.base_url, api_key=chat.api_key)
+            asked = client.chat.completions.create(model="m", messages=[shown(0)])
+            late.append((client, asyncio.ensure_future(asked)))
+            await arrived.wait()
+            return 1.0
+
+        app = aiohttp.web.Application()
+        app.router.add_post("/inference/v1/generate", stuck)
+        async with listening(app) as address:
+            with Worker(tiny_model, store, address).player(rollout) as player:
+                played = await player.play(Play("r", "g", 0, "train", 1, 1.0))
+                ((client, asked),) = late
+                with pytest.raises(openai.AuthenticationError) as caught:
+                    await asked
+                assert caught.value.code == "rollout_over"
+                with pytest.raises(openai.AuthenticationError):
+                    await client.chat.completions.create(model="m", messages=[shown(0)])
+                await client.close()
+                await player.close()
+        trace = decode(played.trace)
+        assert trace.reward == 1.0 and not trace.nodes
+
+    asyncio.run(main())
+
+
+# --- refusals
+
+BAD_URL = "data:image/png;base64,aGVsbG8="
+
+
+def with_part(**part: Any) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "text", "text": "a"}, part]}
+
+
+BAD_PARTS = [
+    ({"type": "image_url", "image_url": {"url": BAD_URL}}, ".image_url.url", 422),
+    ({"type": "image_url", "image_url": BAD_URL}, ".image_url", 422),
+    ({"type": "image", "image": "file:///etc/passwd"}, ".image", 422),
+    ({"type": "input_image", "image_url": "http://169.254.169.254/a.png"}, ".image_url", 422),
+    (
+        {"type": "image_url", "image_url": {"url": "media:sha256:" + "0" * 64}},
+        ".image_url.url",
+        404,
+    ),
+    ({"type": "image_url", "image_url": None}, ".image_url", 400),
+    ({"type": "image", "ref": {"digest": "0" * 64}}, ".ref.url", 400),
+    ({"type": "input_audio", "input_audio": {}}, ".type", 400),
+    ({"type": "video_url", "video_url": {}}, ".type", 400),
+    ({"type": "unheard_of"}, ".type", 400),
+    ({"text": "a"}, ".type", 400),
+    (3, "", 400),
+]
+
+
+def test_a_part_that_is_not_taken_is_named_by_its_path_and_kept_on_the_trace(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    params: list[str] = []
+
+    async def rollout(chat: Chat) -> float:
+        async with agent(chat) as client:
+            for part, where, status in BAD_PARTS:
+                message = {"role": "user", "content": [{"type": "text", "text": "a"}, part]}
+                with pytest.raises(openai.APIStatusError) as caught:
+                    await client.chat.completions.create(model="m", messages=[shown(0), message])
+                params.append(f"messages[1].content[1]{where}")
+                found = (caught.value.status_code, caught.value.param)
+                assert found == (status, params[-1])
+                assert caught.value.type == "invalid_request_error"
+                assert caught.value.code and "fix: " in caught.value.body["message"]
+            # A refusal costs nothing: the agent may go on.
+            await client.chat.completions.create(model="m", messages=[shown(0)])
+        return 1.0
+
+    trace = play(tiny_model, store, rollout)
+    assert not trace.error, trace.error
+    assert len(trace.turns) == 1 and trace.forks == {}
+    assert len(trace.door_errors) == len(params)
+    assert all(param in kept for param, kept in zip(params, trace.door_errors, strict=True))
+
+
+BAD_FIELDS = [
+    ("n", 2), ("n", True), ("stop", ["x"]), ("stop", "x"), ("logit_bias", {"3": 1}),
+    ("response_format", {"type": "json_object"}), ("tool_choice", "required"),
+    ("presence_penalty", 0.5), ("frequency_penalty", -1), ("modalities", ["audio"]),
+    ("parallel_tool_calls", False), ("max_tokens", 0), ("max_completion_tokens", -1),
+    ("max_tokens", "many"), ("unheard_of", 1), ("stream_options", 3), ("stream", "yes"),
+    ("tools", {}), ("model", 3), ("logprobs", True), ("top_logprobs", 2), ("functions", [{}]),
+]  # fmt: skip
+
+
+def test_a_field_that_cannot_be_honoured_is_refused_by_name(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    async def rollout(chat: Chat) -> float:
+        async with agent(chat) as client:
+            for field, value in BAD_FIELDS:
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await client.chat.completions.create(
+                        model="m", messages=[shown(0)], extra_body={field: value}
+                    )
+                assert caught.value.param == field
+        return 1.0
+
+    trace = play(tiny_model, store, rollout)
+    assert not trace.error, trace.error
+    assert len(trace.door_errors) == len(BAD_FIELDS) and not trace.nodes
+
+
+def test_the_rollouts_own_sampling_wins(tiny_model: Path, store: MediaStore) -> None:
+    asked: list[Any] = []
+
+    class Watching(ScriptedPolicy):
+        def _answer(self, request: Any, digests: Any) -> Any:  # type: ignore[override]
+            asked.append(request.sampling_params)
+            return ScriptedPolicy._answer(request, digests)
+
+    async def rollout(chat: Chat) -> float:
+        async with agent(chat) as client:
+            await client.chat.completions.create(
+                model="gpt-x",
+                messages=[shown(0)],
+                temperature=0.1,
+                top_p=0.5,
+                seed=7,
+                max_tokens=1000,
+                n=1,
+                tool_choice="none",
+                presence_penalty=0,
+                stop=None,
+                user="me",
+                extra_body={"top_k": 3, "min_p": 0.1},
+            )
+            await client.chat.completions.create(
+                model="gpt-x", messages=[shown(1)], max_completion_tokens=2, temperature=0
+            )
+        return 1.0
+
+    async def main() -> Trace:
+        async with listening(Watching().app()) as address:
+            return await Worker(tiny_model, store, address).play(rollout)
+
+    trace = asyncio.run(main())
+    assert not trace.error, trace.error
+    assert [(p.temperature, p.top_p, p.top_k, p.min_p) for p in asked] == [(1.0, 1.0, 0, 0.0)] * 2
+    assert [p.max_tokens for p in asked] == [6, 2]
+    assert len({p.seed for p in asked} - {7}) == 2
+
+
+def test_a_body_that_is_no_request_is_refused(tiny_model: Path, store: MediaStore) -> None:
+    bodies = (
+        b"", b"{", b"[]", b"\xff", b'"x"', b"{}", b'{"messages": []}', b'{"messages": 3}',
+        b"[" * 100_000, b'{"messages": ["a"]}', b'{"messages": [{"role": []}]}',
+    )  # fmt: skip
+
+    async def rollout(chat: Chat) -> float:
+        headers = {"authorization": f"Bearer {chat.api_key}"}
+        async with aiohttp.ClientSession(headers=headers) as session:
+            for body in bodies:
+                async with session.post(chat.base_url + "/chat/completions", data=body) as answer:
+                    assert answer.status == 400 and answer.headers["x-should-retry"] == "false"
+                    assert (await answer.json())["error"]["type"] == "invalid_request_error"
+        return 1.0
+
+    trace = play(tiny_model, store, rollout)
+    assert not trace.error and len(trace.door_errors) == len(bodies)
+
+
+def test_another_route_is_refused_in_the_same_shape(tiny_model: Path, store: MediaStore) -> None:
+    async def rollout(chat: Chat) -> float:
+        async with agent(chat) as client:
+            with pytest.raises(openai.NotFoundError) as caught:
+                await client.embeddings.create(model="m", input="x")
+            assert caught.value.code == "unknown_url"
+        return 1.0
+
+    assert not play(tiny_model, store, rollout).error
+
+
+def test_messages_that_the_environment_adds_pass_the_same_door(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    bad = with_part(type="image_url", image_url={"url": BAD_URL})
+    video = with_part(type="video_url", video_url={"url": BAD_URL})
+
+    async def rollout(chat: Chat) -> float:
+        history: list[Any] = [shown(0)]
+        async with agent(chat) as client:
+            answer = await client.chat.completions.create(model="m", messages=history)
+        history.append(answer.choices[0].message.model_dump(exclude_none=True))
+        for message, error in ((bad, MediaRefused), (video, MessageError)):
+            with pytest.raises(error, match=r"^messages\[0\]\.content\[1\]"):
+                await chat.send([message])
+            with pytest.raises(error, match=r"^messages\[2\]\.content\[1\]"):
+                await chat.ask([*history, message])
+        await chat.send([user("Go on.")])
+        return 1.0
+
+    trace = play(tiny_model, store, rollout)
+    assert not trace.error, trace.error
+    assert len(trace.door_errors) == 4 and len(trace.turns) == 2 and trace.forks == {}
+
+
+# --- failures behind the door
+
+
+def test_what_breaks_a_promise_drops_the_rollout_whatever_the_agent_makes_of_it(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    class Blind(ScriptedPolicy):
+        """Makes other pixels of the same image at the second turn."""
+
+        turn = 0
+
+        def _answer(self, request: Any, digests: Any) -> Any:  # type: ignore[override]
+            self.turn += 1
+            return ScriptedPolicy._answer(request, [f"{self.turn:032x}"] * len(digests))
+
+    async def rollout(chat: Chat) -> float:
+        async with agent(chat) as client:
+            history: list[Any] = [shown(0)]
+            answer = await client.chat.completions.create(model="m", messages=history)
+            history += [answer.choices[0].message.model_dump(exclude_none=True), shown(1)]
+            with pytest.raises(openai.InternalServerError):
+                await client.chat.completions.create(model="m", messages=history)
+        return 1.0
+
+    async def main() -> Trace:
+        async with listening(Blind().app()) as address:
+            return await Worker(tiny_model, store, address).play(rollout)
+
+    trace = asyncio.run(main())
+    assert trace.error_kind == "PixelMismatch" and trace.reward is None
+    assert len(trace.turns) == 1
+
+
+def test_a_server_that_is_away_is_a_503_that_may_heal(tiny_model: Path, store: MediaStore) -> None:
+    async def rollout(chat: Chat) -> float:
+        client = openai.AsyncOpenAI(base_url=chat.base_url, api_key=chat.api_key, max_retries=0)
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(model="m", messages=[shown(0)])
+        await client.close()
+        assert caught.value.status_code == 503 and "retry-after" in caught.value.response.headers
+        return 1.0
+
+    trace = asyncio.run(Worker(tiny_model, store, "http://127.0.0.1:1").play(rollout))
+    assert trace.reward == 1.0 and len(trace.door_errors) == 1
+
+
+def test_exchanged_images_stand_in_for_those_that_an_agent_sends(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    donors = tuple(store.put(picture(900 + i, 64, 32)) for i in range(2))
+
+    async def rollout(chat: Chat) -> float:
+        history: list[Any] = []
+        async with agent(chat) as client:
+            for turn in range(3):
+                history.append(shown(turn))
+                answer = await client.chat.completions.create(model="m", messages=history)
+                history.append(answer.choices[0].message.model_dump(exclude_none=True))
+        return 1.0
+
+    trace = play(tiny_model, store, rollout, exchanged=donors)
+    assert not trace.error, trace.error
+    refs = [slot.item.ref for node in trace.nodes for slot in node.slots]
+    assert refs == [donors[0], donors[1], donors[0]] and trace.forks == {}
