@@ -60,22 +60,31 @@ class GymnasiumEnvironment(Environment):
         self._make: Callable[[], Any] = lambda: gymnasium.make(
             self.id, render_mode=RGB, **self.kwargs
         )
+        num_actions = self._probe(gymnasium.error.Error)
+        self.parser = build_parser(actions, num_actions, self.name)
+
+    def _probe(self, error_type: type[Exception]) -> int:
+        """Draws one frame, here and now; returns how many actions there are, 0 when not a few.
+
+        Renderers load their libraries with the first frame, which threads must not do at once.
+        """
         try:
-            probe = gymnasium.make(self.id, **self.kwargs)
-        except gymnasium.error.Error as error:
+            probe = self._make()
+            probe.reset(seed=0)
+            frame = probe.render()
+            probe.close()
+        except error_type as error:
             raise ConfigError(
                 f"{self.name}: {error}",
-                "check [env.args] id, and name the module that registers it as `module`",
+                "check [env.args] id and kwargs, name the module that registers it as `module`, "
+                "and install what it draws with",
             ) from error
-        modes = probe.metadata.get("render_modes") or []
-        num_actions = int(getattr(probe.action_space, "n", 0))
-        probe.close()
-        if RGB not in modes:
+        if getattr(frame, "ndim", 0) != 3:
             raise ConfigError(
-                f"{self.name} renders {modes or 'nothing'}, and pictures are what is shown",
+                f"{self.name} draws no picture, and pictures are what is shown",
                 f"choose an environment with render mode {RGB!r}",
             )
-        self.parser = build_parser(actions, num_actions, self.name)
+        return int(getattr(probe.action_space, "n", 0))
 
     def task(self, index: int, split: str) -> Task:
         return Task(index, split, random.Random(f"{self.seed}:{split}:{index}").getrandbits(31))

@@ -52,9 +52,9 @@ def build_parser(
         actions = [str(number) for number in range(num_actions)]
     if not isinstance(actions, Mapping):
         actions = {name: number for number, name in enumerate(actions)}
-    if not actions or (num_actions and len(actions) > num_actions):
+    if not actions:
         raise ConfigError(
-            f"{where}: {len(actions)} names for {num_actions} actions",
+            f"{where}: no action has a name",
             "name each action once in [env.args] actions",
         )
     return Choices(actions)
