@@ -11,6 +11,8 @@ TORCHVISION := build/torchvision
 TOKENIZERS := build/tokenizers
 TOKENIZER_VERSION := 3.7.2
 EXAMPLE := examples/color_codeword
+SMOKE := build/smoke
+ADAPTERS := gymnasium verifiers openenv
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # What the GPU machine lacks, with the dependencies that it lacks too (it takes 64 MiB in all).
@@ -22,12 +24,18 @@ BUNDLE_TAGS := --python-version 3.12 --implementation cp --abi cp312 --abi abi3 
 	--platform manylinux_2_28_$(BUNDLE_ARCH) --platform manylinux_2_17_$(BUNDLE_ARCH) \
 	--platform manylinux2014_$(BUNDLE_ARCH) --platform any
 
+# What a worker needs of the project's dependencies, and the tests of the adapters with it.
+WORKER := aiohttp httptools jinja2 msgspec numpy pillow pydantic pyzmq rich safetensors tokenizers \
+	uvloop hypothesis pytest pytest-timeout
+# What the tests of an adapter play with, besides its own extra of pyproject.toml.
+PLAYED_gymnasium := minigrid
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help $(VENV) demo tokenizers test test-loop test-ranks test-torchvision check format docs wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) demo tokenizers test test-loop test-ranks test-torchvision test-adapters smoke check format docs wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 	@echo "variables: PYTHON=$(PYTHON) SEED=$(SEED)"
 
 $(VENV): $(STAMP)
@@ -52,7 +60,7 @@ $(TOKENIZERS)/%:
 	mv $@.part $@
 
 test: $(STAMP) tokenizers ## the quick tests
-	$(BIN)/python -m pytest tests -m "not gpu and not loop and not torchvision and not ranks"
+	$(BIN)/python -m pytest tests -m "not gpu and not loop and not torchvision and not adapters and not ranks"
 
 test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
 	$(BIN)/python -m pytest tests -m "loop and not gpu"
@@ -68,6 +76,35 @@ $(TORCHVISION): constraints.txt
 	rm -rf $@
 	$(BIN)/python $(PIP_INSTALL) --no-deps --target $@ torchvision
 	@touch $@
+
+# Each in a virtual environment of its own, for their pins clash; the server that the tests start
+# runs in the project's, which has none of the packages.
+test-adapters: $(STAMP) $(ADAPTERS:%=test-adapter-%) ## adapters against the packages that they adapt
+
+test-adapter-%: $(STAMP) .venv-adapters-%/.installed
+	SERVER_PYTHON=$(CURDIR)/$(BIN)/python .venv-adapters-$*/bin/python -m pytest \
+		-o filterwarnings=default tests/adapters/test_$*.py
+
+# Without torch and transformers of its own accord: a worker loads neither.
+.venv-adapters-%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv-adapters-$*
+	grep -vE '^(jiter|openai)==' constraints.txt > .venv-adapters-$*/constraints.txt
+	.venv-adapters-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c .venv-adapters-$*/constraints.txt $(WORKER) $(PLAYED_$*) \
+		$$($(PYTHON) -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+			print(*project['optional-dependencies']['$*'])")
+	.venv-adapters-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+smoke: $(STAMP) ## the mini browser task for one step, and what the trainer was sent (needs Chromium)
+	@$(BIN)/python -c 'from sightline.envs.chromium import get_chromium; get_chromium()' 2>$(VENV)/.smoke || { \
+		echo "skipped: $$(tail -2 $(VENV)/.smoke)"; test -z "$${CI:-}"; exit; }; \
+	set -eu; rm -rf $(SMOKE); mkdir -p $(SMOKE); cd $(SMOKE); \
+	sightline="$(CURDIR)/$(BIN)/sightline"; example="$(CURDIR)/examples/mini_browser"; set -x; \
+	"$$sightline" model tiny models/tiny; \
+	"$$sightline" sft "$$example/warmup.toml"; \
+	"$$sightline" rl --plain "$$example/smoke.toml"; \
+	"$$sightline" inspect --shows-images runs/mini_browser-001
 
 check: $(STAMP) ## formatter, linter, type checker and the architecture test
 	$(BIN)/ruff format --check .
@@ -107,4 +144,4 @@ gpu-bundle: $(STAMP) ## wheels that the GPU machine lacks, unpacked into build/g
 	@du -sh $(BUNDLE)
 
 clean: ## remove what `make` built; runs/ and models/ stay
-	rm -rf $(VENV) $(WHEEL_VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(WHEEL_VENV) .venv-adapters-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

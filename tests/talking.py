@@ -13,6 +13,7 @@ from sightline.media import MediaStore
 from sightline.render import Renderer
 from sightline.rollout.chat import RolloutChat
 from sightline.rollout.client import GenerateClient
+from sightline.rollout.puts import PendingPuts, Puts
 from sightline.rollout.scripted import ScriptedPolicy
 from sightline.trace import Node, Trace
 from sightline.wire import Slot
@@ -124,6 +125,7 @@ def chat_to(
         trace=Trace(id="t", reward=1.0, temperature=temperature),
         renderer=renderer,
         store=store,
+        pending=PendingPuts(Puts(store)),
         client=client,
         modality=modality,
         temperature=temperature,

@@ -171,6 +171,10 @@ class Orchestrator(Section):
         description="So many batches' worth of groups without signal end the run.",
         json_schema_extra=FREE,
     )
+    keep_batches: bool = Field(
+        False, description="Keep batches that a checkpoint covers, for `sightline inspect`.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
 
 
 class Trainer(Section):

@@ -6,13 +6,13 @@ the letters of all squares so far. A model that does not see gets one letter in 
 
 from __future__ import annotations
 
-import io
 import random
 from functools import cache
 from typing import Any
 
 from PIL import Image
 
+from sightline.envs.drawing import glyph, png
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.message import Message, assistant, user
 
@@ -127,20 +127,12 @@ class ColorCodeword(Environment):
         rng = random.Random(f"{letter}:{shade}")
         near = (c + rng.randint(-self.jitter, self.jitter) for c in COLORS[letter])
         colour = tuple(min(255, max(0, value)) for value in near)
-        return _png(Image.new("RGB", (self.side, self.side), colour))
+        return png(Image.new("RGB", (self.side, self.side), colour))
 
     @cache  # noqa: B019
     def letter(self, letter: str) -> bytes:
         """A picture of the letter itself, as a PNG."""
-        glyph = Image.new("L", (3, 5))
-        glyph.putdata([0 if bit == "1" else 255 for bit in GLYPHS[letter]])
-        return _png(glyph.resize((self.side, self.side), Image.Resampling.NEAREST))
-
-
-def _png(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
+        return png(glyph(GLYPHS[letter], self.side))
 
 
 def _is_well_formed(answer: str, length: int) -> bool:

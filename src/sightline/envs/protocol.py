@@ -46,7 +46,10 @@ class Chat(Protocol):
     """The conversation of one rollout. Every token of it ends up in the trace."""
 
     async def send(self, new_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
-        """Appends messages and returns the model's answer; costs only what is new."""
+        """Appends messages and returns the model's answer; costs only what is new.
+
+        Offer the same `tools` at every turn: others make another prompt, and the trace forks.
+        """
         ...
 
     async def ask(self, all_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
@@ -133,6 +136,8 @@ class Environment:
     name: str = "environment"
     shows_images: bool = True
     """Whether tasks need a model that sees; checked before a run starts."""
+    tools: Tools | None = None
+    """What its demonstrations offer the model; a rollout passes its own to `chat.send`."""
 
     def task(self, index: int, split: str) -> Task:
         """Task `index` of a split; indices go on for ever, or come round again."""
@@ -168,7 +173,7 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"[env] name = {path!r}: no module {error.name!r}",
-            "name a built-in environment (color_codeword) or an importable 'module:Class'",
+            "name one that is built in (docs/environments.md lists them) or 'module:Class'",
         ) from error
     made = getattr(module, class_name, None)
     if made is None:

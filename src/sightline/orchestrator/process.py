@@ -96,7 +96,7 @@ async def main(config: RunFile, run_dir: RunDir, media_root: Path, hub: str, ser
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
     client = GenerateClient(server)
     store = MediaStore(media_root, max_bytes=int(config.media.max_gb * 1e9))
-    books = Books.open(run_dir)
+    books = Books.open(run_dir, config.orchestrator.keep_batches)
     built = build(config, run_dir, store, books, events, board, workers, client)
     board.on_played = built.parts.rollouts.played
     board.on_published = built.publish

@@ -49,13 +49,14 @@ class Books:
     run_dir: RunDir
     progress: Progress
     verdicts: Counter[str] = field(default_factory=Counter)
+    keep_batches: bool = False
 
     @classmethod
-    def open(cls, run_dir: RunDir) -> Books:
+    def open(cls, run_dir: RunDir, keep_batches: bool = False) -> Books:
         progress = Progress()
         if run_dir.progress.is_file():
             progress = msgspec.json.decode(run_dir.progress.read_bytes(), type=Progress)
-        books = cls(run_dir, progress, Counter(progress.verdicts))
+        books = cls(run_dir, progress, Counter(progress.verdicts), keep_batches)
         for file in run_dir.batches.glob("step_*.msgpack"):
             if _step_of(file.name) > progress.step:
                 file.unlink()
@@ -101,6 +102,8 @@ class Books:
 
     def forget_batches(self, upto: int) -> None:
         """Removes batches that a checkpoint covers."""
+        if self.keep_batches:
+            return
         for file in self.run_dir.batches.glob("step_*.msgpack"):
             if _step_of(file.name) <= upto:
                 file.unlink()

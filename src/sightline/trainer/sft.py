@@ -17,6 +17,7 @@ from sightline.compute.logprobs import chosen_logprobs
 from sightline.config import SftFile
 from sightline.envs import Environment
 from sightline.envs.mix import build_environment
+from sightline.envs.protocol import Tools
 from sightline.families import load_renderer
 from sightline.media import MediaStore
 from sightline.message import Message
@@ -87,15 +88,20 @@ def _batch(parts: Parts, step: int) -> Batch:
         task = parts.env.task(i, "sft")
         samples.append(
             sample_of(
-                parts.env.demonstration(task, parts.store.put, rng), parts.renderer, f"sft.{i}"
+                parts.env.demonstration(task, parts.store.put, rng),
+                parts.renderer,
+                f"sft.{i}",
+                parts.env.tools,
             )
         )
     return Batch(step, samples)
 
 
-def sample_of(messages: list[Message], renderer: Renderer, name: str) -> Sample:
+def sample_of(
+    messages: list[Message], renderer: Renderer, name: str, tools: Tools | None = None
+) -> Sample:
     """A conversation made trainable: the assistant's own tokens, with advantage 1."""
-    rendered = renderer.render(messages, generation_prompt=False)
+    rendered = renderer.render(messages, tools, generation_prompt=False)
     trained = np.concatenate([np.arange(s.start, s.stop) for s in rendered.trained])
     items = list({slot.item.key: slot.item for slot in rendered.slots}.values())
     places = {item.key: i for i, item in enumerate(items)}

@@ -5,31 +5,12 @@ import io
 import random
 from typing import Any
 
+from answering import ScriptedChat
 from PIL import Image
 
 from sightline.envs import Outcome, load_environment
 from sightline.envs.color_codeword import COLORS, LETTERS, ColorCodeword
 from sightline.media import MediaStore
-from sightline.message import AssistantMessage, Message, text
-
-
-class ScriptedChat:
-    """Answers from a list."""
-
-    def __init__(self, store: MediaStore, answers: list[str]) -> None:
-        self.store, self.answers = store, answers
-        self.seen: list[Message] = []
-        self.rng = random.Random(0)
-
-    def put(self, image: Any) -> Any:
-        return self.store.put(image)
-
-    async def send(self, new_messages: Any) -> AssistantMessage:
-        self.seen += new_messages
-        return AssistantMessage(role="assistant", content=text(self.answers.pop(0)))
-
-    async def ask(self, all_messages: Any) -> AssistantMessage:
-        raise AssertionError
 
 
 def play(store: MediaStore, answers: list[str], **args: Any) -> tuple[Outcome, ScriptedChat]:

@@ -75,6 +75,13 @@ class PebbleForward:
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(f"tower.{name}", p) for name, p in self.model.tower.named_parameters()]
 
+    def blocks(self) -> list[nn.Module]:
+        return list(self.model.layers)
+
+    def blank(self) -> tuple[torch.Tensor, tuple[int, int, int]]:
+        values = self.model.tower.pixels.in_features
+        return torch.zeros(1, values, dtype=torch.uint8), (1, 1, 1)
+
     def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
         values = (patches.float() / 255 - 0.5).to(self.model.head.weight.dtype)
         place = [torch.cartesian_prod(torch.arange(h), torch.arange(w)) for _, h, w in grids]

@@ -1,0 +1,34 @@
+"""What the tasks that draw share: digits as pictures, and PNG files."""
+
+from __future__ import annotations
+
+import io
+
+from PIL import Image
+
+DIGITS = {
+    "0": "111101101101111",
+    "1": "010110010010111",
+    "2": "110001010100111",
+    "3": "111001011001111",
+    "4": "101101111001001",
+    "5": "111100110001110",
+    "6": "011100111101111",
+    "7": "111001010010010",
+    "8": "111101010101111",
+    "9": "111101111001110",
+}
+"""Three columns and five rows each."""
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def glyph(bits: str, side: int) -> Image.Image:
+    """Fifteen bits, black on white, stretched to a square picture."""
+    image = Image.new("L", (3, 5))
+    image.putdata([0 if bit == "1" else 255 for bit in bits])
+    return image.resize((side, side), Image.Resampling.NEAREST)

@@ -1,0 +1,172 @@
+"""grid_walk: walk to the green field. A picture every turn, a move every answer.
+
+The walker is red, the goal green, walls are dark; a field of the default size is a patch of the
+model. A move is one letter (`actions = "text"`) or a call of the tool `move` (`"tool"`). A move
+into a wall or off the grid, and an answer that is no move, leave the walker where it is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from sightline.envs.actions import Field, TextWay, ToolWay, way_of
+from sightline.envs.drawing import png
+from sightline.envs.protocol import Chat, Environment, Outcome, Task
+from sightline.errors import ConfigError
+from sightline.message import Message
+
+Cell = tuple[int, int]
+"""Row and column."""
+
+MOVES: dict[str, Cell] = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
+WORDS = {"up": "U", "down": "D", "left": "L", "right": "R"}
+FLOOR, WALL, GOAL, WALKER = (235, 235, 235), (40, 40, 60), (30, 170, 60), (220, 40, 40)
+TOOL = ToolWay(
+    (Field("direction", tuple(WORDS)),), "move", "Moves the red walker one field on the grid."
+)
+LETTERS = TextWay((Field("direction", tuple(MOVES)),))
+
+
+@dataclass(frozen=True)
+class Maze:
+    start: Cell
+    goal: Cell
+    walls: frozenset[Cell]
+
+
+class GridWalk(Environment):
+    name = "grid_walk"
+
+    def __init__(
+        self,
+        cells: int = 4,
+        side: int = 64,
+        walls: int = 0,
+        max_turns: int = 8,
+        actions: str = "text",
+        hint: str = "",
+        malformed_penalty: float = 0.3,
+        expert_share: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        if cells < 2 or side < 2 * cells or not 0 <= walls <= cells * cells // 3:
+            raise ConfigError(
+                f"grid_walk: {walls} walls on {cells} x {cells} fields in {side} pixels",
+                "take 2 fields a side or more, 2 pixels a field, a third of them walls at the most",
+            )
+        self.cells = cells
+        self.side = side
+        self.walls = walls
+        self.max_turns = max_turns
+        self.hint = hint
+        self.malformed_penalty = malformed_penalty
+        self.expert_share = expert_share
+        self.seed = seed
+        self.way = way_of(actions, self.name, LETTERS, TOOL)
+        self.tools = self.way.tools
+
+    def task(self, index: int, split: str) -> Task:
+        rng = random.Random(f"{self.seed}:{split}:{index}")
+        fields = [(row, column) for row in range(self.cells) for column in range(self.cells)]
+        while True:
+            start, goal, *walls = rng.sample(fields, 2 + self.walls)
+            maze = Maze(start, goal, frozenset(walls))
+            if start in self.distances(maze):
+                return Task(index, split, maze)
+
+    async def rollout(self, task: Task, chat: Chat) -> Outcome:
+        maze: Maze = task.data
+        left = self.distances(maze)
+        at, said, num_malformed = maze.start, None, 0
+        per_turn: list[float] = []
+        while at != maze.goal and len(per_turn) < self.max_turns:
+            picture = chat.put(self.draw(maze, at))
+            said = await chat.send(self.way.reply(said, picture, self.hint), self.tools)
+            action = self.way.read(said)
+            before = at
+            if action is None:
+                num_malformed += 1
+            else:
+                at = self.step(maze, at, letter_of(action))
+            gain = (left[before] - left[at]) / left[maze.start]
+            per_turn.append(gain - self.malformed_penalty * (action is None))
+        reached = float(at == maze.goal)
+        # What the turns earned: the share of the way that is behind the walker, 1 at the goal.
+        return Outcome(
+            reward=sum(per_turn),
+            parts={
+                "reached": reached,
+                "progress": 1 - left[at] / left[maze.start],
+                "turns": float(len(per_turn)),
+                "malformed": num_malformed / len(per_turn),
+            },
+            per_turn=per_turn,
+        )
+
+    def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
+        """Walks by random moves, which teaches the format alone; a share goes the shortest way."""
+        maze: Maze = task.data
+        left = self.distances(maze)
+        expert = rng.random() < self.expert_share
+        at, said = maze.start, None
+        messages: list[Message] = []
+        for _ in range(self.max_turns):
+            if at == maze.goal:
+                break
+            moves = list(MOVES)
+            if expert:
+                moves = [m for m in moves if left[self.step(maze, at, m)] < left[at]]
+            move = rng.choice(moves)
+            messages += self.way.reply(said, put(self.draw(maze, at)), self.hint)
+            said = self.way.write((move if self.tools is None else word_of(move),))
+            messages.append(said)
+            at = self.step(maze, at, move)
+        return messages
+
+    def step(self, maze: Maze, at: Cell, move: str) -> Cell:
+        """Where a move leads; nowhere, when a wall or the edge is in the way."""
+        to = (at[0] + MOVES[move][0], at[1] + MOVES[move][1])
+        inside = all(0 <= place < self.cells for place in to)
+        return to if inside and to not in maze.walls else at
+
+    def distances(self, maze: Maze) -> dict[Cell, int]:
+        """Moves to the goal from every field that has a way there."""
+        found = {maze.goal: 0}
+        waiting = deque([maze.goal])
+        while waiting:
+            here = waiting.popleft()
+            for move in MOVES:
+                there = self.step(maze, here, move)
+                if there not in found:
+                    found[there] = found[here] + 1
+                    waiting.append(there)
+        return found
+
+    def draw(self, maze: Maze, at: Cell) -> bytes:
+        image = Image.new("RGB", (self.side, self.side), FLOOR)
+        pen = ImageDraw.Draw(image)
+        for cell, colour in (*((wall, WALL) for wall in sorted(maze.walls)), (maze.goal, GOAL)):
+            pen.rectangle(self._box(cell), fill=colour)
+        pen.rectangle(self._box(at), fill=WALKER)
+        return png(image)
+
+    def _box(self, cell: Cell) -> tuple[int, int, int, int]:
+        row, column = cell
+        edges = [place * self.side // self.cells for place in (column, row, column + 1, row + 1)]
+        return edges[0], edges[1], edges[2] - 1, edges[3] - 1
+
+
+def letter_of(action: tuple[Any, ...]) -> str:
+    return WORDS.get(action[0], action[0])
+
+
+def word_of(letter: str) -> str:
+    return next(word for word, known in WORDS.items() if known == letter)
+
+
+ENVIRONMENT = GridWalk

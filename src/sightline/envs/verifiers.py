@@ -1,0 +1,132 @@
+"""verifiers: an environment of that library runs as it is, and its agent speaks to our door.
+
+    its harness --> its own interception --> chat.base_url (OpenAI dialect) --> trace
+
+Tasks come from its taskset, rewards from its own scoring. Every rollout has an instance of the
+environment and of its servers, so that one rollout's key serves nobody else.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from sightline.envs.protocol import Chat, Environment, Outcome, Task
+from sightline.errors import ConfigError, EnvironmentFailed
+
+
+class VerifiersEnvironment(Environment):
+    def __init__(
+        self,
+        env: dict[str, Any] | None = None,
+        taskset: str = "",
+        harness: str = "",
+        sampling: dict[str, Any] | None = None,
+        eval_every: int = 10,
+        shows_images: bool = True,
+    ) -> None:
+        try:
+            from verifiers.v1.utils import loaders
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"[env] verifiers: there is no module {error.name!r} here",
+                "pip install 'sightline[verifiers]' where the workers run",
+            ) from error
+        if eval_every < 2:
+            raise ConfigError(
+                f"verifiers: eval_every = {eval_every}", "2 or more leaves tasks for training"
+            )
+        values: dict[str, Any] = dict(env or {})
+        if taskset:
+            values["taskset"] = {**values.get("taskset", {}), "id": taskset}
+        if harness:
+            values["agent"] = {**values.get("agent", {}), "harness": {"id": harness}}
+        try:
+            self.config = loaders.resolve_env_config(values)
+            self._load = lambda: loaders.load_environment(self.config)
+            self._source: Iterator[Any] = iter(self._load().taskset)
+        except (ModuleNotFoundError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"verifiers: {error}",
+                "name an installed taskset in [env.args] taskset; [env.args.env] is its own "
+                "configuration",
+            ) from error
+        self.name = f"verifiers:{self.config.env_id}"
+        self.shows_images = shows_images
+        self.sampling = sampling or {}
+        self.eval_every = eval_every
+        self._known: list[Any] = []
+        self._reading = threading.Lock()
+
+    def task(self, index: int, split: str) -> Task:
+        """Every `eval_every`-th task of the taskset is for evaluation; a finite one comes round."""
+        if split == "eval":
+            place = index * self.eval_every
+        else:
+            rounds, rest = divmod(index, self.eval_every - 1)
+            place = rounds * self.eval_every + rest + 1
+        return Task(index, split, self._task_at(place, split == "eval"))
+
+    async def rollout(self, task: Task, chat: Chat) -> Outcome:
+        import verifiers.v1 as vf
+
+        # verifiers reads the key of an endpoint from the variable that its config names.
+        variable = f"SIGHTLINE_KEY_{id(chat)}"
+        os.environ[variable] = chat.api_key
+        try:
+            context = vf.ModelContext(
+                model="sightline",
+                client=vf.EvalClientConfig(base_url=chat.base_url, api_key_var=variable),
+                sampling=vf.Sampling(**self.sampling),
+            )
+            env = self._load()
+            async with env.serving():
+                episode = await env.run_episode(task.data, context)
+        finally:
+            os.environ.pop(variable, None)
+        return self._outcome(episode)
+
+    def _outcome(self, episode: Any) -> Outcome:
+        problems = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]
+        if not episode.ok:
+            said = "; ".join(f"{e.type}: {e.message}" for e in problems) or "no error is named"
+            raise EnvironmentFailed(
+                f"{self.name}: the episode failed: {said}"[:2000],
+                "run it with verifiers' own command, against any endpoint, to see it alone",
+            )
+        rewards: dict[str, float] = {}
+        for trace in episode.traces:
+            for name, reward in trace.rewards.items():
+                if reward is not None:
+                    rewards[name] = rewards.get(name, 0.0) + float(reward.value)
+        metrics = {
+            name: float(value)
+            for trace in episode.traces
+            for name, value in trace.metrics.items()
+            if value is not None
+        }
+        return Outcome(reward=sum(rewards.values()), parts={**rewards, **metrics})
+
+    def _task_at(self, place: int, for_eval: bool) -> Any:
+        with self._reading:
+            while len(self._known) <= place:
+                try:
+                    self._known.append(next(self._source))
+                except StopIteration:
+                    break
+            known = self._known
+            if place < len(known):
+                return known[place]
+            mine = [i for i in range(len(known)) if (i % self.eval_every == 0) == for_eval]
+            if not mine:
+                raise ConfigError(
+                    f"{self.name}: its taskset has {len(known)} tasks, and none is left for "
+                    f"{'evaluation' if for_eval else 'training'}",
+                    "give it more tasks, or lower [env.args] eval_every",
+                )
+            return known[mine[place % len(mine)]]
+
+
+ENVIRONMENT = VerifiersEnvironment

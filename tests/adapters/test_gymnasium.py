@@ -1,0 +1,131 @@
+"""Real Gymnasium environments, played to their end by the tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapters.conftest import check_trace
+
+from sightline.envs import load_environment
+from sightline.errors import ConfigError
+from sightline.media import MediaStore
+from sightline.message import Message
+from sightline.trace import Trace
+
+pytestmark = [pytest.mark.adapters, pytest.mark.timeout(600)]
+
+# The model says a digit from 1 to 5.
+GAMES: dict[str, dict[str, Any]] = {
+    "cart pole": {"id": "CartPole-v1", "actions": {"1": 0, "2": 1, "3": 0, "4": 1, "5": 0}},
+    "frozen lake": {"id": "FrozenLake-v1", "actions": {"1": 0, "2": 1, "3": 2, "4": 3}},
+    "grid world": {
+        "id": "MiniGrid-Empty-5x5-v0",
+        "module": "minigrid",
+        "kwargs": {"max_steps": 20},
+        "actions": {"1": 0, "2": 1, "3": 2, "4": 2, "5": 2},
+    },
+}
+
+
+def make(**args: Any) -> Any:
+    return load_environment("gymnasium", {"longest_side": 64, **args})
+
+
+@pytest.mark.parametrize("game", GAMES)
+def test_a_game_is_played_to_its_end_by_the_tiny_model(
+    game: str, play: Callable[..., list[Trace]], media: Path
+) -> None:
+    traces = play(make(**GAMES[game]), num=4)
+    for trace in traces:
+        check_trace(trace, MediaStore(media))
+        assert trace.rewards["over"] == 1.0, "the environment itself ended the episode"
+        assert len(trace.turns) == trace.rewards["turns"] == len(trace.per_turn or [])
+        assert trace.num_images_shown == len(trace.turns), "a picture every turn"
+        assert not trace.forks, "every turn goes on from the last"
+    by_model = [1 - trace.rewards["malformed"] for trace in traces]
+    assert sum(by_model) > 0, "some moves are the model's own"
+    print(f"{game}: turns {[len(t.turns) for t in traces]}, by the model {by_model}")
+    if game == "cart pole":
+        for trace in traces:
+            assert trace.rewards["return"] == len(trace.turns), "a point for every step upright"
+
+
+def test_the_same_task_begins_with_the_same_picture(play: Callable[..., list[Trace]]) -> None:
+    env = make(**GAMES["cart pole"])
+    first, again = play(env, num=2), play(env, num=2)
+    shown = [[t.nodes[0].slots[0].item.ref.digest for t in traces] for traces in (first, again)]
+    assert shown[0] == shown[1] and len(set(shown[0])) == 2
+
+
+def test_an_answer_that_is_no_action_ends_skips_or_is_replaced(
+    play: Callable[..., list[Trace]],
+) -> None:
+    never = {"never": 0}
+    (ends,) = play(make(id="CartPole-v1", actions=never, on_malformed="end"))
+    assert len(ends.turns) == 1 and ends.reward == pytest.approx(-0.1)
+    (skips,) = play(make(id="CartPole-v1", actions=never, on_malformed="skip", max_turns=3))
+    assert len(skips.turns) == 3 and skips.rewards["over"] == 0.0
+    assert len({n.slots[0].item.ref.digest for n in skips.nodes if n.slots}) == 1
+    (goes_on,) = play(make(id="CartPole-v1", actions=never, on_malformed="random"))
+    assert goes_on.rewards["over"] == 1.0 and goes_on.rewards["malformed"] == 1.0
+
+
+class Push:
+    """A parser of its own: a number between -1 and 1."""
+
+    def parse(self, said: Message) -> Any:
+        import numpy as np
+
+        if not said.text.strip().isdigit():
+            return None
+        return np.array([(int(said.text.strip()) - 3) / 2], dtype=np.float32)
+
+
+def test_actions_that_are_not_a_few_have_a_parser_of_their_own(
+    play: Callable[..., list[Trace]],
+) -> None:
+    env = make(id="MountainCarContinuous-v0", actions="adapters.test_gymnasium:Push", max_turns=4)
+    (trace,) = play(env)
+    assert not trace.error and len(trace.turns) == 4
+
+
+def register_dark() -> None:
+    import gymnasium
+
+    class Dark(gymnasium.Env):
+        metadata: dict[str, Any] = {"render_modes": ["ansi"]}
+        action_space = gymnasium.spaces.Discrete(2)
+        observation_space = gymnasium.spaces.Discrete(2)
+
+        def __init__(self, render_mode: str | None = None) -> None:
+            self.render_mode = render_mode
+
+        def reset(self, **options: Any) -> Any:
+            return 0, {}
+
+        def render(self) -> Any:
+            return None
+
+    gymnasium.register("Dark-v0", Dark, disable_env_checker=True)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"id": "NoSuchGame-v0"}, "check .env.args. id"),
+        ({"id": "MountainCarContinuous-v0"}, "name a parser"),
+        ({"id": "CliffWalking-v1", "kwargs": {"no_such": 1}}, "kwargs"),
+        ({"id": "Dark-v0"}, "draws no picture"),
+        ({"id": "CartPole-v1", "actions": "no_such_module:Parser"}, "module:Class"),
+        ({"id": "CartPole-v1", "actions": []}, "name each action"),
+        ({"id": "CartPole-v1", "on_malformed": "shout"}, "use one of"),
+    ],
+)
+def test_what_cannot_be_played_is_refused_at_load(args: dict[str, Any], says: str) -> None:
+    if args["id"] == "Dark-v0":
+        register_dark()
+    with pytest.raises(ConfigError, match=says):
+        make(**args)

@@ -1,0 +1,105 @@
+"""A real OpenEnv server in a process of its own, and the tiny model that plays there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapters.conftest import ROOT, check_trace
+
+from sightline.envs import load_environment
+from sightline.envs.openenv import picture_of
+from sightline.errors import ConfigError, EnvironmentFailed
+from sightline.media import MediaStore
+from sightline.trace import Trace
+
+pytestmark = [pytest.mark.adapters, pytest.mark.timeout(600)]
+
+MOVES = {str(i + 1): {"direction": letter} for i, letter in enumerate("URRDL")}
+
+
+@pytest.fixture(scope="session")
+def walk() -> Iterator[str]:
+    """The address of a server with the grid world."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    line = [sys.executable, str(Path(__file__).parent / "walk_server.py"), str(port)]
+    process = subprocess.Popen(line, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
+    address = f"http://127.0.0.1:{port}"
+    while True:
+        assert process.poll() is None, "the server ended"
+        try:
+            urllib.request.urlopen(address + "/health", timeout=5).close()
+            break
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    yield address
+    process.terminate()
+    process.wait(30)
+
+
+def make(address: str, **args: Any) -> Any:
+    return load_environment("openenv", {"base_url": address, "actions": MOVES, **args})
+
+
+def test_the_tiny_model_plays_to_the_end(
+    walk: str, play: Callable[..., list[Trace]], media: Path
+) -> None:
+    traces = play(make(walk, on_malformed="random"), num=4)
+    for trace in traces:
+        check_trace(trace, MediaStore(media))
+        assert trace.rewards["done"] == 1.0, "the server itself ended the episode"
+        assert trace.num_images_shown == len(trace.turns) == len(trace.per_turn or [])
+        assert len(trace.turns) <= 12
+    assert any(trace.rewards["malformed"] < 1 for trace in traces), "some moves are the model's"
+    print(
+        f"turns {[len(t.turns) for t in traces]}, returns {[t.rewards['return'] for t in traces]}"
+    )
+
+
+def test_a_seed_gives_the_same_beginning(walk: str, play: Callable[..., list[Trace]]) -> None:
+    env = make(walk, max_turns=1)
+    shown = [
+        [trace.nodes[0].slots[0].item.ref.digest for trace in play(env, num=3)] for _ in range(2)
+    ]
+    assert shown[0] == shown[1]
+
+
+def test_texts_of_an_observation_are_shown_beside_its_picture(
+    walk: str, play: Callable[..., list[Trace]]
+) -> None:
+    (trace,) = play(make(walk, text_field="note", max_turns=1))
+    assert trace.nodes[0].message.text == "go" and trace.nodes[0].slots
+
+
+def test_a_field_that_is_not_there_breaks_the_rollout_and_is_named(
+    walk: str, play: Callable[..., list[Trace]]
+) -> None:
+    (trace,) = play(make(walk, image_field="screen"))
+    assert "'screen'" in trace.error and "'image'" in trace.error
+
+
+def test_a_server_that_is_not_there_breaks_the_rollout(play: Callable[..., list[Trace]]) -> None:
+    (trace,) = play(make("http://127.0.0.1:9"))
+    assert trace.error and trace.reward is None
+
+
+@pytest.mark.parametrize("value", [b"raw", None, "not base64!", "data:image/png;base64,?"])
+def test_what_is_no_picture_is_refused(value: Any) -> None:
+    with pytest.raises(EnvironmentFailed, match="picture"):
+        picture_of(value)
+
+
+@pytest.mark.parametrize("args", [{"image_field": ""}, {"actions": {}}, {"on_malformed": "shout"}])
+def test_what_cannot_work_is_refused_at_load(args: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        make("http://127.0.0.1:9", **args)

@@ -1,0 +1,36 @@
+"""A chat without a model, for environments: answers come from a list, or from a function."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sightline.media import MediaStore
+from sightline.message import AssistantMessage, Message, assistant
+
+Answer = str | Message
+
+
+class ScriptedChat:
+    """Keeps what it was shown and offered."""
+
+    def __init__(self, store: MediaStore, answers: Sequence[Answer] | Callable[[], Answer]) -> None:
+        self.store = store
+        self.answers = answers if callable(answers) else iter(list(answers)).__next__
+        self.seen: list[Message] = []
+        self.tools: list[Any] = []
+        self.rng = random.Random(0)
+
+    def put(self, image: Any) -> Any:
+        return self.store.put(image)
+
+    async def send(self, new_messages: Any, tools: Any = None) -> AssistantMessage:
+        self.seen += new_messages
+        self.tools.append(tools)
+        answer = self.answers()
+        said = assistant(answer) if isinstance(answer, str) else answer
+        return AssistantMessage(role="assistant", content=said.content, tool_calls=said.tool_calls)
+
+    async def ask(self, all_messages: Any, tools: Any = None) -> AssistantMessage:
+        raise AssertionError

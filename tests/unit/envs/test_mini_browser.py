@@ -1,0 +1,173 @@
+"""Plays in the real browser. Needs Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from answering import ScriptedChat
+from PIL import Image
+
+from sightline.envs import chromium
+from sightline.envs.chromium import find_chromium
+from sightline.envs.mini_browser import MiniBrowser, Page
+from sightline.errors import ConfigError, EnvironmentFailed
+from sightline.media import MediaStore
+
+needs_chromium = pytest.mark.skipif(
+    find_chromium() is None, reason="there is no Chromium (Debian: apt-get install chromium)"
+)
+
+
+@pytest.fixture(scope="module")
+def env() -> Iterator[MiniBrowser]:
+    made = MiniBrowser()
+    yield made
+    made.close()
+
+
+def clicks(pages: tuple[Page, ...]) -> list[str]:
+    return ["click {} {}".format(*page.buttons[page.wanted].middle) for page in pages]
+
+
+def play(env: MiniBrowser, store: MediaStore, answers: list[Any], index: int = 0) -> Any:
+    chat = ScriptedChat(store, answers)
+    return asyncio.run(env.rollout(env.task(index, "train"), chat)), chat
+
+
+@needs_chromium
+def test_clicks_on_the_right_buttons_lead_through_all_pages(
+    env: MiniBrowser, store: MediaStore
+) -> None:
+    outcome, chat = play(env, store, clicks(env.task(0, "train").data))
+    assert outcome.reward == pytest.approx(1.0)
+    assert outcome.parts == {"passed": 1.0, "turns": 3.0, "malformed": 0.0}
+    assert outcome.per_turn == pytest.approx([1 / 3] * 3)
+    shown = [message.images[0] for message in chat.seen]
+    assert len({ref.digest for ref in shown}) == 3, "every page looks different"
+    assert {(ref.width, ref.height) for ref in shown} == {(160, 128)}
+
+
+@needs_chromium
+def test_the_screenshot_shows_the_banner_and_the_buttons(
+    env: MiniBrowser, store: MediaStore
+) -> None:
+    page = env.task(3, "train").data[0]
+    _, chat = play(env, store, ["no"] * 6, index=3)
+    image = Image.open(io.BytesIO(store.get(chat.seen[0].images[0]))).convert("RGB")
+    for button in page.buttons:
+        assert "#{:02x}{:02x}{:02x}".format(*image.getpixel(button.middle)) == button.color
+    banner = "#{:02x}{:02x}{:02x}".format(*image.getpixel((5, 5)))
+    assert banner == page.buttons[page.wanted].color
+
+
+@needs_chromium
+def test_a_wrong_click_stays_and_is_shown_and_nonsense_costs(
+    env: MiniBrowser, store: MediaStore
+) -> None:
+    first = env.task(0, "train").data[0]
+    other = first.buttons[(first.wanted + 1) % len(first.buttons)].middle
+    answers = ["click here", "click {} {}".format(*other), "click 0 127", *["x"] * 3]
+    outcome, chat = play(env, store, answers)
+    assert outcome.per_turn == pytest.approx([-0.1, 0.0, 0.0, -0.1, -0.1, -0.1])
+    assert outcome.parts["passed"] == 0.0
+    digests = [message.images[0].digest for message in chat.seen]
+    assert digests[0] == digests[1] != digests[2] == digests[3]
+
+
+@needs_chromium
+def test_tool_calls_click_as_well(store: MediaStore) -> None:
+    env = MiniBrowser(actions="tool", pages=1)
+    try:
+        page = env.task(1, "train").data[0]
+        outcome, chat = play(env, store, [env.way.write(page.buttons[page.wanted].middle)], 1)
+        assert outcome.reward == pytest.approx(1.0)
+        assert chat.tools[0][0]["function"]["name"] == "click"
+    finally:
+        env.close()
+
+
+@needs_chromium
+def test_rollouts_side_by_side_have_pages_of_their_own(env: MiniBrowser, store: MediaStore) -> None:
+    async def all_of_them() -> list[Any]:
+        tasks = [env.task(i, "train") for i in range(4)]
+        chats = [ScriptedChat(store, clicks(task.data)) for task in tasks]
+        return await asyncio.gather(
+            *(env.rollout(task, chat) for task, chat in zip(tasks, chats, strict=True))
+        )
+
+    assert [outcome.parts["passed"] for outcome in asyncio.run(all_of_them())] == [1.0] * 4
+
+
+@needs_chromium
+def test_demonstrations_click_on_a_button_of_the_page_that_they_show(
+    env: MiniBrowser, store: MediaStore
+) -> None:
+    task = env.task(2, "sft")
+    shown, said = env.demonstration(task, store.put, random.Random(0))
+    assert env.way.read(said) in [button.middle for button in task.data[0].buttons]
+    again, _ = env.demonstration(task, store.put, random.Random(1))
+    assert shown.images == again.images, "the same page is the same picture"
+
+
+@needs_chromium
+def test_a_browser_that_died_costs_its_rollouts_and_is_replaced(store: MediaStore) -> None:
+    env = MiniBrowser(pages=1)
+    try:
+        tab = env.open(env.task(0, "train"))
+        tab.browser.close()
+        with pytest.raises(EnvironmentFailed, match="Chromium has ended"):
+            tab.screenshot()
+        outcome, _ = play(env, store, clicks(env.task(0, "train").data))
+        assert outcome.reward == pytest.approx(1.0)
+    finally:
+        env.close()
+
+
+@needs_chromium
+def test_a_killed_process_leaves_no_browser_and_no_profile(tmp_path: Path) -> None:
+    script = (
+        f"import os, tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
+        "from sightline.envs.mini_browser import MiniBrowser\n"
+        "env = MiniBrowser(); env.open(env.task(0, 'train'))\n"
+        "assert os.listdir(tempfile.tempdir); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)
+    assert done.returncode == -9
+    deadline = time.monotonic() + 30
+    while (left := users_of(tmp_path)) or list(tmp_path.iterdir()):
+        assert time.monotonic() < deadline, (left, list(tmp_path.iterdir()))
+        time.sleep(0.05)
+
+
+def users_of(folder: Path) -> list[str]:
+    """Processes that were started with the folder in their words."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if entry.name.isdigit() and str(folder).encode() in words:
+            found.append(words.decode(errors="replace")[:100])
+    return found
+
+
+def test_without_chromium_the_error_says_what_to_install(monkeypatch: Any) -> None:
+    monkeypatch.setattr(chromium, "NAMES", ("no-such-browser",))
+    with pytest.raises(ConfigError, match="apt-get install chromium"):
+        MiniBrowser()
+
+
+@pytest.mark.parametrize("args", [{"buttons": 1}, {"pages": 0}, {"width": 10}, {"max_turns": 0}])
+def test_what_cannot_be_played_is_refused(args: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="mini_browser"):
+        MiniBrowser(**args)
