@@ -76,7 +76,7 @@ class Player:
             rollout_id=play.rollout_id,
             group_id=play.group_id,
             trace=encode(trace),
-            wire=asdict(self.client.counts),
+            wire=asdict(self.client.counts) | asdict(self.interception.counts),
         )
 
     async def _rollout(self, play: Play, trace: Trace) -> Outcome:

@@ -68,7 +68,7 @@ class Played(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="playe
     trace: bytes
     """An encoded trace; its images are references."""
     wire: dict[str, int] = {}
-    """Bytes that crossed the worker's wire to the server so far, by what they were."""
+    """Bytes that crossed the worker's wires to the server and to agents so far, by kind."""
 
 
 class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cancel"):
