@@ -196,10 +196,12 @@ class Worker:
             door=door,
         )
 
-    async def play(self, rollout: Rollout, seed: int = 1, **more: Any) -> Trace:
+    async def play(
+        self, rollout: Rollout, seed: int = 1, temperature: float = 1.0, **more: Any
+    ) -> Trace:
         with self.player(rollout) as player:
             try:
-                played = await player.play(Play("r1", "g", 0, "train", seed, 1.0, **more))
+                played = await player.play(Play("r1", "g", 0, "train", seed, temperature, **more))
             finally:
                 await player.close()
         return decode(played.trace)

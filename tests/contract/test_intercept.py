@@ -6,22 +6,32 @@ What the engine saw and said is what the trace holds, whoever leads the conversa
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import LOOK, CountingStore, Seen, Worker, agent, picture_url, shown, wire_to
+import torch
+from agents import CountingStore, Seen, Worker, agent, picture_url, shown, wire_to
 from openai import OpenAI
 from serving import Client, live
 
 from sightline.envs import Chat
+from sightline.families import load_renderer, registry
 from sightline.inference.settings import ServeSettings
+from sightline.media import MediaStore
+from sightline.message import Message, ToolCall, text, user
 from sightline.trace import Trace
 
 NUM_TURNS = 32
+GO = {"type": "function", "function": {"name": "go", "parameters": {"type": "object"}}}
+CALL = Message(role="assistant", tool_calls=(ToolCall("go", '{"x": 1}'),))
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +52,23 @@ def server(tiny_model: Path, media: CountingStore) -> Iterator[Client]:
 def play(tiny_model: Path, media: CountingStore, server: Client) -> Any:
     """Plays a rollout; the trace, after a look at the wire."""
 
-    def played(rollout: Any, **more: Any) -> Trace:
-        async def main() -> Trace:
-            seen = Seen()
-            async with wire_to(f"http://{server.host}:{server.port}", seen) as address:
-                trace = await Worker(tiny_model, media, address).play(rollout, **more)
-            assert not trace.error, trace.error
-            seen.check(trace)
-            return trace
+    return partial(watched, Worker(tiny_model, media, url_of(server)))
 
-        return asyncio.run(main())
 
-    return played
+def url_of(server: Client) -> str:
+    return f"http://{server.host}:{server.port}"
+
+
+def watched(worker: Worker, rollout: Any, **more: Any) -> Trace:
+    async def main() -> Trace:
+        seen = Seen()
+        async with wire_to(worker.server, seen) as address:
+            trace = await replace(worker, server=address).play(rollout, **more)
+        assert not trace.error, trace.error
+        seen.check(trace)
+        return trace
+
+    return asyncio.run(main())
 
 
 async def loop(chat: Chat, num_turns: int, **more: Any) -> list[Any]:
@@ -142,26 +157,91 @@ def test_a_stream_says_the_same_as_an_answer_in_one_piece(play: Any) -> None:
         assert not usage.choices and usage.usage.completion_tokens == node.num_sampled
 
 
-def test_pictures_in_tool_messages_are_slots_like_any_other(play: Any) -> None:
+# --- tools
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint that has learned to call a tool, whatever it is told."""
+    from transformers import AutoModelForImageTextToText
+
+    path = tmp_path_factory.mktemp("caller")
+    registry.write_tiny("qwen_vl", path, seed=0)
+    renderer = load_renderer(path, MediaStore(path / "media"))
+    model = AutoModelForImageTextToText.from_pretrained(path, local_files_only=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rng, losses = random.Random(0), list[float]()
+    for _ in range(400):
+        words = "".join(rng.choices("abcdef gh", k=rng.randrange(1, 40)))
+        told = Message(role="tool", content=text(words[:9]))
+        talk = [user(words), CALL, *(told, CALL) * 3]
+        rendered = renderer.render(talk, [GO], generation_prompt=False)
+        ids = torch.tensor([rendered.token_ids])
+        labels = torch.full_like(ids, -100)
+        for said in rendered.trained:
+            labels[0, said.start : said.stop] = ids[0, said.start : said.stop]
+        loss = model(input_ids=ids, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        if max(losses[-4:]) < 0.015:
+            break
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.mark.timeout(300)  # it trains the model first
+def test_a_model_that_calls_tools_sees_their_pictures(caller: Path, media: CountingStore) -> None:
+    """Calls are sampled, parsed, streamed, run and answered with a picture, turn after turn."""
+    turns: list[tuple[str, str]] = []
+
     async def rollout(chat: Chat) -> float:
-        history: list[Any] = [{"role": "developer", "content": "Use the tool."}, shown(0)]
+        history: list[Any] = [{"role": "developer", "content": "ab"}, shown(0, "abc")]
         async with agent(chat) as client:
-            for turn in range(3):
-                answer = await client.chat.completions.create(
-                    model="any", messages=history, tools=[LOOK], max_tokens=4
-                )
-                part = {"type": "image_url", "image_url": {"url": picture_url(100 + turn)}}
-                history += [
-                    answer.choices[0].message.model_dump(exclude_none=True),
-                    {"role": "tool", "tool_call_id": f"c{turn}", "content": [part]},
-                ]
+            for turn in range(4):
+                asked = {"model": "any", "messages": history, "tools": [GO]}
+                if turn % 2:
+                    message = await streamed_message(client, asked)
+                else:
+                    answer = await client.chat.completions.create(**asked)
+                    turns.append((answer.choices[0].finish_reason, "whole"))
+                    message = answer.choices[0].message.model_dump(exclude_none=True)
+                history.append(message)
+                for call in message["tool_calls"]:
+                    # As programs do: the arguments are read, and written in their own way.
+                    arguments = json.loads(call["function"]["arguments"])
+                    call["function"]["arguments"] = json.dumps(arguments, separators=(",", ":"))
+                    part = {"type": "image_url", "image_url": {"url": picture_url(100 + turn)}}
+                    history.append({"role": "tool", "tool_call_id": call["id"], "content": [part]})
         return 1.0
 
-    trace = play(rollout)
-    assert trace.forks == {} and len(trace.toolsets) == 1
-    shown_by = [node.message.role for node in trace.nodes if node.slots]
-    assert shown_by == ["user", "tool", "tool"]
-    assert all(node.num_sampled <= 4 for node in trace.turns)
+    settings = ServeSettings(
+        model=caller, media_roots=(media.root,), device="cpu", max_rows=16, max_len=4096
+    )
+    with live(settings) as server:
+        worker = Worker(caller, media, url_of(server), max_tokens=60)
+        trace = watched(worker, rollout, temperature=0.0)
+    assert trace.forks == {} and len(trace.branches()) == 1 and len(trace.toolsets) == 1
+    assert [node.message.tool_calls for node in trace.turns] == [CALL.tool_calls] * 4
+    assert turns == [("tool_calls", "whole")] * 2
+    assert [n.message.role for n in trace.nodes if n.slots] == ["user", "tool", "tool", "tool"]
+
+
+async def streamed_message(client: Any, asked: dict[str, Any]) -> dict[str, Any]:
+    """A message put together from its pieces, as programs do it."""
+    calls: dict[int, dict[str, Any]] = {}
+    async for chunk in await client.chat.completions.create(**asked, stream=True):
+        for piece in chunk.choices[0].delta.tool_calls or ():
+            call = calls.setdefault(piece.index, {"type": "function", "function": {}})
+            call["id"] = piece.id or call["id"]
+            function = call["function"]
+            function["name"] = piece.function.name or function["name"]
+            function["arguments"] = function.get("arguments", "") + piece.function.arguments
+    return {"role": "assistant", "content": None, "tool_calls": [calls[k] for k in sorted(calls)]}
+
+
+# --- several at once
 
 
 def test_sub_agents_may_ask_at_the_same_time(play: Any) -> None:
@@ -239,7 +319,7 @@ def test_a_second_model_plays_the_user_and_shows_pictures(
                         await client.chat.completions.create(model="m", messages=history)
             return 0.0
 
-        worker = Worker(tiny_model, media, f"http://{server.host}:{server.port}")
+        worker = Worker(tiny_model, media, url_of(server))
         users.append(await worker.play(second_model, seed=2))
         assert not users[0].error, users[0].error
         return 1.0

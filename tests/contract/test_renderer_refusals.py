@@ -124,3 +124,11 @@ def test_what_only_some_formats_have_is_refused_by_the_others(checkpoint: Any) -
             render([assistant("b")])
     with pytest.raises(MessageError, match=r"^messages\[0\]\.reasoning: "):
         render([{"role": "user", "content": "a", "reasoning_content": "b"}])
+
+
+def test_what_a_tool_says_is_read_by_itself_too(checkpoint: Any) -> None:
+    """New messages of a conversation come without the question that began it."""
+    if checkpoint.case.takes_tools:
+        new = [{"role": "tool", "tool_call_id": "c", "content": "b"}]
+        (read,) = checkpoint.renderer.messages(new)
+        assert read.role == "tool"

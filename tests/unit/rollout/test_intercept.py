@@ -52,7 +52,7 @@ def play(
 
 
 def dropped_reasoning(message: dict[str, Any]) -> None:
-    del message["reasoning_content"]
+    message.pop("reasoning_content", None)
 
 
 def renamed_reasoning(message: dict[str, Any]) -> None:
@@ -132,12 +132,17 @@ def one_call_less(message: dict[str, Any]) -> None:
 EDITED = [other_content, other_reasoning, other_value, true_for_one, other_name, one_call_less]
 
 
-def sent_back(model: Path, store: MediaStore, change: Callable[[dict[str, Any]], None]) -> Trace:
+def sent_back(
+    model: Path,
+    store: MediaStore,
+    change: Callable[[dict[str, Any]], None],
+    reasons: bool = True,
+) -> Trace:
     """An agent that calls a tool twice, and changes what it keeps of the first answer."""
     says = [
-        calls(ARGUMENTS, '{"x": 2}', content="Hm.", reasoning="I think."),
-        calls('{"x": 3}', reasoning="Again."),
-        assistant("Done.", reasoning="That is it."),
+        calls(ARGUMENTS, '{"x": 2}', content="Hm.", reasoning="I think." if reasons else None),
+        calls('{"x": 3}', reasoning="Again." if reasons else None),
+        assistant("Done."),
     ]
 
     async def rollout(chat: Chat) -> float:
@@ -150,7 +155,7 @@ def sent_back(model: Path, store: MediaStore, change: Callable[[dict[str, Any]],
                 choice = answer.choices[0]
                 assert choice.finish_reason == ("tool_calls" if turn < 2 else "stop")
                 message = choice.message.model_dump(exclude_none=True)
-                assert message["reasoning_content"] == says[turn].reasoning
+                assert message.get("reasoning_content") == says[turn].reasoning
                 if turn == 0:
                     assert choice.message.tool_calls[0].function.arguments == ARGUMENTS
                     change(message)
@@ -173,6 +178,26 @@ def test_a_sampled_message_is_known_again_in_other_words(
     assert trace.forks == {}
     assert len(trace.branches()) == 1 and len(trace.turns) == 3
     assert trace.num_images_shown == 3
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reasons"),
+    [
+        pytest.param("qwen_vl", {"type": "qwen3_vl"}, False, id="qwen3_vl"),
+        pytest.param("qwen_vl", {"type": "qwen3_5"}, True, id="qwen3_5"),
+        # It gives its calls ids of its own, and its template shows them.
+        pytest.param("kimi_k25", {}, False, id="kimi_k25"),
+    ],
+)
+def test_other_chat_formats_know_their_turns_again_too(
+    tmp_path: Path, store: MediaStore, family: str, options: Any, reasons: bool
+) -> None:
+    model = tmp_path / "model"
+    registry.write_tiny(family, model, seed=0, **options)
+    for change in (unchanged, null_content, all_at_once):
+        trace = sent_back(model, store, change, reasons)
+        assert trace.forks == {} and len(trace.branches()) == 1, change.__name__
+    assert sent_back(model, store, other_value, reasons).forks == {"diverged": 1}
 
 
 @pytest.mark.parametrize("change", EDITED, ids=lambda change: change.__name__)
@@ -262,6 +287,9 @@ def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaSto
                 )
                 await player.close()
         traces = [decode(played.trace) for played in both]
+        last = max(both, key=lambda played: played.wire["agent_requests"])
+        assert last.wire["agent_requests"] == last.wire["requests"] == 6
+        assert last.wire["agent_sent_bytes"] > 0 < last.wire["agent_received_bytes"]
         assert len({key for _, key in keys}) == 2
         assert len(ports) == 1, "one port a worker"
         for trace in traces:

@@ -85,6 +85,7 @@ class QwenVLRenderer:
     ) -> Rendered:
         self._format.check_tools(tools)
         read = self.messages(messages)
+        self._format.check_question(read)
         talk = Talk(
             read,
             last_query=self._format.last_query(read),

@@ -54,10 +54,20 @@ class _Guest:
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
+@dataclass
+class AgentCounts:
+    """Bytes of HTTP bodies that agents sent and were sent: a history comes with every request."""
+
+    agent_requests: int = 0
+    agent_sent_bytes: int = 0
+    agent_received_bytes: int = 0
+
+
 class Interception:
     """Listens from the first use of `base_url` on. `door` takes the images of requests in."""
 
     def __init__(self, door: Door) -> None:
+        self.counts = AgentCounts()
         self._door = door
         self._guests: dict[str, _Guest] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -137,6 +147,8 @@ class Interception:
         except web.HTTPRequestEntityTooLarge:
             guest.chat.note_refusal(EngineError(TOO_LARGE.message, "send less", TOO_LARGE.code))
             return _refused(TOO_LARGE)
+        self.counts.agent_requests += 1
+        self.counts.agent_sent_bytes += len(body)
         done = await _run(guest, self._answered(guest.chat, body))
         if isinstance(done, Refusal):
             return _refused(done)
@@ -144,7 +156,9 @@ class Interception:
         name = f"chatcmpl-{guest.chat.trace.id}-{answered.node.id}"
         created = int(time.time())
         if not asked.stream:
-            return _json(answer.completion(answered, name, asked.model, created))
+            whole = _json(answer.completion(answered, name, asked.model, created))
+            self.counts.agent_received_bytes += len(whole.body)  # type: ignore[arg-type]
+            return whole
         stream = web.StreamResponse(
             headers={"content-type": "text/event-stream", "cache-control": "no-cache"}
         )
@@ -152,6 +166,7 @@ class Interception:
         with suppress(ConnectionError):
             await stream.prepare(http)
             for chunk in answer.chunks(answered, name, asked.model, created, asked.include_usage):
+                self.counts.agent_received_bytes += len(chunk)
                 await stream.write(chunk)
             await stream.write_eof()
         return stream

@@ -246,12 +246,15 @@ class ChatFormat:
             )
 
     def check(self, messages: Sequence[Message]) -> None:
-        """Raises MessageError for what only the whole conversation shows."""
+        """Raises MessageError for messages in an order that no conversation has."""
         for i, message in enumerate(messages):
             if message.role == "system" and i > 0:
                 raise MessageError.at(
                     f"messages[{i}].role", "a system message that is not the first", "put it first"
                 )
+
+    def check_question(self, messages: Sequence[Message]) -> None:
+        """Raises MessageError for what a whole conversation lacks; new messages may lack it."""
         if self.asks_for_query and not any(map(self.asks, messages)):
             raise MessageError.at(
                 "messages", f"the chat format of {self.name} wants a user who asks", "add one"
