@@ -100,12 +100,8 @@ class Player:
             rollout_id=play.rollout_id,
             group_id=play.group_id,
             trace=encode(trace),
-<<<<<<< HEAD
-            wire=asdict(self.client.counts),
-            held_bytes=chat.held_bytes,
-=======
             wire=asdict(self.client.counts) | asdict(self.interception.counts),
->>>>>>> intercept
+            held_bytes=chat.held_bytes,
         )
 
     def _chat(self, play: Play, trace: Trace) -> RolloutChat:

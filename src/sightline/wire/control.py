@@ -70,8 +70,7 @@ class Played(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="playe
     trace: bytes
     """An encoded trace; its images are references."""
     wire: dict[str, int] = {}
-<<<<<<< HEAD
-    """Bytes that crossed the worker's wire to the server so far, by what they were."""
+    """Bytes that crossed the worker's wires to the server and to agents so far, by kind."""
     held_bytes: int = 0
     """What the rollout took in the worker's memory at its end."""
 
@@ -80,9 +79,6 @@ class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="held"):
     """Worker to orchestrator: what its rollouts take in memory now."""
 
     held_bytes: int
-=======
-    """Bytes that crossed the worker's wires to the server and to agents so far, by kind."""
->>>>>>> intercept
 
 
 class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cancel"):
