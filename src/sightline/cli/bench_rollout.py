@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sightline.launch.rehearsal import Figures
 
 PROGRESS_S = 10.0
-TABLE_WIDTH = 110
+TABLE_WIDTH = 130
 MB = 1e6
 
 Measure = Callable[["Figures"], float]

@@ -33,8 +33,9 @@ def add(subparsers: Any) -> None:
         help="how long the event loop of a worker stands still",
         description="Plays rollouts that each receive a screenshot, as PNG, every turn, in one "
         "event loop with the real player, store, renderer and client, and measures by how much "
-        "a timer in that loop comes too late; before that, the same for an idle loop. A program "
-        "without a model answers for the policy.",
+        "a timer in that loop comes too late; before that, the same for an idle loop, and for "
+        "the same rollouts with images that the store has already. A program without a model "
+        "answers for the policy.",
     )
     parser.add_argument("--rollouts", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=4, help="default: %(default)s")
@@ -52,6 +53,8 @@ def add(subparsers: Any) -> None:
 class Measured:
     idle_s: list[float]
     """By how much each tick came too late."""
+    known_s: list[float]
+    """The same while the rollouts show images that the store has already."""
     loaded_s: list[float]
     work_s: list[float]
     """CPU time of the loop's own thread between two ticks, under load."""
@@ -92,15 +95,17 @@ async def measure(args: argparse.Namespace, folder: Path) -> Measured:
     try:
         await player.client.wait_healthy()
         idle, _ = await _metered(asyncio.sleep(args.idle_s))
+        known, _ = await _metered(_play_all(player, args.rollouts, "known"))
         began = time.monotonic()
-        loaded, broken = await _metered(_play_all(player, args.rollouts))
+        loaded, broken = await _metered(_play_all(player, args.rollouts, "new"))
         seconds = time.monotonic() - began
-        num_images = player.store.count()
+        num_images = player.store.count() - len(pages)
     finally:
         await player.close()
         processes.kill()
     return Measured(
         idle_s=idle.late_s,
+        known_s=known.late_s,
         loaded_s=loaded.late_s,
         work_s=loaded.work_s,
         seconds=seconds,
@@ -131,13 +136,20 @@ def _player(
     from sightline.envs.screenshots import marked
     from sightline.families import load_family, load_renderer
     from sightline.media import MediaStore
-    from sightline.message import user
+    from sightline.message import Message, user
     from sightline.rollout.client import GenerateClient
     from sightline.rollout.play import Player
     from sightline.rollout.worker import share_interpreter
 
+    share_interpreter()
+    store, family = MediaStore(media), load_family(model)
+    refs = [store.put(page) for page in pages]
+
     class Arriving(Environment):
-        """Pages come as a browser would hand them over: finished files, none twice."""
+        """Pages come as a browser would hand them over: finished files, none twice.
+
+        In the split `known` they are references instead: the same turns without image work.
+        """
 
         name = "arriving"
 
@@ -147,22 +159,24 @@ def _player(
         def page(self, task: Task, turn: int) -> bytes:
             return marked(pages[(task.index + turn) % len(pages)], f"{task.index}.{turn}")
 
+        def message(self, task: Task, turn: int, page: bytes, chat: Any) -> Message:
+            known = refs[(task.index + turn) % len(refs)]
+            return user(f"page {turn}", known if task.split == "known" else chat.put(page))
+
     class Async(Arriving):
         async def rollout(self, task: Task, chat: Any) -> float:
             for turn in range(args.turns):
                 # In a thread, as the page of a browser is made elsewhere.
                 page = await asyncio.to_thread(self.page, task, turn)
-                await chat.send([user(f"page {turn}", chat.put(page))])
+                await chat.send([self.message(task, turn, page, chat)])
             return 1.0
 
     class Sync(Arriving):
         def rollout(self, task: Task, chat: Any) -> float:
             for turn in range(args.turns):
-                chat.send([user(f"page {turn}", chat.put(self.page(task, turn)))])
+                chat.send([self.message(task, turn, self.page(task, turn), chat)])
             return 1.0
 
-    share_interpreter()
-    store, family = MediaStore(media), load_family(model)
     return Player(
         env=Sync() if args.sync else Async(),
         renderer=load_renderer(model, store, family),
@@ -174,14 +188,14 @@ def _player(
     )
 
 
-async def _play_all(player: Player, rollouts: int) -> list[str]:
+async def _play_all(player: Player, rollouts: int, split: str) -> list[str]:
     """The errors of rollouts that broke."""
     from sightline.trace import decode
     from sightline.wire.control import Play
 
     playing = []
     for i in range(rollouts):
-        playing.append(asyncio.create_task(player.play(Play(f"r{i}", "g", i, "train", i, 1.0))))
+        playing.append(asyncio.create_task(player.play(Play(f"{split}{i}", "g", i, split, i, 1.0))))
         await asyncio.sleep(0)  # a worker too takes its plays one by one
     played = await asyncio.gather(*playing)
     return [trace.error for one in played if (trace := decode(one.trace)).error]
@@ -206,7 +220,8 @@ def _table(measured: Measured) -> Any:
     for heading in ("", "ticks", "median", "99th", "99.9th", "worst"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     table.add_row("idle", *cells(measured.idle_s))
-    table.add_row("under load", *cells(measured.loaded_s))
+    table.add_row("rollouts, images known already", *cells(measured.known_s))
+    table.add_row("rollouts, a new image every turn", *cells(measured.loaded_s))
     table.add_row("  CPU of the loop between ticks", *cells(measured.work_s))
     return table
 
