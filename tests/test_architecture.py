@@ -58,8 +58,9 @@ ADDRESSES = {
     "zmq": ("transport/*",),
     "PIL": ("media/decode.py", "families/*/vision.py", "envs/*", "monitor/*"),
 }
-ENVIRONMENT_READERS = ("launch/*", "cli/process.py")
-"""Files that may touch os.environ: a child's thread budget must stand there before it imports."""
+ENVIRONMENT_READERS = ("launch/*", "cli/process.py", "envs/verifiers.py")
+"""Files that may touch os.environ: a child's thread budget must stand there before it imports, and
+verifiers takes the key of an endpoint from there alone."""
 
 
 @dataclass(frozen=True)

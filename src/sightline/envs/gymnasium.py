@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from PIL import Image
@@ -113,7 +114,7 @@ class GymnasiumEnvironment(Environment):
                 action = await game.do(lambda: game.any_action(chat.rng))
             gave_up = malformed and self.on_malformed == "end"
             if action is not None:
-                earned = await game.do(lambda action=action: game.step(action))
+                earned = await game.do(partial(game.step, action))
             total += earned
             per_turn.append(earned - self.malformed_penalty * malformed)
         turns = len(per_turn)
