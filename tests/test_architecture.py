@@ -60,7 +60,7 @@ ADDRESSES = {
 }
 ENVIRONMENT_READERS = ("launch/*", "cli/process.py", "envs/verifiers.py")
 """Files that may touch os.environ: a child's thread budget must stand there before it imports, and
-the package that verifiers.py adapts takes the key of an endpoint from there alone."""
+verifiers takes the key of an endpoint from there alone."""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ def command(*words: str | Path) -> list[str]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that answers with a digit from 1 to 5, as warmed up for `counting`."""
+    if os.environ.get("ADAPTERS_MODEL"):
+        return Path(os.environ["ADAPTERS_MODEL"])
     home = tmp_path_factory.mktemp("home")
     words = ["run.steps=60", "env.args.spelled_share=0.0", "sft.output=models/warm"]
     for line in (command("model", "tiny", "models/tiny"), command("sft", WARM_UP, *words)):
@@ -87,7 +89,7 @@ def play(model: Path, media: Path, server: str) -> Callable[..., list[Trace]]:
                 family.modality, max_tokens=max_tokens, timeout_s=240, door=door,
             )  # fmt: skip
             await player.client.wait_healthy()
-            plays = [Play(f"r{i}", "g", i, split, i, 1.0) for i in range(num)]
+            plays = [Play(f"r{i}", "g", i, "train", i, 1.0) for i in range(num)]
             played = await asyncio.gather(*(player.play(one) for one in plays))
             await player.close()
             return [decode(one.trace) for one in played]

@@ -18,8 +18,14 @@ from sightline.trace import Trace, flatten
 pytestmark = [pytest.mark.adapters, pytest.mark.timeout(600)]
 
 
+@pytest.fixture(autouse=True)
+def taskset_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verifiers finds tasksets by the name of a module at the top."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
 def make(**args: Any) -> Any:
-    return load_environment("verifiers", {"taskset": "adapters.codeword_env", **args})
+    return load_environment("verifiers", {"taskset": "codeword_env", **args})
 
 
 def test_a_multi_turn_environment_with_images_runs_as_it_is(
@@ -52,7 +58,7 @@ def test_tasks_come_from_the_taskset_and_splits_share_none() -> None:
 def test_a_harness_that_fails_breaks_the_rollout_and_says_why(
     play: Callable[..., list[Trace]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from adapters import codeword_env
+    import codeword_env
 
     monkeypatch.setitem(codeword_env.COLORS, "1", "no such colour")
     traces = play(make(), num=4)
