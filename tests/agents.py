@@ -181,23 +181,25 @@ class Worker:
     server: str
     max_tokens: int = MAX_TOKENS
     timeout_s: float = 60.0
+    max_turns: int = 0
 
     @contextmanager
-    def player(self, rollout: Rollout) -> Iterator[Player]:
+    def player(self, rollout: Rollout | Environment) -> Iterator[Player]:
         door = Ingest(self.store)
         yield Player(
-            env=Plays(rollout),
+            env=rollout if isinstance(rollout, Environment) else Plays(rollout),
             renderer=load_renderer(self.model, self.store, door=door),
             store=self.store,
             client=GenerateClient(self.server, deadline_s=2.0),
             modality="image",
             max_tokens=self.max_tokens,
             timeout_s=self.timeout_s,
+            max_turns=self.max_turns,
             door=door,
         )
 
     async def play(
-        self, rollout: Rollout, seed: int = 1, temperature: float = 1.0, **more: Any
+        self, rollout: Rollout | Environment, seed: int = 1, temperature: float = 1.0, **more: Any
     ) -> Trace:
         with self.player(rollout) as player:
             try:

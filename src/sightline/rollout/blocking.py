@@ -46,6 +46,17 @@ class ThreadChat:
     def ask(self, all_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         return self.wait(self.chat.ask(all_messages, tools=tools))
 
+    @property
+    def base_url(self) -> str:
+        async def ask() -> str:  # the endpoint starts on the event loop
+            return self.chat.base_url
+
+        return self.wait(ask())
+
+    @property
+    def api_key(self) -> str:
+        return self.chat.api_key
+
     def put(self, image: Any) -> MediaRef:
         # The work is done by the threads that put, so that no more than a few do it at a time.
         found: MediaRef = plain(self.chat.put(image))

@@ -14,7 +14,7 @@ import openai
 import pytest
 from agents import LOOK, Says, Worker, agent, calls, listening, picture, picture_url, shown, spelled
 
-from sightline.envs import Chat
+from sightline.envs import BlockingChat, Chat, Environment, Task
 from sightline.errors import MediaRefused, MessageError
 from sightline.families import load_renderer, registry
 from sightline.media import MediaStore
@@ -678,3 +678,51 @@ def test_exchanged_images_stand_in_for_those_that_an_agent_sends(
     assert not trace.error, trace.error
     refs = [slot.item.ref for node in trace.nodes for slot in node.slots]
     assert refs == [donors[0], donors[1], donors[0]] and trace.forks == {}
+
+
+# --- together with the rest of the kit
+
+
+def test_a_plain_function_has_the_endpoint_too(tiny_model: Path, store: MediaStore) -> None:
+    class Asks(Environment):
+        name = "asks"
+
+        def task(self, index: int, split: str) -> Task:
+            return Task(index, split)
+
+        def rollout(self, task: Task, chat: BlockingChat) -> float:
+            with openai.OpenAI(base_url=chat.base_url, api_key=chat.api_key) as client:
+                said = client.chat.completions.create(model="any", messages=[shown(1)])  # type: ignore[list-item]
+            return float(said.choices[0].message.content is not None)
+
+    trace = play(tiny_model, store, Asks())
+    assert not trace.error and trace.reward == 1.0
+    assert len(trace.turns) == 1 and trace.num_images_shown == 1
+
+
+def test_an_agent_that_is_cut_short_is_told_and_its_rollout_is_truncated(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    told: list[str | None] = []
+
+    async def rollout(chat: Chat) -> float:
+        async with agent(chat) as client:
+            messages: list[Any] = []
+            for number in range(5):
+                messages.append(shown(number))
+                try:
+                    said = await client.chat.completions.create(model="any", messages=messages)
+                except openai.BadRequestError as error:
+                    told.append(error.code)
+                    raise
+                messages.append(said.choices[0].message.model_dump(exclude_none=True))
+        return 1.0
+
+    async def main() -> Trace:
+        async with listening(ScriptedPolicy().app()) as address:
+            return await Worker(tiny_model, store, address, max_turns=2).play(rollout)
+
+    trace = asyncio.run(main())
+    assert told == ["context_length_exceeded"]
+    assert trace.error_kind == "truncated" and not trace.error
+    assert len(trace.turns) == 2 and trace.reward == 0.0

@@ -13,6 +13,7 @@ from sightline.errors import (
     MessageError,
     SightlineError,
     StoreFull,
+    Truncated,
 )
 
 _PATH = re.compile(r"(\w+(?:\[\d+\]|\.\w+)*): ")
@@ -20,6 +21,7 @@ _PATH = re.compile(r"(\w+(?:\[\d+\]|\.\w+)*): ")
 # The first class that fits decides.
 _CODES: tuple[tuple[type[SightlineError], int, str], ...] = (
     (MessageError, 400, "invalid_value"),
+    (Truncated, 400, "context_length_exceeded"),
     (MediaMissing, 404, "media_missing"),
     (StoreFull, 507, "store_full"),
     (MediaError, 422, "media_refused"),
