@@ -27,7 +27,8 @@ from sightline.message import Message, ToolCall, assistant, system, text, user
 from sightline.render import Renderer
 from sightline.rollout.chat import RolloutChat
 from sightline.trace import Trace, decode, encode, flatten
-from tests.contract.conftest import CASES, Case
+from tests.contract.case import Case
+from tests.contract.cases import read_cases
 from tests.talking import Line, LoggingPolicy, line_of, talking
 
 LOOK = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -269,7 +270,7 @@ def check_asked(agent: Agent) -> None:
         assert [trace.nodes[n].message for n in path[:-1]] == asked
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", read_cases(), ids=lambda case: case.name)
 def test_the_trace_of_a_random_agent_is_the_log_of_the_server(case: Case, world_of) -> None:
     world = world_of(case)
 
@@ -297,7 +298,7 @@ def test_the_trace_of_a_random_agent_is_the_log_of_the_server(case: Case, world_
 
 def test_one_script_meets_every_way_to_prepare_a_turn(world_of) -> None:
     """So that the property is not true for want of cases."""
-    world = world_of(CASES[0])
+    world = world_of(read_cases()[0])
     policy = LoggingPolicy(world.sayings)
     acts = [
         Act(kind, 0, f"{kind} ", (n % 3,), n % 7 == 1, n, 2) for n, kind in enumerate(KINDS * 2)
