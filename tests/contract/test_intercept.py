@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from agents import CountingStore, Seen, Worker, agent, picture_url, shown, wire_to
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from serving import Client, live
 
 from sightline.envs import Chat
@@ -328,3 +328,17 @@ def test_a_second_model_plays_the_user_and_shows_pictures(
     assert trace.forks == {} and len(trace.branches()) == 1
     assert len(trace.turns) == 4 == trace.num_images_shown
     assert len(users[0].turns) == 3 and users[0].num_images_shown == 0
+
+
+def test_a_prompt_that_does_not_fit_is_refused_as_the_sdk_knows_it(play: Any) -> None:
+    async def rollout(chat: Chat) -> float:
+        async with agent(chat) as client:
+            long = {"role": "user", "content": "a b" * 3000}
+            with pytest.raises(BadRequestError) as caught:
+                await client.chat.completions.create(model="m", messages=[long])
+            assert caught.value.code == "context_length_exceeded"
+            await client.chat.completions.create(model="m", messages=[shown(0)])
+        return 1.0
+
+    trace = play(rollout)
+    assert len(trace.turns) == 1 and len(trace.door_errors) == 1 and trace.forks == {}
