@@ -54,9 +54,7 @@ class RolloutChat:
         self.num_branches += 1
         name = f"{self.seed}/{self.num_turns}/{self.num_branches}"
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
-        return replace(
-            self, seed=seed, rng=random.Random(seed), num_turns=0, calls=[], num_branches=0
-        )
+        return replace(self, seed=seed, rng=random.Random(seed), calls=[], num_branches=0)
 
     @property
     def history(self) -> list[Message]:
@@ -64,7 +62,7 @@ class RolloutChat:
         return [self.trace.nodes[node].message for node in self.trace.path(self.leaf)]
 
     @property
-    def num_tokens(self) -> int:
+    def num_context_tokens(self) -> int:
         """Of the last prompt and its answer."""
         return self.trace.graph.end(self.leaf)
 
@@ -75,7 +73,7 @@ class RolloutChat:
 
     async def messages(self, messages: Messages) -> list[Message]:
         """The messages in our form, with their images taken into the store."""
-        return await asyncio.to_thread(self.renderer.messages, messages)
+        return await asyncio.to_thread(self.renderer.read, messages)
 
     def put(self, image: Any) -> MediaRef:
         if self.exchanged:
@@ -83,7 +81,7 @@ class RolloutChat:
             return self.exchanged[(self.num_put - 1) % len(self.exchanged)]
         return self.store.put(image)
 
-    async def send(self, new_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
+    async def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         async with self.one_at_a_time:
             # In a thread: a long text takes the tokenizer a while, and other rollouts go on.
             turn = await asyncio.to_thread(
@@ -91,7 +89,7 @@ class RolloutChat:
             )
         return await self._call(turn)
 
-    async def ask(self, all_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
+    async def ask(self, all_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         async with self.one_at_a_time:
             turn = await asyncio.to_thread(self.trace.prepare, all_messages, self.renderer, tools)
         return await self._call(turn)
