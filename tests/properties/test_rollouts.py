@@ -28,7 +28,7 @@ from sightline.render import Renderer
 from sightline.rollout.chat import RolloutChat
 from sightline.trace import Trace, decode, encode, flatten
 from tests.contract.conftest import CASES, Case
-from tests.talking import Line, LoggingPolicy, line_of, talking
+from tests.logged_chat import Line, LoggingPolicy, line_of, talking
 
 LOOK = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 # Shrinking plays hundreds of rollouts more, and scripts are short as they are.

@@ -22,7 +22,7 @@ from sightline.rollout.chat import RolloutChat
 from sightline.rollout.play import Player
 from sightline.trace import Trace, decode, flatten
 from sightline.wire.control import Play
-from tests.talking import LoggingPolicy, line_of, talking
+from tests.logged_chat import LoggingPolicy, line_of, talking
 from tests.unit.trace.toy import picture
 
 CALL = msgspec.structs.replace(assistant(""), tool_calls=(ToolCall("look", "{}", "1"),))
