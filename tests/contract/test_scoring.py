@@ -30,8 +30,8 @@ from sightline.wire.generate import (
     GenerateResponse,
     SamplingParams,
 )
+from tests.logged_chat import Line, chat_to, talking
 from tests.serving import Client, Reference, live
-from tests.talking import Line, chat_to, talking
 
 TOLERANCE = 2e-5
 

@@ -29,7 +29,7 @@ from sightline.rollout.chat import RolloutChat
 from sightline.trace import Trace, decode, encode, flatten
 from tests.contract.case import Case
 from tests.contract.cases import read_cases
-from tests.talking import Line, LoggingPolicy, line_of, talking
+from tests.logged_chat import Line, LoggingPolicy, line_of, talking
 
 LOOK = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 # Shrinking plays hundreds of rollouts more, and scripts are short as they are.
@@ -143,7 +143,7 @@ class Agent:
         view = [*talk.history, *new]
         for window in self.windows[id(talk)]:
             view = window(view)
-        await talk.send(new, self.tools(act))
+        await talk.send(new, tools=self.tools(act))
         self.expect(talk.calls[-1], view)
 
     async def ask(self, talk: Conversation, act: Act) -> None:
@@ -151,7 +151,7 @@ class Agent:
         history = talk.history
         ends = [i + 1 for i, message in enumerate(history) if message.role in ("user", "tool")]
         upto = history[: ends[act.place % len(ends)]]
-        await self.chat.ask(upto, self.tools(act))
+        await self.chat.ask(upto, tools=self.tools(act))
         self.expect(self.chat.calls[-1], upto)
 
     async def edit(self, talk: Conversation, act: Act) -> None:
@@ -169,7 +169,7 @@ class Agent:
         view = talk.history[:-1]
         for window in self.windows[id(talk)]:
             view = window(view)
-        await talk.retry(self.tools(act))
+        await talk.retry(tools=self.tools(act))
         self.expect(talk.calls[-1], view)
 
     async def compact(self, talk: Conversation, act: Act) -> None:
@@ -294,6 +294,26 @@ def test_the_trace_of_a_random_agent_is_the_log_of_the_server(case: Case, world_
         assert decode(encode(trace)) == trace
 
     play()
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in read_cases() if case.takes_tools], ids=lambda case: case.name
+)
+def test_the_result_of_a_tool_is_sent_alone(case: Case, world_of) -> None:
+    """A part of a conversation need not be one by itself."""
+    world = world_of(case)
+    policy = LoggingPolicy(world.sayings)
+
+    async def main() -> Trace:
+        async with talking(policy, world.renderer, world.store, world.modality) as chat:
+            await chat.send([user("look")], tools=LOOK)
+            result = Message(role="tool", content=text("seen"), tool_call_id="functions.look:0")
+            await chat.send([result], tools=LOOK)
+            return chat.trace
+
+    trace = asyncio.run(main())
+    check_log(trace, policy.log)
+    assert [node.message.role for node in trace.nodes] == ["user", "assistant", "tool", "assistant"]
 
 
 def test_one_script_meets_every_way_to_prepare_a_turn(world_of) -> None:

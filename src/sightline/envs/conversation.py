@@ -2,7 +2,7 @@
 
     talk = Conversation(chat, last_images(3))       # shows the newest three images only
     answer = await talk.send([user("...", ref)])
-    if talk.num_tokens > 6000:
+    if talk.num_context_tokens > 6000:
         await talk.compact()                        # history becomes a summary of itself
     found = await talk.branch().send([user("..")])  # an aside that `talk` does not remember
     answer = await talk.retry()                     # another answer to the same
@@ -45,11 +45,11 @@ class Conversation:
         return self._chat.calls
 
     @property
-    def num_tokens(self) -> int:
+    def num_context_tokens(self) -> int:
         """Of the last prompt and its answer."""
-        return self._chat.num_tokens
+        return self._chat.num_context_tokens
 
-    async def send(self, new_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
+    async def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         """Appends messages to the history, shows the model a window of it, appends the answer."""
         return await self._ask([*self.history, *await self._chat.messages(new_messages)], tools)
 
@@ -59,15 +59,15 @@ class Conversation:
             view = window(view)
         num_shown = len(self._shown)
         if num_shown < len(view) and view[:num_shown] == self._shown:
-            answer = await self._chat.send(view[num_shown:], tools)
+            answer = await self._chat.send(view[num_shown:], tools=tools)
         else:
-            answer = await self._chat.ask(view, tools)
+            answer = await self._chat.ask(view, tools=tools)
         said = answer.as_message()
         self.history = [*asked, said]
         self._shown = [*view, said]
         return answer
 
-    async def retry(self, tools: Tools | None = None) -> AssistantMessage:
+    async def retry(self, *, tools: Tools | None = None) -> AssistantMessage:
         """Takes the last answer out of the history and asks for another; both stay in the trace."""
         if not self.history or self.history[-1].role != "assistant":
             raise EnvironmentFailed("there is no answer to ask for again", "send something first")

@@ -45,14 +45,14 @@ Reward = float | dict[str, float] | Outcome
 class Chat(Protocol):
     """The conversation of one rollout. Every token of it ends up in the trace."""
 
-    async def send(self, new_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
+    async def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         """Appends messages and returns the model's answer; costs only what is new.
 
         Offer the same `tools` at every turn: others make another prompt, and the trace forks.
         """
         ...
 
-    async def ask(self, all_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
+    async def ask(self, all_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         """Takes a whole history; where it differs from what was said before, the trace forks."""
         ...
 
@@ -70,7 +70,7 @@ class Chat(Protocol):
         ...
 
     @property
-    def num_tokens(self) -> int:
+    def num_context_tokens(self) -> int:
         """Of the last prompt and its answer."""
         ...
 

@@ -60,7 +60,11 @@ class Renderer(Protocol):
     vocab_size: int
 
     def messages(self, messages: Messages) -> list[Message]:
-        """The messages in our form, with their images taken into the store."""
+        """A whole conversation in our form, with its images taken into the store."""
+        ...
+
+    def read(self, messages: Messages) -> list[Message]:
+        """The same for a part of a conversation: what only the whole can break is not checked."""
         ...
 
     def render(

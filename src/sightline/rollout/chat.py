@@ -100,9 +100,7 @@ class RolloutChat:
         self.num_branches += 1
         name = f"{self.seed}/{self.num_turns}/{self.num_branches}"
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
-        return replace(
-            self, seed=seed, rng=random.Random(seed), num_turns=0, calls=[], num_branches=0
-        )
+        return replace(self, seed=seed, rng=random.Random(seed), calls=[], num_branches=0)
 
     @property
     def history(self) -> list[Message]:
@@ -110,7 +108,7 @@ class RolloutChat:
         return [self.trace.nodes[node].message for node in self.trace.path(self.leaf)]
 
     @property
-    def num_tokens(self) -> int:
+    def num_context_tokens(self) -> int:
         """Of the last prompt and its answer."""
         return self.trace.graph.end(self.leaf)
 
@@ -122,7 +120,7 @@ class RolloutChat:
     async def messages(self, messages: Messages) -> list[Message]:
         """The messages in our form, with their images taken into the store."""
         await self.pending.settle()
-        return await asyncio.to_thread(self.renderer.messages, settled(messages))
+        return await asyncio.to_thread(self.renderer.read, settled(messages))
 
     def put(self, image: Any) -> MediaRef:
         if self.exchanged:
@@ -165,13 +163,13 @@ class RolloutChat:
                 self.stand_ins[ref.digest] = self.put(None)
             return self.stand_ins[ref.digest]
 
-    async def send(self, new_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
+    async def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         turn = await self._prepare(
             lambda: self.trace.extend(self.leaf, settled(new_messages), self.renderer, tools)
         )
         return (await self._call(turn, self.max_tokens)).message
 
-    async def ask(self, all_messages: Messages, tools: Tools | None = None) -> AssistantMessage:
+    async def ask(self, all_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         return (await self.answer(all_messages, tools, self.max_tokens)).message
 
     async def answer(self, messages: Messages, tools: Tools | None, max_tokens: int) -> Answered:

@@ -111,7 +111,7 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
             raise Misaligned(
                 f"trace {self.id} has no node {leaf}", "pass the id of a committed node, or -1"
             )
-        new = renderer.messages(new_messages)
+        new = renderer.read(new_messages)
         last = self.graph.last_turn(leaf)
         if last != leaf:
             new = [self.nodes[n].message for n in self.graph.path(leaf) if n > last] + new

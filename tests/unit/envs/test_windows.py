@@ -22,7 +22,7 @@ from sightline.rollout.chat import RolloutChat
 from sightline.rollout.play import Player
 from sightline.trace import Trace, decode, flatten
 from sightline.wire.control import Play
-from tests.talking import LoggingPolicy, line_of, talking
+from tests.logged_chat import LoggingPolicy, line_of, talking
 from tests.unit.trace.toy import picture
 
 CALL = msgspec.structs.replace(assistant(""), tool_calls=(ToolCall("look", "{}", "1"),))
@@ -219,7 +219,7 @@ def test_a_conversation_takes_dicts_and_goes_on_from_a_chat(play) -> None:
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
         )
         assert talk.history[:2] == chat.history and len(shown(talk.history)) == 1
-        assert not chat.trace.forks and talk.num_tokens > chat.num_tokens
+        assert not chat.trace.forks and talk.num_context_tokens > chat.num_context_tokens
         assert line_of(chat.trace.turns[talk.calls[0]]) == 1
 
     play(script)

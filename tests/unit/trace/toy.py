@@ -31,6 +31,9 @@ class ToyRenderer:
     def messages(self, messages: Messages) -> list[Message]:
         return to_messages(messages, self)
 
+    def read(self, messages: Messages) -> list[Message]:
+        return self.messages(messages)
+
     def resolve(self, url: str, path: str) -> MediaRef:
         raise AssertionError(f"{path}: the toy has no store for {url}")
 

@@ -116,16 +116,19 @@ class KimiK25Renderer:
         return cls(tokenizer, family, door, vocab_size, bool(described.get("thinking", True)))
 
     def messages(self, messages: Messages) -> list[Message]:
-        check_list(messages, "messages")
-        if not messages:
-            raise MessageError.at("messages", "empty", "pass one message or more")
-        read = [self._read(m, f"messages[{i}]") for i, m in enumerate(messages)]
+        read = self.read(messages)
         for i, message in enumerate(read):
             if message.role == "system" and i > 0:
                 raise MessageError.at(
                     f"messages[{i}].role", "a system message that is not the first", "put it first"
                 )
         return read
+
+    def read(self, messages: Messages) -> list[Message]:
+        check_list(messages, "messages")
+        if not messages:
+            raise MessageError.at("messages", "empty", "pass one message or more")
+        return [self._read(m, f"messages[{i}]") for i, m in enumerate(messages)]
 
     def render(
         self, messages: Messages, tools: Tools | None = None, generation_prompt: bool = True

@@ -73,12 +73,15 @@ class QwenVLRenderer:
         return cls(tokenizer, family, door, vocab_size, chat_format, numbers_pictures)
 
     def messages(self, messages: Messages) -> list[Message]:
+        read = self.read(messages)
+        self._format.check(read)
+        return read
+
+    def read(self, messages: Messages) -> list[Message]:
         check_list(messages, "messages")
         if not messages:
             raise MessageError.at("messages", "empty", "pass one message or more")
-        read = [self._read(m, f"messages[{i}]") for i, m in enumerate(messages)]
-        self._format.check(read)
-        return read
+        return [self._read(m, f"messages[{i}]") for i, m in enumerate(messages)]
 
     def render(
         self, messages: Messages, tools: Tools | None = None, generation_prompt: bool = True
