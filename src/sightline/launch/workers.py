@@ -22,7 +22,7 @@ from sightline.config import RunFile
 from sightline.launch.processes import Processes, Spec
 from sightline.rollout.beat import read_beat
 
-ROLLOUTS_PER_WORKER = 64
+ROLLOUTS_PER_WORKER = 128
 MEMORY_SHARE = 0.5
 """Of the machine's memory, for all workers together."""
 SILENT_S = 60.0

@@ -50,6 +50,8 @@ class Dispatch:
     @property
     def bytes_in_flight(self) -> int:
         """What workers report, or what rollouts of the usual size would come to, if more."""
+        if not self._out:
+            return 0  # the last report is older than the end of what it reports
         return max(sum(self._held.values()), int(len(self._out) * self._usual_bytes))
 
     async def submit(self, play: Play) -> None:

@@ -18,8 +18,8 @@ class StallMeter:
     tick_s: float = TICK_S
     late_s: list[float] = field(default_factory=list)
     work_s: list[float] = field(default_factory=list)
-    """CPU time that the loop's own thread used between two ticks: what it would be late by on a
-    machine with nothing else to do."""
+    """CPU time that the loop's own thread used between two ticks: the least that it is late by.
+    Waiting for a core, and for the interpreter's lock, come on top."""
 
     async def run(self) -> None:
         while True:

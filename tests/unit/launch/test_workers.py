@@ -24,12 +24,13 @@ def config(groups: int, size: int = 8, lag: int = 1, **rollout: Any) -> RunFile:
     ("file", "cores", "workers"),
     [
         (config(2), 16, 1),
-        (config(16), 16, 2),
-        (config(64), 16, 8),
+        (config(16), 16, 1),
+        (config(17), 16, 2),
+        (config(64), 16, 4),
         (config(64), 2, 2),
-        (config(64, lag=0), 16, 8),
-        (config(64, lag=2), 16, 16),
-        (config(64, max_in_flight=100), 16, 2),
+        (config(64, lag=0), 16, 4),
+        (config(64, lag=2), 16, 8),
+        (config(64, max_in_flight=200), 16, 2),
         (config(64, workers=5), 2, 5),
     ],
 )
@@ -45,7 +46,7 @@ def test_workers_follow_cores_and_rollouts_in_flight(
 
 def test_workers_share_half_of_the_memory_unless_told() -> None:
     one, _ = resolve_workers(config(2), 8)
-    four, _ = resolve_workers(config(32), 8)
+    four, _ = resolve_workers(config(64), 8)
     assert four.rollout.workers == 4
     assert memory_limit(four) * 4 == pytest.approx(memory_limit(one), rel=1e-6)
     assert memory_limit(config(2, worker_max_gb=1.5)) == 1_500_000_000

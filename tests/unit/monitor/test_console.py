@@ -6,6 +6,7 @@ from rich.console import Console
 
 from sightline.monitor import RunDir
 from sightline.monitor.console import LiveView, eval_line, step_line
+from sightline.wire.event import Event
 
 from .synthetic import T0, append, evaluation, state, step, train
 
@@ -139,3 +140,29 @@ def test_the_panel_shows_the_state_of_the_run_in_80_columns(run_dir):
 
 def test_an_evaluation_without_numbers_still_has_a_line():
     assert eval_line({"name": "start"}) == "eval start"
+
+
+def test_the_panel_shows_groups_without_signal_and_what_is_in_flight(run_dir):
+    view, file, _ = view_of(run_dir, terminal=True)
+    append(
+        run_dir,
+        step(
+            4, no_signal_rate=0.25, groups_replaced=3, truncated=2,
+            in_flight=96, waiting=32, bytes_in_flight=5_200_000,
+            envs={"walk": {"reward": 0.5, "rollouts": 8}, "count": {"reward": 0.125}},
+        ),
+    )  # fmt: skip
+    view.update()
+    view.close()
+    shown = file.getvalue()
+    for words in ("no signal 25%", "replaced 3", "truncated 2", "rollouts 96", "waiting 32"):
+        assert words in shown
+    assert "MB 5.2" in shown and "walk 0.500" in shown and "count 0.125" in shown
+
+
+def test_a_worker_that_is_replaced_has_a_line(run_dir):
+    view, file, _ = view_of(run_dir)
+    lost = {"worker": "worker-0", "reason": "leak: it held 3.00 GB"}
+    append(run_dir, Event(time=T0, process="launcher", kind="lost", values=lost))
+    view.update()
+    assert "worker-0 was replaced (leak: it held 3.00 GB)" in file.getvalue()
