@@ -40,7 +40,7 @@ class Codeword(vf.Taskset[CodewordTask, vf.TasksetConfig]):
     def load(self) -> Iterable[CodewordTask]:
         for i in range(20):
             answer = "".join("12345"[(i * k + k) % 5] for k in (1, 2, 3))
-            yield CodewordTask(Data(answer=answer, prompt=None), self.config.task)
+            yield CodewordTask(Data(answer=answer, prompt="name the colours"), self.config.task)
 
 
 class CodewordHarnessConfig(vf.HarnessConfig):

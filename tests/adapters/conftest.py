@@ -40,8 +40,6 @@ def command(*words: str | Path) -> list[str]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that answers with a digit from 1 to 5, as warmed up for `counting`."""
-    if os.environ.get("ADAPTERS_MODEL"):
-        return Path(os.environ["ADAPTERS_MODEL"])
     home = tmp_path_factory.mktemp("home")
     words = ["run.steps=60", "env.args.spelled_share=0.0", "sft.output=models/warm"]
     for line in (command("model", "tiny", "models/tiny"), command("sft", WARM_UP, *words)):

@@ -86,7 +86,7 @@ class GridWalk(Environment):
         per_turn: list[float] = []
         while at != maze.goal and len(per_turn) < self.max_turns:
             picture = chat.put(self.draw(maze, at))
-            said = await chat.send(self.way.reply(said, picture, self.hint), self.tools)
+            said = await chat.send(self.way.reply(said, picture, self.hint), tools=self.tools)
             action = self.way.read(said)
             before = at
             if action is None:

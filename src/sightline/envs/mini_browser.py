@@ -115,7 +115,7 @@ class MiniBrowser(Environment):
         per_turn: list[float] = []
         while passed < self.pages and len(per_turn) < self.max_turns:
             picture = chat.put(await asyncio.to_thread(tab.screenshot))
-            said = await chat.send(self.way.reply(said, picture, self.hint), self.tools)
+            said = await chat.send(self.way.reply(said, picture, self.hint), tools=self.tools)
             action = self.way.read(said)
             before = passed
             if action is None:

@@ -23,11 +23,14 @@ class VerifiersEnvironment(Environment):
         env: dict[str, Any] | None = None,
         taskset: str = "",
         harness: str = "",
+        runtime: str = "subprocess",
         sampling: dict[str, Any] | None = None,
         eval_every: int = 10,
         shows_images: bool = True,
     ) -> None:
         try:
+            from verifiers.v1.configs.agent import agent_config_fields
+            from verifiers.v1.runtimes import runtime_is_local
             from verifiers.v1.utils import loaders
         except ModuleNotFoundError as error:
             raise ConfigError(
@@ -45,6 +48,10 @@ class VerifiersEnvironment(Environment):
             values["agent"] = {**values.get("agent", {}), "harness": {"id": harness}}
         try:
             self.config = loaders.resolve_env_config(values)
+            # Programs of agents run on this machine, unless a role says otherwise.
+            for role in agent_config_fields(self.config):
+                values[role] = {"runtime": {"type": runtime}, **values.get(role, {})}
+            self.config = loaders.resolve_env_config(values)
             self._load = lambda: loaders.load_environment(self.config)
             self._source: Iterator[Any] = iter(self._load().taskset)
         except (ModuleNotFoundError, TypeError, ValueError) as error:
@@ -54,6 +61,13 @@ class VerifiersEnvironment(Environment):
                 "configuration",
             ) from error
         self.name = f"verifiers:{self.config.env_id}"
+        for role, spec in agent_config_fields(self.config).items():
+            if not runtime_is_local(spec.runtime):
+                raise ConfigError(
+                    f"{self.name}: role {role!r} runs remotely ({spec.runtime.type}), and the "
+                    "endpoint of a rollout is on this machine",
+                    "set [env.args] runtime to 'subprocess' or 'docker'",
+                )
         self.shows_images = shows_images
         self.sampling = sampling or {}
         self.eval_every = eval_every

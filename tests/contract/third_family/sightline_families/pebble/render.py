@@ -62,11 +62,14 @@ class PebbleRenderer:
             )
         return cls(tokenizer, family, door, vocab_size)
 
-    def messages(self, messages: Messages) -> list[Message]:
+    def read(self, messages: Messages) -> list[Message]:
         check_list(messages, "messages")
         if not messages:
             raise MessageError.at("messages", "empty", "pass one message or more")
-        read = [self._read(m, f"messages[{i}]") for i, m in enumerate(messages)]
+        return [self._read(m, f"messages[{i}]") for i, m in enumerate(messages)]
+
+    def messages(self, messages: Messages) -> list[Message]:
+        read = self.read(messages)
         for i, message in enumerate(read[1:], start=1):
             if message.role == "system":
                 raise MessageError.at(
