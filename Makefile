@@ -32,6 +32,7 @@ PLAYED_gymnasium := minigrid
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+.PRECIOUS: .venv-adapters-%/.installed
 .PHONY: help $(VENV) demo tokenizers test test-loop test-ranks test-torchvision test-adapters smoke check format docs wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
