@@ -67,7 +67,7 @@ test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
 	$(BIN)/python -m pytest tests -m "loop and not gpu"
 
 test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending together
-	$(BIN)/python -m pytest tests/ranks
+	$(BIN)/python -m pytest tests/ranks $(if $(THOROUGH),,-m "not thorough")
 
 test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
 	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/processors
