@@ -227,7 +227,7 @@ def test_a_conversation_takes_dicts_and_goes_on_from_a_chat(play) -> None:
 
 def test_the_example_of_the_docs_runs(tiny_model: Path, store: MediaStore) -> None:
     page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
-    (source,) = re.findall(r"```python\n(.*?class Explorer.*?)```", page, re.S)
+    (source,) = re.findall(r"```python\n((?:(?!```).)*class Explorer.*?)```", page, re.S)
     names: dict[str, Any] = {}
     exec(source, names)
     env = names["Explorer"]()
