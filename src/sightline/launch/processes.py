@@ -24,6 +24,7 @@ from types import FrameType
 from sightline.config import RunFile
 from sightline.errors import ConfigError, ProcessFailed
 from sightline.monitor import RunDir
+from sightline.wire.share import ENDED_BY_ANOTHER
 
 SECRET = "SIGHTLINE_SECRET"
 """The variable in which the ranks of a trainer get what they know one another by."""
@@ -236,6 +237,7 @@ def watch(
             if processes.failed():
                 # What one death causes in the others follows within a moment; see them all.
                 time.sleep(2 * POLL_S)
+                _await_cause(processes)
                 break
             if signals.count > 1:
                 raise ProcessFailed(
@@ -256,6 +258,15 @@ def watch(
         raise
     processes.stop()
     return told
+
+
+def _await_cause(processes: Processes) -> None:
+    """A rank that ends because another failed may be gone before that one is."""
+    deadline = time.monotonic() + END_S
+    while {code for _, code in processes.failed()} == {ENDED_BY_ANOTHER}:
+        if time.monotonic() > deadline:
+            return
+        time.sleep(POLL_S)
 
 
 def _ticked(tick: Callable[[], None]) -> Callable[[], None]:

@@ -21,13 +21,11 @@ from dataclasses import dataclass
 from sightline.errors import ProcessFailed, WireError
 from sightline.transport.zmq_channel import Hub, Spoke
 from sightline.wire import share as wire
-from sightline.wire.share import Failed, Hello, Over, RankMessage, Share, Taken
+from sightline.wire.share import ENDED_BY_ANOTHER, Failed, Hello, Over, RankMessage, Share, Taken
 
 GATHER_S = 600.0
 """How long the ranks of a run may take to load their models."""
 DELIVER_S = 60.0
-ENDED_BY_ANOTHER = 3
-"""Exit status of a rank that ends because another failed; the launcher reports the other."""
 
 
 @dataclass(frozen=True)

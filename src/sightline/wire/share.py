@@ -7,6 +7,10 @@ import msgspec
 from sightline.wire.micro_batch import MicroBatch
 
 
+ENDED_BY_ANOTHER = 3
+"""Exit status of a rank that ends because another failed; the launcher reports the other."""
+
+
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     """A rank has loaded its model and listens."""
 
