@@ -6,7 +6,6 @@ import msgspec
 
 from sightline.wire.micro_batch import MicroBatch
 
-
 ENDED_BY_ANOTHER = 3
 """Exit status of a rank that ends because another failed; the launcher reports the other."""
 
