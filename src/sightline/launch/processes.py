@@ -131,9 +131,10 @@ class Processes:
         return self._running[name].pid
 
     def failed(self) -> list[tuple[str, int]]:
-        """Processes that ended with an error, those killed by a signal first."""
+        """Processes that ended with an error: killed by a signal, by themselves, by another's."""
         codes = [(name, process.poll()) for name, process in self._running.items()]
-        return sorted(((name, code) for name, code in codes if code), key=lambda found: found[1])
+        ended = [(name, code) for name, code in codes if code]
+        return sorted(ended, key=lambda found: (found[1] == ENDED_BY_ANOTHER, found[1]))
 
     def signal(self, name: str, number: int) -> None:
         if self._running[name].poll() is None:
