@@ -5,6 +5,7 @@
 3. The vision parameters are all that the features of an image depend on.
 4. The engine says the logprobs of one forward pass, and the trainer moves every parameter.
 5. The tiny checkpoint of a seed is always the same.
+6. Blocks can be sharded one by one, and the smallest image goes through the whole tower.
 """
 
 from __future__ import annotations
@@ -251,3 +252,20 @@ def test_equal_seeds_write_equal_checkpoints(computing: Any, tmp_path: Path) -> 
     assert [name for name, a, b in zip(files, one, other, strict=True) if a != b] == [
         "model.safetensors"
     ]
+
+
+def test_blocks_are_apart_and_the_smallest_image_reaches_the_whole_tower(
+    forward: Forward,
+) -> None:
+    """What ranks of a trainer shard, and what a rank without images computes beside the others."""
+    blocks = forward.blocks()
+    held = [id(parameter) for block in blocks for parameter in block.parameters()]
+    assert len(blocks) > 1 and len(held) == len(set(held))
+    assert set(held) < {id(parameter) for parameter in forward.model.parameters()}
+    smallest = forward.blank()
+    assert smallest is not None
+    patches, grid = smallest
+    assert patches.dtype == torch.uint8 and len(patches) == np.prod(grid)
+    forward.encode(patches, [grid]).square().sum().backward()
+    missed = [name for name, p in forward.vision_parameters() if p.grad is None]
+    assert not missed

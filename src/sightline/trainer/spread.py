@@ -29,8 +29,10 @@ class Spread:
     def __call__(self, ready: ReadyBatch) -> ReadyBatch:
         packs = [micro_batch.batch for micro_batch in ready.micro_batches]
         places = spread(packs, self.size)
-        rounds = range(len(places[0]))
-        shows = [any(p[i] is not None and packs[p[i]].items for p in places) for i in rounds]  # type: ignore[index]
+        shows = [
+            any(at is not None and packs[at].items for at in beside)
+            for beside in zip(*places, strict=True)
+        ]
         self.lead.give(
             [
                 Share(

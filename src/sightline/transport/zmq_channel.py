@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
@@ -21,12 +22,9 @@ class AsyncHub:
 
     def __init__(self, address: str) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)
         # A process that replaces one of the same name takes its place at once.
         self._socket.set(zmq.ROUTER_HANDOVER, 1)
-        self._socket.set(zmq.SNDHWM, _NO_LIMIT)
-        self._socket.set(zmq.RCVHWM, _NO_LIMIT)
-        _bind(self._socket, address)
+        _set_up_hub(self._socket, address)
 
     async def send(self, peer: str, data: bytes) -> None:
         try:
@@ -65,7 +63,7 @@ class AsyncSpoke:
 class _Threaded:
     """A socket in a thread of its own; others hand it messages through another socket."""
 
-    def __init__(self, address: str, name: str) -> None:
+    def __init__(self, kind: int, set_up: Callable[[zmq.Socket[bytes]], None]) -> None:
         self._context = zmq.Context()
         self._in: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
         self._wake_address = f"inproc://wake-{id(self)}"
@@ -74,14 +72,12 @@ class _Threaded:
         listener.bind(self._wake_address)
         self._wake = self._context.socket(zmq.PAIR)
         self._wake.connect(self._wake_address)
-        socket = self._open(address, name)
+        socket = self._context.socket(kind)
+        set_up(socket)
         self._thread = threading.Thread(
             target=self._carry, args=(socket, listener), daemon=True, name="channel"
         )
         self._thread.start()
-
-    def _open(self, address: str, name: str) -> zmq.Socket[bytes]:
-        raise NotImplementedError
 
     def _send(self, *frames: bytes) -> None:
         with self._wake_lock:
@@ -124,11 +120,12 @@ class _Threaded:
 class Spoke(_Threaded):
     """A spoke of a process with threads."""
 
-    def _open(self, address: str, name: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        _set_up(socket, name)
-        socket.connect(address)
-        return socket
+    def __init__(self, address: str, name: str) -> None:
+        def set_up(socket: zmq.Socket[bytes]) -> None:
+            _set_up(socket, name)
+            socket.connect(address)
+
+        super().__init__(zmq.DEALER, set_up)
 
     def send(self, data: bytes) -> None:
         self._send(data)
@@ -142,17 +139,9 @@ class Spoke(_Threaded):
 class Hub(_Threaded):
     """The hub of a process with threads."""
 
-    def _open(self, address: str, name: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.ROUTER)
-        socket.set(zmq.ROUTER_MANDATORY, 1)
-        socket.set(zmq.SNDHWM, _NO_LIMIT)
-        socket.set(zmq.RCVHWM, _NO_LIMIT)
-        _bind(socket, address)
-        return socket
-
     def __init__(self, address: str) -> None:
         self._known: set[str] = set()
-        super().__init__(address, "")
+        super().__init__(zmq.ROUTER, lambda socket: _set_up_hub(socket, address))
 
     def send(self, peer: str, data: bytes) -> None:
         if peer not in self._known:
@@ -169,7 +158,10 @@ class Hub(_Threaded):
         return peer, frames[1]
 
 
-def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str) -> None:
+def _set_up_hub(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str) -> None:
+    socket.set(zmq.ROUTER_MANDATORY, 1)
+    socket.set(zmq.SNDHWM, _NO_LIMIT)
+    socket.set(zmq.RCVHWM, _NO_LIMIT)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
