@@ -1,0 +1,35 @@
+"""`[inference]`: how the server samples."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from sightline.config.section import FREE, Section
+
+
+class Inference(Section):
+    engine: Literal["torch"] = Field("torch", description="Which engine serves.")
+    host: str = Field("127.0.0.1", description="Address to bind.", json_schema_extra=FREE)
+    port: int = Field(0, ge=0, le=65535, description="0 takes a free one.", json_schema_extra=FREE)
+    device: str = Field("auto", description="cpu, cuda or auto.")
+    threads: int = Field(
+        0, ge=0, description="Compute threads; 0 shares the cores with the trainer.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
+    max_rows: int = Field(
+        256, ge=1, description="Sequences in flight or kept for their next turn.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
+    max_len: int = Field(2048, ge=2, description="Longest sequence, prompt and answer.")
+    prefill_chunk: int = Field(
+        512, ge=1, description="Most prompt tokens of a sequence computed at once.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
+    pixel_cache_mb: int = Field(
+        256, ge=0, description="Patches kept in memory.", json_schema_extra=FREE
+    )
+    feature_cache_mb: int = Field(
+        256, ge=0, description="Vision features kept in memory.", json_schema_extra=FREE
+    )

@@ -1,0 +1,14 @@
+"""What every section of a run file is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+FREE: dict[str, Any] = {"free": True}
+"""A setting that may change when a run is resumed."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)

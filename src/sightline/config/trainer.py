@@ -1,0 +1,68 @@
+"""`[trainer]`: how batches become weights."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from sightline.config.section import FREE, Section
+
+
+class Trainer(Section):
+    lr: float = Field(1e-5, gt=0, description="Peak learning rate.")
+    vision_lr: float | None = Field(
+        None, gt=0, description="Peak learning rate of the vision tower; unset, `lr`."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="After the warm-up, down to `lr_end` at the last step."
+    )
+    lr_end: float = Field(0.0, ge=0, description="Learning rate at the last step, as a fraction.")
+    warmup_steps: int = Field(0, ge=0, description="Steps in which the learning rate rises.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Of AdamW.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Of AdamW.")
+    weight_decay: float = Field(0.0, ge=0, description="Of AdamW, on matrices.")
+    grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
+    loss: Literal["ppo", "cispo", "gspo", "tis"] = Field(
+        "ppo", description="The policy loss: clipped by token or by answer, or truncated weights."
+    )
+    loss_average: Literal["tokens", "samples", "constant"] = Field(
+        "tokens", description="What the loss of a batch is divided by."
+    )
+    loss_constant: float = Field(
+        1.0, gt=0, description='Divides the summed loss, with loss_average = "constant".'
+    )
+    importance_cap: float = Field(
+        2.0, gt=0, description='Largest weight of a token, with loss = "tis".'
+    )
+    clip_low: float = Field(0.2, gt=0, description="The ratio is clipped below 1 minus this.")
+    clip_high: float = Field(0.28, gt=0, description="The ratio is clipped above 1 plus this.")
+    kl_weight: float = Field(
+        0.0, ge=0, description="Weight of the KL to the starting checkpoint; 0 loads none."
+    )
+    micro_batch_tokens: int = Field(8192, ge=1, description="Most tokens of a micro-batch.")
+    micro_batch_patches: int = Field(
+        65536, ge=1, description="Most image patches of a micro-batch."
+    )
+    checkpoint_every: int = Field(
+        25, ge=1, description="Steps between checkpoints.", json_schema_extra=FREE
+    )
+    keep_checkpoints: int = Field(
+        2, ge=1, description="Newest checkpoints that are kept.", json_schema_extra=FREE
+    )
+    device: str = Field("auto", description="cpu, cuda or auto.")
+    ranks: int = Field(
+        1, ge=1, description="Processes that share the model and the work.", json_schema_extra=FREE
+    )
+    stuck_after_s: float = Field(
+        900.0,
+        ge=0,
+        description="A trainer that stands still with work at hand so long ends; 0 is never.",
+        json_schema_extra=FREE,
+    )
+    threads: int = Field(
+        0, ge=0, description="Compute threads; 0 shares the cores with the server."
+    )
+    pixel_cache_mb: int = Field(
+        256, ge=0, description="Patches kept between batches.", json_schema_extra=FREE
+    )
