@@ -44,7 +44,9 @@ class Door:
         self._decoder = msgspec.json.Decoder(GenerateRequest)
 
     def check(self, body: bytes) -> Checked:
-        request = self._decode(body)
+        return self.check_request(self._decode(body))
+
+    def check_request(self, request: GenerateRequest) -> Checked:
         if request.model is not None and request.model not in self._models:
             raise refusal(
                 "model",

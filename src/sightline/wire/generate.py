@@ -54,6 +54,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
         params: SamplingParams,
         modality: str = "image",
         request_id: str = "",
+        model: str | None = None,
     ) -> GenerateRequest:
         features = None
         if slots:
@@ -62,9 +63,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
                 mm_placeholders={modality: [Placeholder(s.offset, s.length) for s in slots]},
                 kwargs_data={modality: [slot.item.to_raw() for slot in slots]},
             )
-        return cls(
-            token_ids=token_ids, sampling_params=params, features=features, request_id=request_id
-        )
+        return cls(token_ids, params, features, request_id, model)
 
     def slots(self) -> list[Slot]:
         """The slots of the request, checked: counts, order, bounds and keys."""

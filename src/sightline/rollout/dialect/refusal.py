@@ -38,13 +38,14 @@ class Refusal:
 
     @classmethod
     def of(cls, error: SightlineError) -> Refusal:
-        message = str(error)
+        message, path = str(error), _PATH.match(error.problem)
+        param = path[1] if path else None
         if isinstance(error, EngineError):
-            return cls(error.status, _ENGINE_CODES.get(error.kind, error.kind), message)
-        path = _PATH.match(error.problem)
+            code = _ENGINE_CODES.get(error.kind, error.kind)
+            return cls(error.status, code, message, param if error.status < 500 else None)
         for kind, status, code in _CODES:
             if isinstance(error, kind):
-                return cls(status, code, message, path[1] if path else None)
+                return cls(status, code, message, param)
         return cls(500, type(error).__name__, message)
 
     @property
