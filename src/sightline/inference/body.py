@@ -22,4 +22,4 @@ async def read_body(http: Request, most: int) -> bytes:
 
 
 def _too_large(most: int) -> EngineError:
-    return refusal("too_large", f"the body has more than {most} bytes", "send less", 413)
+    return refusal("too_large", f"the body has more than {most} bytes", "send less")

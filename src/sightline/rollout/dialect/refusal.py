@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,6 @@ from sightline.errors import (
     StoreFull,
     Truncated,
 )
-
-_PATH = re.compile(r"(\w+(?:\[\d+\]|\.\w+)*): ")
 
 # The first class that fits decides.
 _CODES: tuple[tuple[type[SightlineError], int, str], ...] = (
@@ -38,8 +35,7 @@ class Refusal:
 
     @classmethod
     def of(cls, error: SightlineError) -> Refusal:
-        message, path = str(error), _PATH.match(error.problem)
-        param = path[1] if path else None
+        message, param = str(error), error.path or None
         if isinstance(error, EngineError):
             code = _ENGINE_CODES.get(error.kind, error.kind)
             return cls(error.status, code, message, param if error.status < 500 else None)
