@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from sightline.errors import EngineError
+from sightline.rollout.pace import Pace
 from sightline.wire.generate import (
     AdoptRequest,
     ErrorAnswer,
@@ -49,6 +50,8 @@ class GenerateClient:
     deadline_s: float = 60.0
     connections: int = 0
     counts: WireCounts = field(default_factory=WireCounts)
+    pace: Pace = field(default_factory=Pace)
+    """Of all who make requests here: their work comes one after another."""
 
     def __post_init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -60,7 +63,9 @@ class GenerateClient:
             self.counts.reference_bytes += sum(
                 len(raw) for raws in request.features.kwargs_data.values() for raw in raws
             )
-        return _responses.decode(await self._post("/inference/v1/generate", body))
+        answer = await self._post("/inference/v1/generate", body)
+        await self.pace.turn()
+        return _responses.decode(answer)
 
     @contextlib.contextmanager
     def making_request(self) -> Iterator[None]:
