@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 
 from sightline.errors import EngineError
+from sightline.rollout.pace import Pace
 from sightline.wire.generate import (
     AdoptRequest,
     ErrorAnswer,
@@ -55,6 +56,8 @@ class GenerateClient:
     settings: dict[str, Any] = field(default_factory=dict)
     """The processor settings of this side, to show beside the server's where they differ."""
     counts: WireCounts = field(default_factory=WireCounts)
+    pace: Pace = field(default_factory=Pace)
+    """Of all who make requests here: their work comes one after another."""
 
     def __post_init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
@@ -66,7 +69,9 @@ class GenerateClient:
             self.counts.reference_bytes += sum(
                 len(raw) for raws in request.features.kwargs_data.values() for raw in raws
             )
-        return _responses.decode(await self._post("/inference/v1/generate", body))
+        answer = await self._post("/inference/v1/generate", body)
+        await self.pace.turn()
+        return _responses.decode(answer)
 
     @contextlib.contextmanager
     def making_request(self) -> Iterator[None]:

@@ -64,6 +64,8 @@ class AgentCounts:
     agent_requests: int = 0
     agent_sent_bytes: int = 0
     agent_received_bytes: int = 0
+    agent_cpu_us: int = 0
+    """CPU time of reading requests: JSON, one hash over each url, and new images."""
 
 
 class Interception:
@@ -76,6 +78,7 @@ class Interception:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: socket.socket | None = None
         self._starting = threading.Lock()
+        self._counting = threading.Lock()
         self._serving: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
 
@@ -207,12 +210,16 @@ class Interception:
 
     def _read(self, chat: RolloutChat, body: bytes) -> tuple[Asked, list[Message | dict[str, Any]]]:
         """In a thread: base64 is decoded and images are written here."""
+        began = time.thread_time_ns()
         asked = read_asked(body)
 
         def take(url: str, path: str) -> MediaRef:
             return chat.stand_in(url, self._door.resolve(url, path))
 
-        return asked, take_images(asked.messages, take)
+        messages = take_images(asked.messages, take)
+        with self._counting:
+            self.counts.agent_cpu_us += (time.thread_time_ns() - began) // 1000
+        return asked, messages
 
 
 async def _run(guest: _Guest, work: Coroutine[Any, Any, Any]) -> Any:
