@@ -103,7 +103,7 @@ def _train(args: argparse.Namespace, file: RunFile, run_dir: RunDir) -> None:
 
 def _serve(file: RunFile, media_root: Path, server: str, threads: int) -> None:
     from sightline.inference.serve import serve
-    from sightline.inference.settings import MEBIBYTE, ServeSettings
+    from sightline.inference.settings import MEBIBYTE, ServeSettings, pick_pixel_threads
 
     host, _, port = server.removeprefix("http://").rpartition(":")
     settings = file.inference
@@ -120,7 +120,9 @@ def _serve(file: RunFile, media_root: Path, server: str, threads: int) -> None:
             prefill_chunk=settings.prefill_chunk,
             pixel_cache_bytes=settings.pixel_cache_mb * MEBIBYTE,
             feature_cache_bytes=settings.feature_cache_mb * MEBIBYTE,
+            keep_kv_over_updates=settings.keep_kv_over_updates,
             threads=threads,
+            pixel_threads=pick_pixel_threads(settings.pixel_threads),
             overrides=file.model.overrides(),
         )
     )

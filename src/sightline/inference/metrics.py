@@ -49,6 +49,7 @@ def now(engine: Engine) -> dict[str, float]:
     return {
         "running": engine.num_running,
         "waiting": engine.num_waiting,
+        "waiting_bytes": engine.waiting_bytes,
         "rows": scheduler.rows.num_rows,
         "rows_free": scheduler.rows.num_free,
         "rows_cached": len(scheduler.prefixes),
