@@ -12,12 +12,10 @@ import contextlib
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,6 +134,8 @@ def _baseline(args: argparse.Namespace, media: Path) -> Line:
     words = ["--baseline", str(media), "--model", str(args.model)]
     for name in ("rollouts", "turns", "max_tokens", "side", "repeats", "device", "dtype"):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    from sightline.launch.served import start
+
     done = start(["bench", "serve", *words], args.threads)
     out, _ = done.communicate()
     if done.returncode:
@@ -143,34 +143,14 @@ def _baseline(args: argparse.Namespace, media: Path) -> Line:
     return Line(*json.loads(out.splitlines()[-1]))
 
 
-@contextlib.contextmanager
 def serving(
     args: argparse.Namespace, media: Path, max_len: int, more: Sequence[str] = ()
-) -> Iterator[str]:
+) -> contextlib.AbstractContextManager[str]:
     """The address of a server in a process of its own."""
-    words = [str(args.model), "--media", str(media), "--port", "0", "--max-len", str(max_len)]
-    words += ["--threads", str(args.threads), "--device", args.device, "--dtype", args.dtype, *more]
-    process = start(["serve", *words], args.threads)
-    try:
-        assert process.stdout is not None
-        first = process.stdout.readline().split()
-        if not first:
-            raise ProcessFailed("the server ended while it started", "see its output above")
-        yield first[-1]
-    finally:
-        process.terminate()
-        process.communicate()
+    from sightline.launch.served import served
 
-
-def start(words: list[str], threads: int) -> subprocess.Popen[str]:
-    from sightline.launch.processes import environment
-
-    return subprocess.Popen(
-        [sys.executable, "-m", "sightline", *words],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(threads),
-    )
+    words = ["--max-len", str(max_len), "--device", args.device, "--dtype", args.dtype, *more]
+    return served(args.model, media, words, args.threads)
 
 
 async def _repeat(

@@ -21,10 +21,11 @@ from sightline.monitor import RunDir
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("process", help="one process of a run (used by the launcher)")
-    parser.add_argument("name", help="server, trainer, orchestrator, worker-N or sft")
+    parser.add_argument("name", help="server, evaluator, trainer, orchestrator, worker-N or sft")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--hub", default="", help="address of the orchestrator's channel")
     parser.add_argument("--server", default="", help="address of the inference server")
+    parser.add_argument("--evaluator", default="", help="address of the server that evaluates")
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
     parser.add_argument("--rank", type=int, default=0, help="which rank of the trainer")
     parser.add_argument("--ranks", type=int, default=1, help="how many there are")
@@ -69,14 +70,14 @@ def _run(args: argparse.Namespace, run_dir: RunDir) -> None:
         return
     file = config.load(RunFile, run_dir.config)
     media_root = Path(file.media.root or run_dir.media)
-    if name == "server":
-        _serve(file, media_root, server, args.threads)
+    if name in ("server", "evaluator"):
+        _serve(file, media_root, server if name == "server" else args.evaluator, args.threads)
     elif name.startswith("trainer"):
         _train(args, file, run_dir)
     else:
         from sightline.orchestrator import process as orchestrator
 
-        uvloop.run(orchestrator.main(file, run_dir, media_root, hub, server))
+        uvloop.run(orchestrator.main(file, run_dir, media_root, hub, server, args.evaluator))
 
 
 def _play(args: argparse.Namespace, run_dir: RunDir) -> None:

@@ -170,6 +170,12 @@ class Eval(Section):
         256, ge=0, description="Held-out tasks played before the first and after the last step."
     )
     temperature: float = Field(1.0, ge=0, description="Of sampling in evaluation.")
+    every: int = Field(
+        0, ge=0,
+        description="Also after every so many steps, on a server of its own; 0 is never. The best "
+        "checkpoint is kept.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
 
 
 class Sft(Section):
