@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from sightline.compute import attention_cuda
 from sightline.errors import Misaligned
 
 # transformers hands the boundaries of images to attention functions with "flash" in their name.
@@ -62,12 +63,13 @@ def _attend(
     scaling: float,
     pattern: Pattern | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     if pattern is not None:
         out = pattern.attend(int(module.layer_idx), query, key, value, scaling)
     elif cu_seq_lens_q is not None:
-        out = _images(query, key, value, scaling, cu_seq_lens_q)
+        out = _images(query, key, value, scaling, cu_seq_lens_q, max_length_q)
     else:
         raise Misaligned(
             f"{type(module).__name__} attends without a pattern",
@@ -77,9 +79,16 @@ def _attend(
 
 
 def _images(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, ends: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    ends: torch.Tensor,
+    longest: Any,
 ) -> torch.Tensor:
     """Full attention inside each image; images of one length go through together."""
+    if attention_cuda.takes(q):
+        return attention_cuda.rows_of_lengths(q, k, v, scaling, ends, longest, causal=False)
     bounds = ends.tolist()
     lengths = np.diff(bounds)
     if len(set(lengths.tolist())) == 1:
@@ -217,11 +226,18 @@ class _TreePart:
         return out.transpose(0, 1).flatten(1, 2)[:, self._back].unsqueeze(0)
 
 
-def pattern_of(subtree_end: np.ndarray, device: torch.device) -> Flat | Tree:
-    """The cheapest pattern that says the same as `subtree_end`."""
+def pattern_of(
+    subtree_end: np.ndarray, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Pattern:
+    """The cheapest pattern that says the same as `subtree_end`, for arithmetic in `dtype`."""
     ends = np.unique(subtree_end)
     starts = np.concatenate([[0], ends[:-1]])
     flat = np.repeat(ends, ends - starts)
     if ends[-1] == len(subtree_end) and np.array_equal(flat, subtree_end):
-        return Flat((ends - starts).tolist(), device)
+        lengths = (ends - starts).tolist()
+        if device.type == "cuda" and dtype in attention_cuda.HALF:
+            return attention_cuda.Rows(lengths, device)
+        return Flat(lengths, device)
+    if device.type == "cuda":
+        return attention_cuda.FlexTree(subtree_end, device)
     return Tree(subtree_end, device)
