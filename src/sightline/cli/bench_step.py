@@ -242,8 +242,6 @@ class Bench:
         timed = self._timed(lambda: learner.step(ready))
         if trace is not None:
             _profile(lambda: learner.step(ready), trace)
-        del learner
-        self._release()
         return timed
 
     def _time_plain(self, learner: Learner, ready: Any, checkpointing: bool) -> Any:
@@ -251,10 +249,7 @@ class Bench:
 
         plain = PlainStep(learner, str(self.model), self.family, checkpointing)
         given = plain.inputs(ready, max(1, self.args.tokens // self.shapes.length))
-        timed = self._timed(lambda: plain.step(given))
-        del plain, given
-        self._release()
-        return timed
+        return self._timed(lambda: plain.step(given))
 
     def _timed(self, work: Callable[[], Any]) -> Any:
         import torch
@@ -262,6 +257,7 @@ class Bench:
         from sightline.compute.model import pick_device
         from sightline.trainer.speed import timed
 
+        self._release()  # what the last measurement held
         device = torch.device(pick_device(self.args.device))
         return timed(work, device, self.args.repeats, self.args.warm_up)
 
