@@ -29,10 +29,11 @@ def served(model: Path, media: Path, more: Sequence[str] = (), threads: int = 1)
     process = start([*words, *more], threads)
     try:
         assert process.stdout is not None
-        first = process.stdout.readline().split()
-        if not first:
+        # An engine that is not ours may have something to say before.
+        listening = next((line for line in process.stdout if line.startswith("serving ")), "")
+        if not listening:
             raise ProcessFailed("the server ended while it started", "see its output above")
-        yield first[-1]
+        yield listening.split()[-1]
     finally:
         process.terminate()
         process.communicate()
