@@ -61,6 +61,7 @@ def build_server(settings: ServeSettings) -> Server:
         vocab_size=renderer.vocab_size,
         max_len=settings.max_len,
         models=frozenset({settings.model.name, str(settings.model)}),
+        bans=True,
     )
     identity = {
         "model": settings.model.name,

@@ -125,7 +125,7 @@ class Decode:
 
     def _capture(self, found: _Pass) -> None:
         """The shape was computed once before, so that nothing is set up during the capture."""
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 found.hidden = self._compute(found)
@@ -133,6 +133,7 @@ class Decode:
         except RuntimeError as error:
             self._captures = False
             found.hidden = None
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
             print(f"decoding without graphs: {str(error).splitlines()[0]}", file=sys.stderr)
 
 
