@@ -26,8 +26,8 @@ from sightline.pack import Cost
 from sightline.pixels import Materializer
 from sightline.render import Renderer
 from sightline.trainer.build import MEGABYTE, build_learner
-from sightline.trainer.checkpoint import export_checkpoint
 from sightline.trainer.checks import check_micro_batch
+from sightline.trainer.export import export_checkpoint
 from sightline.trainer.feed import Preparer, ReadyBatch
 from sightline.trainer.learner import Learner, hidden_of
 from sightline.wire.array import Array
