@@ -22,7 +22,9 @@ from sightline.trainer.snapshot import Shards, restore_model
 WEIGHTS_FILE = "model.safetensors"
 
 
-def export_checkpoint(source: Path, target: Path, model: torch.nn.Module) -> None:
+def export_checkpoint(
+    source: Path, target: Path, model: torch.nn.Module, dtype: torch.dtype | None = None
+) -> None:
     """Writes the model to `target`, tensor by tensor, under the names that the source uses."""
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -36,7 +38,7 @@ def export_checkpoint(source: Path, target: Path, model: torch.nn.Module) -> Non
         # In memory transformers may hold tensors joined that files hold apart, experts say.
         whole = {name: tensor.cpu() for name, tensor in each_whole(weights, whole_tensor)}
         weights = revert_weight_conversion(model, whole)
-    write_tensors(part / WEIGHTS_FILE, weights, whole_tensor, metadata={"format": "pt"})
+    write_tensors(part / WEIGHTS_FILE, weights, whole_tensor, dtype, {"format": "pt"})
     shutil.rmtree(target, ignore_errors=True)
     os.rename(part, target)
 
