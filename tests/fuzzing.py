@@ -34,8 +34,8 @@ LITERALS: tuple[Any, ...] = (
 WORDS = (
     "token_ids", "sampling_params", "features", "request_id", "model", "max_tokens", "temperature",
     "top_p", "top_k", "min_p", "seed", "stop_token_ids", "banned_token_ids", "logprobs", "n",
-    "prompt_logprobs", "detokenize", "skip_reading_prefix_cache", "mm_hashes", "mm_placeholders", "kwargs_data",
-    "offset", "length", "pixels", "messages", "tools", "stream", "stop",
+    "prompt_logprobs", "detokenize", "skip_reading_prefix_cache", "mm_hashes", "mm_placeholders",
+    "kwargs_data", "offset", "length", "pixels", "messages", "tools", "stream", "stop",
 )  # fmt: skip
 
 

@@ -105,7 +105,7 @@ class Bench:
 
         shapes, args = self.shapes, self.args
         learner = self._learner(checkpointing=False, backend="")
-        peak = speed.measure_peak(learner.device, next(learner.forward.model.parameters()).dtype)
+        peak = speed.measure_peak(args.device, args.dtype)
         samples = [self._dense_sample(i) for i in range(shapes.sequences)]
         flat = self._ready(samples, args.tokens, "flat")
         alone = self._ready(samples, 1, "flat")
@@ -116,7 +116,6 @@ class Bench:
             for checkpointing, how in ACTIVATIONS
         ]
         del learner
-        self._release()
         for checkpointing, how in ACTIVATIONS:
             trace = None if checkpointing else args.profile
             rows.append((f"sightline, {how}", self._time_ours(flat, checkpointing, trace)))
@@ -238,10 +237,12 @@ class Bench:
     # --- measuring
 
     def _time_ours(self, ready: Any, checkpointing: bool, trace: Path | None = None) -> Any:
+        from sightline.trainer import speed
+
         learner = self._learner(checkpointing)
         timed = self._timed(lambda: learner.step(ready))
         if trace is not None:
-            _profile(lambda: learner.step(ready), trace)
+            print(speed.profile_step(lambda: learner.step(ready), trace))
         return timed
 
     def _time_plain(self, learner: Learner, ready: Any, checkpointing: bool) -> Any:
@@ -252,23 +253,9 @@ class Bench:
         return self._timed(lambda: plain.step(given))
 
     def _timed(self, work: Callable[[], Any]) -> Any:
-        import torch
-
-        from sightline.compute.model import pick_device
         from sightline.trainer.speed import timed
 
-        self._release()  # what the last measurement held
-        device = torch.device(pick_device(self.args.device))
-        return timed(work, device, self.args.repeats, self.args.warm_up)
-
-    def _release(self) -> None:
-        import gc
-
-        import torch
-
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        return timed(work, self.args.device, self.args.repeats, self.args.warm_up)
 
     def _print_dense(
         self, rows: list[tuple[str, Any]], flops: float, peak: float, tokens: int, num: int
@@ -328,15 +315,3 @@ def _show(table: Any) -> None:
     console = Console()
     console.width = max(console.width, 120)
     console.print(table)
-
-
-def _profile(work: Callable[[], Any], path: Path) -> None:
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        work()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found.export_chrome_trace(str(path))
-    by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    print(found.key_averages().table(sort_by=by, row_limit=20))

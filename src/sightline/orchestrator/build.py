@@ -33,6 +33,8 @@ class Built:
     parts: Parts
     evaluator: Evaluator
     books: Books
+    caches: dict[str, dict[str, float]]
+    """Of the server; shared with what reports them."""
     beside: Beside | None
 
     def publish(self, published: Published) -> None:
@@ -70,8 +72,16 @@ def build(
         max_bytes=config.rollout.max_in_flight_mb * 1_000_000,
     )
     policy = Policy(engines=[client.adopt], weights=run_dir.weights)
+    caches: dict[str, dict[str, float]] = {}
     watcher = StepWatcher(
-        books, policy, store, events, rollouts, config.run.steps, config.media.max_bad_fraction
+        books,
+        policy,
+        store,
+        events,
+        rollouts,
+        config.run.steps,
+        config.media.max_bad_fraction,
+        caches,
     )
     parts = Parts(
         rollouts=rollouts,
@@ -104,4 +114,4 @@ def build(
         beside = Beside(
             evaluator, policy, best, books, events, evaluating, config.eval.every, config.run.steps
         )
-    return Built(parts, evaluator, books, beside)
+    return Built(parts, evaluator, books, caches, beside)

@@ -8,16 +8,20 @@ the backward pass does not count. Embeddings are looked up, not multiplied.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
+from sightline.compute.model import DTYPES, pick_device
 from sightline.families import Family
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner
@@ -35,14 +39,20 @@ class Timed:
         return statistics.median(self.seconds)
 
 
-def measure_peak(device: torch.device, dtype: torch.dtype, side: int = PEAK_SIDE) -> float:
+def measure_peak(device: str, dtype: str, side: int = 0) -> float:
     """FLOP/s of one large product of matrices."""
-    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    place = torch.device(pick_device(device))
+    side = side or (PEAK_SIDE if place.type == "cuda" else PEAK_SIDE // 8)
+    a, b = (torch.randn(side, side, device=place, dtype=DTYPES[dtype]) for _ in range(2))
     times = timed(lambda: torch.mm(a, b), device, repeats=20, warm_up=5)
     return 2 * side**3 / times.median_s
 
 
-def timed(work: Callable[[], Any], device: torch.device, repeats: int, warm_up: int) -> Timed:
+def timed(work: Callable[[], Any], device_name: str, repeats: int, warm_up: int) -> Timed:
+    device = torch.device(pick_device(device_name))
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what the last measurement held
     for _ in range(warm_up):
         work()
     is_cuda = device.type == "cuda"
@@ -61,6 +71,19 @@ def timed(work: Callable[[], Any], device: torch.device, repeats: int, warm_up: 
 def _settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def profile_step(work: Callable[[], Any], path: Path) -> str:
+    """Writes a trace of `work`, and says what took longest."""
+    kinds = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds.append(ProfilerActivity.CUDA)
+    with profile(activities=kinds) as found:
+        work()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found.export_chrome_trace(str(path))
+    by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    return str(found.key_averages().table(sort_by=by, row_limit=20, max_name_column_width=70))
 
 
 def step_flops(learner: Learner, batch: ReadyBatch) -> float:
