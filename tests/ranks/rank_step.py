@@ -1,12 +1,13 @@
 """One rank of a trainer that takes one step and writes what came of it.
 
-python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT [fail|frozen|...]
+python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT [frozen|lost|kept]
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -88,8 +89,9 @@ def feed(learner, ranks, model, store):  # type: ignore[no-untyped-def]
         follow = Follow(ranks)
         follow.hello()
         return ShareFeed(follow, materializer, len(family.positions(1, ())[0]), 1)
-    batch = Batch(1, samples(model, store))
-    ready = Preparer(family, materializer, Cost(160, 4096), 0.0).prepare(batch, "digest")
+    batch = Batch(1, with_loss(samples(model, store), store))
+    ready = Preparer(family, materializer, Cost(160, 4096), 0.5).prepare(batch, "digest")
+    assert len(ready.dropped) == ("lost" in sys.argv) * 1
     assert len(ready.micro_batches) >= 3, len(ready.micro_batches)
     if ranks.size == 1:
         return [ready]
@@ -97,6 +99,17 @@ def feed(learner, ranks, model, store):  # type: ignore[no-untyped-def]
     lead.gather()
     given: ReadyBatch = Spread(lead, ranks.size)(ready)
     return [given]
+
+
+def with_loss(made, store):  # type: ignore[no-untyped-def]
+    """`lost`: an image of one sample goes; `kept`: that sample does, and the image stays."""
+    shown = Counter(item.ref.digest for sample in made for item in sample.items)
+    once = next(digest for digest, count in shown.items() if count == 1)
+    if "lost" in sys.argv:
+        store.path(once).unlink()
+    if "kept" in sys.argv:
+        made = [s for s in made if all(item.ref.digest != once for item in s.items)]
+    return made
 
 
 def samples(model: Path, store: MediaStore):  # type: ignore[no-untyped-def]

@@ -125,3 +125,14 @@ def test_a_frozen_tower_stays_as_it_is_on_all_ranks(step: Callable[..., Found]) 
     for name, gradient in alone.gradients.items():
         off = float((together.gradients[name] - gradient).norm())
         assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name
+
+
+def test_a_bad_image_costs_its_sample_on_all_ranks_alike(step: Callable[..., Found]) -> None:
+    """Loss, gradients and scores are those of the batch without the sample."""
+    without, lost = step("qwen_vl", {}, 1, "kept"), step("qwen_vl", {}, 2, "lost")
+    assert [(t, n) for t, n, _ in lost.scores] == [(t, n) for t, n, _ in without.scores]
+    assert len(without.scores) < len(step("qwen_vl", {}, 1).scores)
+    assert math.isclose(lost.metrics["loss"], without.metrics["loss"], rel_tol=1e-5)
+    for name, gradient in without.gradients.items():
+        off = float((lost.gradients[name] - gradient).norm())
+        assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name

@@ -50,6 +50,11 @@ class Media(Section):
     http_hosts: tuple[str, ...] = Field(
         (), description="Hosts that http(s) images may come from; none by default."
     )
+    on_bad: Literal["drop_sample", "stop"] = Field(
+        "drop_sample",
+        description="Whether a bad image costs the samples that show it, or ends the run.",
+        json_schema_extra=FREE,
+    )
     max_bad_fraction: float = Field(
         0.1,
         ge=0,

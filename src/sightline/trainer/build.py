@@ -83,6 +83,8 @@ def build(
         limit=Cost(config.trainer.micro_batch_tokens, config.trainer.micro_batch_patches),
         max_bad_fraction=config.media.max_bad_fraction,
         average=Average(config.trainer.loss_average, config.trainer.loss_constant),
+        on_bad=config.media.on_bad,
+        max_sequence=config.trainer.max_sequence,
     )
     tell = (lead.fail,) if lead is not None else ()
     learner.pulse = Pulse(config.trainer.stuck_after_s, *tell)

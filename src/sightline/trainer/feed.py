@@ -13,20 +13,24 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import numpy as np
 
-from sightline.errors import MediaError, Misaligned, PixelMismatch
+from sightline.errors import MediaError, Misaligned
 from sightline.families import Family
-from sightline.pack import Average, Cost, pack
+from sightline.pack import Average, Cost, pack, truncate
 from sightline.pixels import Materializer, Pixels
+from sightline.trainer.bad_media import BadMedia, Dropped, Policy, count_reasons, named
+from sightline.wire import MediaItem
 from sightline.wire.control import Announce
-from sightline.wire.micro_batch import MicroBatch
-from sightline.wire.sample import Batch, Sample, digest_of
+from sightline.wire.micro_batch import MicroBatch, PackedItem
+from sightline.wire.sample import Batch, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +50,18 @@ class ReadyBatch:
     num_samples: int
     num_slots: int
     num_images: int
-    bad: dict[str, int]
-    """Samples that bad media cost, by reason."""
     materialize_s: float
+    dropped: list[Dropped] = field(default_factory=list)
+    """Samples that bad media cost."""
+    truncated: dict[str, int] = field(default_factory=dict)
+    """Samples beyond `[trainer] max_sequence`: cut, or left out and why."""
     waited_s: float = 0.0
     """How long the loop stood still for it."""
+
+    @property
+    def bad(self) -> dict[str, int]:
+        """Samples that bad media cost, by reason."""
+        return count_reasons(self.dropped)
 
 
 @dataclass
@@ -62,84 +73,69 @@ class Preparer:
     limit: Cost
     max_bad_fraction: float
     average: Average = field(default_factory=Average)
+    on_bad: Literal["drop_sample", "stop"] = "drop_sample"
+    max_sequence: int = 0
+    """In tokens; 0 is any length."""
 
     def prepare(self, batch: Batch, digest: str) -> ReadyBatch:
+        truncated: dict[str, int] = {}
+        if self.max_sequence:
+            fitting, counts = truncate(batch.samples, self.max_sequence)
+            batch, truncated = Batch(batch.step, fitting), dict(counts)
         began = time.monotonic()
-        pixels, problems = self._materialize(batch)
-        kept, bad = self._keep(batch, pixels, problems)
+        made, problems = self._materialize(batch)
+        policy = Policy(self.on_bad, self.max_bad_fraction)
+        kept, dropped = policy.keep(batch, made, problems, self.materializer.store)
         spent = time.monotonic() - began
         packs = pack(kept, batch.step, self.family, self.limit, self.average)
-        ready = [ReadyMicroBatch(p, self._patches(p, pixels)) for p in packs]
         return ReadyBatch(
             step=batch.step,
             digest=digest,
-            micro_batches=ready,
+            micro_batches=[_ready(packed, made) for packed in packs],
             num_samples=len(kept),
             num_slots=sum(len(sample.slots) for sample in kept),
-            num_images=len(pixels),
-            bad=dict(bad),
+            num_images=len({item.key for sample in kept for item in sample.items}),
             materialize_s=spent,
+            dropped=dropped,
+            truncated=truncated,
         )
 
-    def _materialize(self, batch: Batch) -> tuple[dict[str, Pixels], dict[str, MediaError]]:
-        items = {item.key: item for sample in batch.samples for item in sample.items}
-        flights = {key: self.materializer.submit(item) for key, item in items.items()}
-        pixels: dict[str, Pixels] = {}
-        problems: dict[str, MediaError] = {}
-        for key, flight in flights.items():
+    def _materialize(
+        self, batch: Batch
+    ) -> tuple[dict[MediaItem, Pixels], dict[MediaItem, BadMedia]]:
+        # By the whole item: one that lies about its image fails alone.
+        wanted = {item: sample for sample in batch.samples for item in sample.items}
+        flights: dict[MediaItem, Future[Pixels]] = {}
+        made: dict[MediaItem, Pixels] = {}
+        problems: dict[MediaItem, BadMedia] = {}
+        for item in wanted:
             try:
-                pixels[key] = flight.result()
+                flights[item] = self.materializer.submit(item)
+            except Misaligned as error:
+                problems[item] = error
+        for item, flight in flights.items():
+            try:
+                made[item] = flight.result()
             except MediaError as error:
                 if isinstance(error.__cause__, OSError):
                     # A disk that fails may heal; a replay would then train on other samples.
-                    raise
-                problems[key] = error
-        return pixels, problems
-
-    def _keep(
-        self, batch: Batch, pixels: dict[str, Pixels], problems: dict[str, MediaError]
-    ) -> tuple[list[Sample], Counter[str]]:
-        kept: list[Sample] = []
-        bad: Counter[str] = Counter()
-        last: Exception | None = None
-        for sample in batch.samples:
-            problem = _problem_of(sample, pixels, problems)
-            if problem is None:
-                kept.append(sample)
-            else:
-                bad[type(problem).__name__] += 1
-                last = problem
-        if last is not None and bad.total() > self.max_bad_fraction * len(batch.samples):
-            raise MediaError(
-                f"step {batch.step}: bad media cost {bad.total()} of {len(batch.samples)} samples "
-                f"({dict(bad)}), more than [media] max_bad_fraction = {self.max_bad_fraction} "
-                f"allows. The last: {last}",
-                "mend the store (`sightline media verify`), or raise the budget",
-            )
-        return kept, bad
-
-    @staticmethod
-    def _patches(packed: MicroBatch, pixels: dict[str, Pixels]) -> np.ndarray | None:
-        if not packed.items:
-            return None
-        return np.concatenate([pixels[entry.item.key].patches for entry in packed.items])
+                    store, sample = self.materializer.store, wanted[item]
+                    raise named(error, sample.trace_id, batch.step, item, store) from error
+                problems[item] = error
+        return made, problems
 
 
-def _problem_of(
-    sample: Sample, pixels: dict[str, Pixels], problems: dict[str, MediaError]
-) -> MediaError | PixelMismatch | None:
-    for item in sample.items:
-        if item.key in problems:
-            return problems[item.key]
-    for slot in sample.slots:
-        made = pixels[sample.items[slot.item].key]
-        if slot.pixel_digest is not None and slot.pixel_digest != made.digest:
-            return PixelMismatch(
-                f"trace {sample.trace_id}: the sampler saw pixels {slot.pixel_digest} of image "
-                f"{sample.items[slot.item].ref.digest[:12]}, the trainer made {made.digest}",
-                "run the same Pillow and the same processor settings on both sides",
-            )
-    return None
+def _ready(packed: MicroBatch, made: dict[MediaItem, Pixels]) -> ReadyMicroBatch:
+    """With its pixels, and the digests that every other process has to come to."""
+    if not packed.items:
+        return ReadyMicroBatch(packed, None)
+    pixels = [made[entry.item] for entry in packed.items]
+    items = [
+        PackedItem(entry.item, one.digest, entry.wanted_by)
+        for entry, one in zip(packed.items, pixels, strict=True)
+    ]
+    patches = np.concatenate([one.patches for one in pixels])
+    return ReadyMicroBatch(msgspec.structs.replace(packed, items=items), patches)
 
 
 class Feed:

@@ -80,7 +80,7 @@ class Keeper:
         metrics["hidden_share"] = (
             1 - visible / ready.materialize_s if ready.materialize_s > 0 else None
         )
-        metrics["bad_media"] = float(sum(ready.bad.values()))
+        metrics["bad_media"] = float(len(ready.dropped))
         seconds = {
             "wait": ready.waited_s,
             "materialize": ready.materialize_s,
@@ -90,8 +90,10 @@ class Keeper:
         counts = asdict(self.materializer.counts)
         self.events.write(
             "train", ready.step, **metrics, seconds=seconds, busy=list(busy), bad=ready.bad,
-            pixels=counts,
+            truncated=ready.truncated, pixels=counts,
         )  # fmt: skip
+        for lost in ready.dropped:
+            self.events.write("bad_media", ready.step, **asdict(lost))
         self.announce(metrics)
 
     def announce(self, metrics: dict[str, float | None] | None = None) -> None:

@@ -20,7 +20,7 @@ from sightline.config import Trainer
 from sightline.errors import Misaligned
 from sightline.families import Family, Forward
 from sightline.trainer import loss as losses
-from sightline.trainer.checks import check_micro_batch
+from sightline.trainer.checks import check_features, check_micro_batch, check_patches
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
 from sightline.trainer.optimizer import lr_scale, set_learning_rate
 from sightline.trainer.pulse import Pulse
@@ -58,19 +58,14 @@ def hidden_of(
     positions = torch.from_numpy(batch.positions.numpy().astype(np.int64)).to(device)[:, None]
     features = places = None
     blank = None
+    check_patches(batch, ready.patches)
     if ready.patches is None and ready.shows:
         blank = _encode_blank(forward, device)
     if ready.patches is not None:
         patches = torch.from_numpy(ready.patches).to(device)
         encoded = forward.encode(patches, [entry.item.grid for entry in batch.items])
         index, where = _places(batch, family)
-        wanted = sum(family.num_tokens(entry.item) for entry in batch.items)
-        if len(encoded) != wanted:
-            raise Misaligned(
-                f"micro-batch of step {batch.step}: {len(encoded)} features for {wanted} "
-                "visual tokens",
-                "the family's num_tokens and its vision tower disagree",
-            )
+        check_features(batch, len(encoded), family)
         features = encoded[torch.from_numpy(index).to(device)]
         places = torch.from_numpy(where).to(device)
     pattern = pattern_of(batch.subtree_end.numpy(), device)

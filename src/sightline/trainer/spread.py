@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sightline.errors import Misaligned, PixelMismatch
+from sightline.errors import MediaError, Misaligned, PixelMismatch
 from sightline.pack import empty_micro_batch, spread
 from sightline.pixels import Materializer
+from sightline.trainer.bad_media import mismatch, named
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
 from sightline.trainer.ranks import Follow, Lead
 from sightline.wire.micro_batch import MicroBatch
@@ -97,7 +98,6 @@ class ShareFeed:
             num_samples=0,
             num_slots=0,
             num_images=0,
-            bad={},
             materialize_s=time.monotonic() - began,
         )
 
@@ -107,14 +107,14 @@ class ShareFeed:
         flights = [self._materializer.submit(entry.item) for entry in pack.items]
         patches: list[np.ndarray] = []
         for entry, flight in zip(pack.items, flights, strict=True):
-            pixels = flight.result()
-            if entry.pixel_digest is not None and entry.pixel_digest != pixels.digest:
-                raise PixelMismatch(
-                    f"step {pack.step}, trace {entry.wanted_by}: the sampler saw pixels "
-                    f"{entry.pixel_digest} of image {entry.item.ref.digest[:12]}, this rank made "
-                    f"{pixels.digest}",
-                    "run the same Pillow and the same processor settings on every machine",
-                )
+            try:
+                pixels = flight.result()
+                if entry.pixel_digest is not None and entry.pixel_digest != pixels.digest:
+                    raise mismatch(entry.pixel_digest, pixels.digest)
+            except (MediaError, PixelMismatch) as error:
+                # Rank 0 has made these pixels: what fails now stops all ranks.
+                store = self._materializer.store
+                raise named(error, entry.wanted_by, pack.step, entry.item, store) from error
             patches.append(pixels.patches)
         return ReadyMicroBatch(pack, np.concatenate(patches))
 
