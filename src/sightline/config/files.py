@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard, TypeVar, get_args
+
+from pydantic import model_validator
 
 from sightline.config.inference import Inference
 from sightline.config.section import Section
 from sightline.config.sections import (
+    Data,
     Env,
     Eval,
     Filters,
@@ -41,27 +44,45 @@ class SftFile(Section):
     """What `sightline sft` reads."""
 
     model: Model
-    env: Env
     sft: Sft
+    env: Env | None = None
+    data: Data | None = None
     run: Run = Run()
     media: Media = Media()
     trainer: Trainer = Trainer()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SftFile:
+        if (self.env is None) == (self.data is None):
+            raise ValueError("conversations come from [env] or from [data], one of them")
+        return self
+
+
+AnyRun = TypeVar("AnyRun", RunFile, SftFile)
 
 
 def settings(kind: type[Section]) -> Iterator[tuple[str, str, Any]]:
     """Each setting as (section, name, field)."""
     for section, outer in kind.model_fields.items():
-        inner = outer.annotation
-        assert isinstance(inner, type) and issubclass(inner, Section)
-        for name, field in inner.model_fields.items():
+        for name, field in section_of(outer.annotation).model_fields.items():
             yield section, name, field
 
 
-def check_resume(old: RunFile, new: RunFile) -> None:
+def section_of(annotation: Any) -> type[Section]:
+    """The section that a field of a file holds, whether it may be left out or not."""
+    [section] = [one for one in (annotation, *get_args(annotation)) if _is_section(one)]
+    return section
+
+
+def _is_section(kind: Any) -> TypeGuard[type[Section]]:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def check_resume(old: AnyRun, new: AnyRun) -> None:
     """Refuses, by name, what cannot change between the halves of a run."""
-    for section, name, field in settings(RunFile):
-        before = getattr(getattr(old, section), name)
-        after = getattr(getattr(new, section), name)
+    for section, name, field in settings(type(old)):
+        before = getattr(getattr(old, section), name, None)
+        after = getattr(getattr(new, section), name, None)
         if before == after:
             continue
         if name == "steps" and section == "run" and old.trainer.schedule != "constant":

@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -77,10 +77,15 @@ def _spell(names: list[str]) -> str:
 
 def _known_names(kind: type[BaseModel], names: list[str]) -> list[str]:
     for name in names:
-        inner = kind.model_fields[name].annotation
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        annotation = kind.model_fields[name].annotation
+        inner = [
+            one
+            for one in (annotation, *get_args(annotation))
+            if isinstance(one, type) and issubclass(one, BaseModel)
+        ]
+        if not inner:
             return []
-        kind = inner
+        kind = inner[0]
     return list(kind.model_fields)
 
 
@@ -88,6 +93,8 @@ def dump(file: Section) -> str:
     """The file as TOML, every setting spelled out."""
     lines: list[str] = []
     for section, values in file.model_dump().items():
+        if values is None:
+            continue
         lines.append(f"[{section}]")
         nested = {k: v for k, v in values.items() if isinstance(v, dict)}
         for name, value in values.items():

@@ -27,7 +27,7 @@ class Dropped:
 
     sample: str
     image: str
-    """The digest."""
+    """The digest; empty where its bytes never came."""
     reason: str
     problem: str
 
@@ -45,10 +45,14 @@ class Policy:
         made: Mapping[MediaItem, Pixels],
         problems: Mapping[MediaItem, BadMedia],
         store: MediaStore,
+        lost: Sequence[Dropped] = (),
     ) -> tuple[list[Sample], list[Dropped]]:
-        """The samples whose images are all well, and the others; raises past the budget."""
+        """The samples whose images are all well, and the others; raises past the budget.
+
+        `lost` are samples of the batch that had no image to begin with.
+        """
         kept: list[Sample] = []
-        dropped: list[Dropped] = []
+        dropped = list(lost)
         for sample in batch.samples:
             found = _find_problem(sample, made, problems)
             if found is None:
@@ -60,13 +64,13 @@ class Policy:
                 raise error from bare
             reason = type(bare).__name__
             dropped.append(Dropped(sample.trace_id, item.ref.digest, reason, error.problem))
-        self._check_budget(batch, dropped)
+        self._check_budget(batch.step, len(kept) + len(dropped), dropped)
         return kept, dropped
 
-    def _check_budget(self, batch: Batch, dropped: Sequence[Dropped]) -> None:
-        if len(dropped) > self.max_bad_fraction * len(batch.samples):
+    def _check_budget(self, step: int, num: int, dropped: Sequence[Dropped]) -> None:
+        if len(dropped) > self.max_bad_fraction * num:
             raise MediaError(
-                f"step {batch.step}: bad media cost {len(dropped)} of {len(batch.samples)} samples "
+                f"step {step}: bad media cost {len(dropped)} of {num} samples "
                 f"({count_reasons(dropped)}), more than [media] max_bad_fraction = "
                 f"{self.max_bad_fraction} allows. The last: {dropped[-1].problem}",
                 "mend the store (`sightline media verify`), or raise the budget",

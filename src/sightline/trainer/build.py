@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from sightline.compute.model import load_model, pick_device
-from sightline.config import Model, RunFile, Trainer
-from sightline.families import load_family, load_renderer
+from sightline.config import Media, Model, RunFile, Trainer
+from sightline.families import Family, load_family, load_renderer
 from sightline.media import MediaStore
 from sightline.monitor import EventLog, RunDir
 from sightline.pack import Average, Cost
@@ -30,7 +30,12 @@ MEGABYTE = 1 << 20
 
 
 def build_learner(
-    model: Model, trainer: Trainer, store: MediaStore, steps: int, ranks: Ranks = ALONE
+    model: Model,
+    trainer: Trainer,
+    store: MediaStore,
+    steps: int,
+    ranks: Ranks = ALONE,
+    imitates: bool = False,
 ) -> Learner:
     device = torch.device(pick_device(trainer.device))
     if ranks.size > 1:
@@ -61,6 +66,19 @@ def build_learner(
         ranks=ranks,
         whole=whole,
         reference_whole=reference_whole,
+        imitates=imitates,
+    )
+
+
+def build_preparer(media: Media, trainer: Trainer, family: Family, store: MediaStore) -> Preparer:
+    return Preparer(
+        family=family,
+        materializer=Materializer(family, store, trainer.pixel_cache_mb * MEGABYTE),
+        limit=Cost(trainer.micro_batch_tokens, trainer.micro_batch_patches),
+        max_bad_fraction=media.max_bad_fraction,
+        average=Average(trainer.loss_average, trainer.loss_constant),
+        on_bad=media.on_bad,
+        max_sequence=trainer.max_sequence,
     )
 
 
@@ -77,15 +95,7 @@ def build(
     learner = build_learner(config.model, config.trainer, store, config.run.steps, ranks)
     checkpoints = Checkpoints(run_dir.checkpoints, config.trainer.keep_checkpoints)
     state = checkpoints.load(learner.forward.model, learner.optimizer)
-    preparer = Preparer(
-        family=learner.family,
-        materializer=Materializer(learner.family, store, config.trainer.pixel_cache_mb * MEGABYTE),
-        limit=Cost(config.trainer.micro_batch_tokens, config.trainer.micro_batch_patches),
-        max_bad_fraction=config.media.max_bad_fraction,
-        average=Average(config.trainer.loss_average, config.trainer.loss_constant),
-        on_bad=config.media.on_bad,
-        max_sequence=config.trainer.max_sequence,
-    )
+    preparer = build_preparer(config.media, config.trainer, learner.family, store)
     tell = (lead.fail,) if lead is not None else ()
     learner.pulse = Pulse(config.trainer.stuck_after_s, *tell)
     keeper = Keeper(

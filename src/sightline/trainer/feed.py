@@ -13,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -55,6 +55,10 @@ class ReadyBatch:
     """Samples that bad media cost."""
     truncated: dict[str, int] = field(default_factory=dict)
     """Samples beyond `[trainer] max_sequence`: cut, or left out and why."""
+    held_out: bool = False
+    """To be evaluated; nothing is learnt from it."""
+    is_last: bool = False
+    """Whether the evaluation ends with it."""
     waited_s: float = 0.0
     """How long the loop stood still for it."""
 
@@ -77,7 +81,8 @@ class Preparer:
     max_sequence: int = 0
     """In tokens; 0 is any length."""
 
-    def prepare(self, batch: Batch, digest: str) -> ReadyBatch:
+    def prepare(self, batch: Batch, digest: str, lost: Sequence[Dropped] = ()) -> ReadyBatch:
+        """`lost` are samples that bad media has already cost; they count with the others."""
         truncated: dict[str, int] = {}
         if self.max_sequence:
             fitting, counts = truncate(batch.samples, self.max_sequence)
@@ -85,7 +90,7 @@ class Preparer:
         began = time.monotonic()
         made, problems = self._materialize(batch)
         policy = Policy(self.on_bad, self.max_bad_fraction)
-        kept, dropped = policy.keep(batch, made, problems, self.materializer.store)
+        kept, dropped = policy.keep(batch, made, problems, self.materializer.store, lost)
         spent = time.monotonic() - began
         packs = pack(kept, batch.step, self.family, self.limit, self.average)
         return ReadyBatch(
@@ -138,6 +143,33 @@ def _ready(packed: MicroBatch, made: dict[MediaItem, Pixels]) -> ReadyMicroBatch
     return ReadyMicroBatch(msgspec.structs.replace(packed, items=items), patches)
 
 
+class Ahead:
+    """Iterates over batches that a thread makes ready, one ahead; it begins with the first."""
+
+    def __init__(self, batches: Iterable[ReadyBatch]) -> None:
+        self._batches = batches
+        self._ready: queue.Queue[ReadyBatch | BaseException | None] = queue.Queue(maxsize=1)
+
+    def __iter__(self) -> Iterator[ReadyBatch]:
+        threading.Thread(target=self._run, daemon=True, name="feed").start()
+        while True:
+            began = time.monotonic()
+            ready = self._ready.get()
+            if isinstance(ready, BaseException):
+                raise ready
+            if ready is None:
+                return
+            yield replace(ready, waited_s=time.monotonic() - began)
+
+    def _run(self) -> None:
+        try:
+            for ready in self._batches:
+                self._ready.put(ready)
+            self._ready.put(None)
+        except BaseException as error:  # the loop raises it again, in the main thread
+            self._ready.put(error)
+
+
 class Feed:
     """Iterates over ready batches, in step order, prepared one ahead by a thread."""
 
@@ -152,27 +184,14 @@ class Feed:
         self._spread = spread
         self._preparer = preparer
         self._next_step = next_step
-        self._ready: queue.Queue[ReadyBatch | BaseException | None] = queue.Queue(maxsize=1)
-        self._thread = threading.Thread(target=self._run, daemon=True, name="feed")
-        self._thread.start()
+        self._ahead = Ahead(self._batches())
 
     def __iter__(self) -> Iterator[ReadyBatch]:
-        while True:
-            began = time.monotonic()
-            ready = self._ready.get()
-            if isinstance(ready, BaseException):
-                raise ready
-            if ready is None:
-                return
-            yield _waited(ready, time.monotonic() - began)
+        return iter(self._ahead)
 
-    def _run(self) -> None:
-        try:
-            while (announced := self._announcements()) is not None:
-                self._ready.put(self._read(announced))
-            self._ready.put(None)
-        except BaseException as error:  # the loop raises it again, in the main thread
-            self._ready.put(error)
+    def _batches(self) -> Iterator[ReadyBatch]:
+        while (announced := self._announcements()) is not None:
+            yield self._read(announced)
 
     def _read(self, announced: Announce) -> ReadyBatch:
         if announced.step != self._next_step:
@@ -188,7 +207,3 @@ class Feed:
             )
         self._next_step += 1
         return self._spread(self._preparer.prepare(Batch.from_bytes(data), announced.digest))
-
-
-def _waited(ready: ReadyBatch, seconds: float) -> ReadyBatch:
-    return replace(ready, waited_s=seconds)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sightline.compute.attention import pattern_of
-from sightline.compute.logprobs import chunked_log_softmax
+from sightline.compute.logprobs import chosen_logprobs, chunked_log_softmax
 from sightline.config import Trainer
 from sightline.errors import Misaligned
 from sightline.families import Family, Forward
@@ -113,6 +113,8 @@ class Learner:
     """Around the sharded model; None where one rank holds all of it."""
     reference_whole: Whole | None = None
     pulse: Pulse = field(default_factory=Pulse)
+    imitates: bool = False
+    """Supervised: the tokens are to be said, whoever said them first."""
     banned: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,6 +139,28 @@ class Learner:
         metrics["compute_s"] = time.monotonic() - began
         everyone = gather_to_lead(scored, self.ranks)
         return Stepped(metrics, _scores(ready.step, [one for rank in everyone for one in rank]))
+
+    @torch.no_grad()
+    def evaluate(self, ready: ReadyBatch) -> tuple[float, float]:
+        """The summed -log pi of the trained tokens, and how many they are; nothing is learnt."""
+        sums = {"nll": 0.0, "tokens": 0.0}
+        for number, micro_batch in enumerate(ready.micro_batches, start=1):
+            self.pulse.mark(f"micro-batch {number} of the evaluation after step {ready.step}")
+            check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
+            if len(micro_batch.batch.trained) or self.ranks.size > 1:
+                logprobs = _within(self.whole, self._logprobs, micro_batch)
+                sums["nll"] -= float(logprobs.double().sum())
+                sums["tokens"] += len(logprobs)
+        if self.whole is not None:
+            self.whole.reshard()  # without a backward pass nothing else does
+        total = sum_over_ranks(sums, self.ranks.size)
+        return total["nll"], total["tokens"]
+
+    def _logprobs(self, ready: ReadyMicroBatch) -> torch.Tensor:
+        batch = ready.batch
+        hidden = hidden_of(self.forward, ready, self.family, self.device)
+        tokens = _tensor(batch.token_ids.numpy()[batch.trained.numpy()], self.device).long()
+        return chosen_logprobs(self.forward, hidden, tokens, self.banned, batch.temperature)
 
     def _backward(self, ready: ReadyMicroBatch, step: int, sums: dict[str, float]) -> np.ndarray:
         total, chosen = _within(self.whole, self._beside_reference, ready, step, sums)
@@ -207,6 +231,8 @@ class Learner:
         advantages: torch.Tensor,
         batch: MicroBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.imitates:
+            return losses.imitation_loss(logprobs)
         bounds = (self.config.clip_low, self.config.clip_high)
         match self.config.loss:
             case "ppo":

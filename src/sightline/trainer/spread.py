@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +12,7 @@ from sightline.errors import MediaError, Misaligned, PixelMismatch
 from sightline.pack import empty_micro_batch, spread
 from sightline.pixels import Materializer
 from sightline.trainer.bad_media import mismatch, named
-from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
+from sightline.trainer.feed import Ahead, ReadyBatch, ReadyMicroBatch
 from sightline.trainer.ranks import Follow, Lead
 from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.share import Share
@@ -41,6 +39,7 @@ class Spread:
                     digest=ready.digest,
                     micro_batches=[None if at is None else packs[at] for at in own],
                     shows=shows,
+                    held_out=ready.held_out,
                 )
                 for own in places[1:]
             ]
@@ -61,30 +60,23 @@ class ShareFeed:
     ) -> None:
         self._follow, self._materializer = follow, materializer
         self._num_axes, self._next_step = num_axes, next_step
-        self._ready: queue.Queue[ReadyBatch | BaseException | None] = queue.Queue(maxsize=1)
-        threading.Thread(target=self._run, daemon=True, name="feed").start()
+        self._ahead = Ahead(self._batches())
 
     def __iter__(self) -> Iterator[ReadyBatch]:
-        while (ready := self._ready.get()) is not None:
-            if isinstance(ready, BaseException):
-                raise ready
-            yield ready
+        return iter(self._ahead)
 
-    def _run(self) -> None:
-        try:
-            for share in self._follow.shares():
-                self._ready.put(self._prepare(share))
-            self._ready.put(None)
-        except BaseException as error:  # the loop raises it again, in the main thread
-            self._ready.put(error)
+    def _batches(self) -> Iterator[ReadyBatch]:
+        for share in self._follow.shares():
+            yield self._prepare(share)
 
     def _prepare(self, share: Share) -> ReadyBatch:
-        if share.step != self._next_step:
+        next_step = self._next_step - share.held_out
+        if share.step != next_step:
             raise Misaligned(
-                f"share of step {share.step} sent, step {self._next_step} is next",
-                "resume the run: `sightline rl --resume RUN`",
+                f"share of step {share.step} sent, step {next_step} is next",
+                "resume the run with --resume",
             )
-        self._next_step += 1
+        self._next_step = share.step + 1
         began = time.monotonic()
         empty = _empty(share.step, self._num_axes)
         made = [
@@ -99,6 +91,7 @@ class ShareFeed:
             num_slots=0,
             num_images=0,
             materialize_s=time.monotonic() - began,
+            held_out=share.held_out,
         )
 
     def _materialize(self, pack: MicroBatch) -> ReadyMicroBatch:

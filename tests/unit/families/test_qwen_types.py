@@ -164,7 +164,9 @@ def plain_logprobs(
 def test_it_trains_on_demonstrations(model: Path, store: MediaStore) -> None:
     learner = build(model, store)
     given = samples(model, store, count=4, seed=3)
-    losses = [sft._step(learner, ready(learner, store, given, WHOLE)) for _ in range(6)]
+    learner.imitates = True
+    batch = ready(learner, store, given, WHOLE)
+    losses = [learner.step(batch).metrics["loss"] for _ in range(6)]
     assert losses[-1] < losses[0]
 
 
