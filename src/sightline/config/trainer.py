@@ -53,6 +53,12 @@ class Trainer(Section):
     keep_checkpoints: int = Field(
         2, ge=1, description="Newest checkpoints that are kept.", json_schema_extra=FREE
     )
+    keep_every: int = Field(
+        0,
+        ge=0,
+        description="Checkpoints of every so many steps stay as well; 0 keeps none of them.",
+        json_schema_extra=FREE,
+    )
     device: str = Field("auto", description="cpu, cuda or auto.")
     ranks: int = Field(
         1, ge=1, description="Processes that share the model and the work.", json_schema_extra=FREE

@@ -26,14 +26,7 @@ from sightline.pixels import Materializer
 from sightline.render import Renderer
 from sightline.render.protocol import Tools
 from sightline.trainer.bad_media import Dropped
-from sightline.trainer.build import MEGABYTE, build_learner, build_preparer
-from sightline.trainer.checkpoint import (
-    Checkpoints,
-    State,
-    export_checkpoint,
-    gather,
-    parameters_of,
-)
+from sightline.trainer.build import MEGABYTE, build_learner, build_preparer, build_saver
 from sightline.trainer.conversations import (
     HELD_OUT,
     TRAIN,
@@ -41,10 +34,12 @@ from sightline.trainer.conversations import (
     Source,
     open_conversations,
 )
+from sightline.trainer.export import export_checkpoint, help_export
 from sightline.trainer.feed import Ahead, Preparer, ReadyBatch
 from sightline.trainer.learner import Learner, Stepped
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
+from sightline.trainer.saver import Saver, alone, from_all, to_lead
 from sightline.trainer.spread import ShareFeed, Spread
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
@@ -120,7 +115,7 @@ class Keeper:
 
     config: SftFile
     learner: Learner
-    checkpoints: Checkpoints
+    saver: Saver
     events: EventLog | None
     """None on ranks other than 0, which hand over their shards and write nothing."""
     nll: float = 0.0
@@ -146,17 +141,12 @@ class Keeper:
             self.nll = self.tokens = 0.0
 
     def checkpoint(self, step: int, last: bool = False) -> None:
-        if not last and step % self.config.trainer.checkpoint_every:
-            return
-        tensors = gather(self.learner.forward.model, self.learner.optimizer)
-        if self.events is not None:
-            vision = step if self.config.model.train_vision else 0
-            self.checkpoints.save(tensors, State(step, vision))
+        self.saver.save(step, self.learner.forward.model, self.learner.optimizer, last)
 
     def finish(self) -> None:
         model = self.learner.forward.model
         if self.events is None:
-            parameters_of(model)
+            help_export(model)
         else:
             export_checkpoint(Path(self.config.model.path), Path(self.config.sft.output), model)
 
@@ -193,7 +183,13 @@ def build(
 ) -> Parts:
     """Of rank 0; with `lead` it hands out what the others compute."""
     store = MediaStore(Path(config.media.root or run_dir.media))
-    learner, checkpoints, state = _restored(config, run_dir, store, ranks)
+    learner = _learner(config, store, ranks)
+    deliver = alone if lead is None else from_all(lead)
+    saver, chosen = build_saver(config, run_dir, learner, deliver)
+    saver.checkpoints.clear()
+    events = EventLog(run_dir.metrics, "trainer")
+    for problem in chosen.refused:
+        events.write("checkpoint_refused", chosen.step, problem=problem)
     tell = (lead.fail,) if lead is not None else ()
     learner.pulse = Pulse(config.trainer.stuck_after_s, *tell)
     renderer = load_renderer(
@@ -202,31 +198,27 @@ def build(
     preparer = build_preparer(config.media, config.trainer, learner.family, store)
     batches = Batches(_source(config, store), renderer, preparer, config.sft.batch_size)
     hand_out = Spread(lead, ranks.size) if lead is not None else _keep_all
-    feed = Ahead(_schedule(config, batches, state.step, hand_out, lead))
-    events = EventLog(run_dir.metrics, "trainer")
-    keeper = Keeper(config, learner, checkpoints, events)
-    return Parts(feed, learner, keeper, state.step, batches)
+    feed = Ahead(_schedule(config, batches, chosen.step, hand_out, lead))
+    keeper = Keeper(config, learner, saver, events)
+    return Parts(feed, learner, keeper, chosen.step, batches)
 
 
 def build_follower(config: SftFile, run_dir: RunDir, ranks: Ranks, follow: Follow) -> Parts:
     """Of a rank other than 0."""
     store = MediaStore(Path(config.media.root or run_dir.media))
-    learner, checkpoints, state = _restored(config, run_dir, store, ranks)
+    learner = _learner(config, store, ranks)
+    saver, chosen = build_saver(config, run_dir, learner, to_lead(follow))
     learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail)
     family = learner.family
     materializer = Materializer(family, store, config.trainer.pixel_cache_mb * MEGABYTE)
-    feed = ShareFeed(follow, materializer, family.num_axes, state.step + 1)
-    return Parts(feed, learner, Keeper(config, learner, checkpoints, None), state.step)
+    feed = ShareFeed(follow, materializer, family.num_axes, chosen.step + 1)
+    return Parts(feed, learner, Keeper(config, learner, saver, None), chosen.step)
 
 
-def _restored(
-    config: SftFile, run_dir: RunDir, store: MediaStore, ranks: Ranks
-) -> tuple[Learner, Checkpoints, State]:
-    learner = build_learner(
+def _learner(config: SftFile, store: MediaStore, ranks: Ranks) -> Learner:
+    return build_learner(
         config.model, config.trainer, store, config.run.steps, ranks, imitates=True
     )
-    checkpoints = Checkpoints(run_dir.checkpoints, config.trainer.keep_checkpoints)
-    return learner, checkpoints, checkpoints.load(learner.forward.model, learner.optimizer)
 
 
 def _source(config: SftFile, store: MediaStore) -> Source:

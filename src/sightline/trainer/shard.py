@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from sightline.families import Forward
 from sightline.trainer.ranks import Ranks
@@ -61,14 +61,6 @@ def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def like(full: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """`full`, cut as `own` is; every rank has all of `full`, so that nothing is sent."""
-    if not isinstance(own, DTensor):
-        return full
-    full = full.to(own.device)
-    return distribute_tensor(full, own.device_mesh, own.placements, src_data_rank=None)
-
-
 def sum_over_ranks(values: dict[str, float], size: int) -> dict[str, float]:
     """The same keys on every rank."""
     if size == 1:
@@ -76,6 +68,15 @@ def sum_over_ranks(values: dict[str, float], size: int) -> dict[str, float]:
     total = torch.tensor([values[key] for key in sorted(values)], dtype=torch.float64)
     dist.all_reduce(total)
     return dict(zip(sorted(values), total.tolist(), strict=True))
+
+
+def agree(found: list[str], size: int) -> list[str]:
+    """What any rank found, in the order of ranks; the same answer on every one."""
+    if size == 1:
+        return found
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, found)
+    return [one for rank in everyone for one in rank]
 
 
 def gather_to_lead(value: Any, ranks: Ranks) -> list[Any]:

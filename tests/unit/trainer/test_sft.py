@@ -188,6 +188,7 @@ def test_killed_and_resumed_is_bit_equal_to_never_killed(
     feed, parts.feed = parts.feed, until(5)
     with pytest.raises(Killed):
         sft.run(parts)
+    parts.keeper.saver.wait()  # a process that is killed takes its threads along
     second = made(broken, tmp_path / "b")
     assert second.first_step == 4, "the checkpoint of step 4 is the last, and step 5 is lost"
     sft.run(second)
