@@ -1,6 +1,6 @@
 """One rank of a trainer that takes one step and writes what came of it.
 
-python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT [frozen|lost|kept]
+python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT [frozen|lora|lost|kept]
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ torch.set_num_threads(1)
 
 import making  # noqa: E402
 
+from sightline.compute.tensor_file import each_whole  # noqa: E402
+from sightline.config import Lora  # noqa: E402
 from sightline.media import MediaStore  # noqa: E402
 from sightline.message import assistant, user  # noqa: E402
 from sightline.pack import Cost  # noqa: E402
 from sightline.pixels import Materializer  # noqa: E402
 from sightline.trainer.build import build_learner  # noqa: E402
 from sightline.trainer.feed import Preparer, ReadyBatch  # noqa: E402
+from sightline.trainer.lora import merging, plain_parameters  # noqa: E402
 from sightline.trainer.ranks import Follow, Lead, Ranks  # noqa: E402
 from sightline.trainer.sft import sample_of  # noqa: E402
 from sightline.trainer.shard import whole_tensor  # noqa: E402
@@ -37,13 +40,15 @@ def main() -> None:
     model, store, out = Path(sys.argv[5]), MediaStore(Path(sys.argv[6])), Path(sys.argv[7])
     frozen = "frozen" in sys.argv[8:]
     trainer = making.trainer_config(kl_weight=0.1, lr=1e-2, grad_norm=1e9)
-    learner = build_learner(
-        making.model_config(model, train_vision=not frozen), trainer, store, 10, ranks
-    )
+    lora = Lora(rank=4, vision_targets=("*",)) if "lora" in sys.argv[8:] else Lora()
+    settings = making.model_config(model, train_vision=not frozen)
+    learner = build_learner(settings, trainer, store, 10, ranks, lora=lora)
     # The reference is the model itself, and a KL of nothing proves nothing.
     with torch.no_grad():
-        for parameter in learner.forward.model.parameters():
+        for name, parameter in learner.forward.model.named_parameters():
             parameter.mul_(1.01)
+            if "lora_B" in name:
+                parameter.add_(0.01)  # at zero, A would have no gradient
     ready = next(iter(feed(learner, ranks, model, store)))
     found: dict[str, torch.Tensor] = {}
     norms: list[float] = []
@@ -58,9 +63,8 @@ def main() -> None:
 
     learner.update = note  # type: ignore[method-assign]
     stepped = learner.step(ready)
-    after = {
-        f"after.{n}": whole_tensor(p.detach()) for n, p in learner.forward.model.named_parameters()
-    }
+    plain, gather = plain_parameters(learner.forward.model), merging(learner.forward.model)
+    after = {f"after.{name}": whole for name, whole in each_whole(plain, gather)}
     local = sum(_local_bytes(p) for p in learner.forward.model.parameters())
     (out / f"rank{rank}.json").write_text(json.dumps({"bytes": local}))
     if ranks.is_lead:

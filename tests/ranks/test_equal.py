@@ -136,3 +136,19 @@ def test_a_bad_image_costs_its_sample_on_all_ranks_alike(step: Callable[..., Fou
     for name, gradient in without.gradients.items():
         off = float((lost.gradients[name] - gradient).norm())
         assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name
+
+
+def test_adapters_train_and_merge_on_ranks_as_on_one(step: Callable[..., Found]) -> None:
+    alone, together = step("qwen_vl", {}, 1, "lora"), step("qwen_vl", {}, 2, "lora")
+    assert together.gradients.keys() == alone.gradients.keys()
+    assert all(".lora_" in name for name in alone.gradients)
+    assert any("visual" in name for name in alone.gradients)
+    for name, gradient in alone.gradients.items():
+        assert float(gradient.norm()) > 0, name
+        off = float((together.gradients[name] - gradient).norm())
+        assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name
+    plain = step("qwen_vl", {}, 1)
+    merged = {name for name in alone.tensors if name.startswith("after.")}
+    assert merged == {name for name in plain.tensors if name.startswith("after.")}
+    for name in merged:
+        torch.testing.assert_close(together.tensors[name], alone.tensors[name], atol=2e-3, rtol=0)

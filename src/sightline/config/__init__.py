@@ -10,6 +10,7 @@ from __future__ import annotations
 from sightline.config.files import AnyRun, RunFile, SftFile, check_resume, section_of, settings
 from sightline.config.inference import Inference
 from sightline.config.load import check, dump, load
+from sightline.config.lora import Lora
 from sightline.config.section import FREE, Section
 from sightline.config.sections import (
     MIX,
@@ -36,6 +37,7 @@ __all__ = [
     "FREE",
     "Filters",
     "Inference",
+    "Lora",
     "MIX",
     "Media",
     "Model",

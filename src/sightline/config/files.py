@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeGuard, TypeVar, get_args
+from typing import Any, Self, TypeGuard, TypeVar, get_args
 
 from pydantic import model_validator
 
 from sightline.config.inference import Inference
+from sightline.config.lora import Lora
 from sightline.config.section import Section
 from sightline.config.sections import (
     Data,
@@ -25,34 +26,42 @@ from sightline.config.trainer import Trainer
 from sightline.errors import ResumeRefused
 
 
-class RunFile(Section):
-    """What `sightline rl` reads."""
+class _Training(Section):
+    """What both commands that train read."""
 
     model: Model
-    env: Env
     run: Run = Run()
     media: Media = Media()
+    trainer: Trainer = Trainer()
+    lora: Lora = Lora()
+
+    @model_validator(mode="after")
+    def _trains_what_it_adapts(self) -> Self:
+        if self.lora.vision_targets and not (self.lora.rank and self.model.train_vision):
+            raise ValueError("[lora] vision_targets needs a rank, and [model] train_vision = true")
+        return self
+
+
+class RunFile(_Training):
+    """What `sightline rl` reads."""
+
+    env: Env
     rollout: Rollout = Rollout()
     filters: Filters = Filters()
     orchestrator: Orchestrator = Orchestrator()
-    trainer: Trainer = Trainer()
     inference: Inference = Inference()
     eval: Eval = Eval()
 
 
-class SftFile(Section):
+class SftFile(_Training):
     """What `sightline sft` reads."""
 
-    model: Model
     sft: Sft
     env: Env | None = None
     data: Data | None = None
-    run: Run = Run()
-    media: Media = Media()
-    trainer: Trainer = Trainer()
 
     @model_validator(mode="after")
-    def _one_source(self) -> SftFile:
+    def _one_source(self) -> Self:
         if (self.env is None) == (self.data is None):
             raise ValueError("conversations come from [env] or from [data], one of them")
         return self

@@ -58,6 +58,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
 def _explain(kind: type[Section], error: ValidationError, where: str) -> ConfigError:
     first = error.errors()[0]
     names = [str(part) for part in first["loc"]]
+    if not names:  # settings that each are well, and do not go together
+        said = first["msg"].removeprefix("Value error, ")
+        return ConfigError(f"{where}: {said}", "give settings that go together")
     key = _spell(names)
     if first["type"] == "extra_forbidden":
         known = _known_names(kind, names[:-1])

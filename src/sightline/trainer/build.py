@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from sightline.compute.model import load_model, pick_device
-from sightline.config import Media, Model, RunFile, SftFile, Trainer
+from sightline.config import Lora, Media, Model, RunFile, SftFile, Trainer
 from sightline.errors import ResumeRefused
 from sightline.families import Family, load_family, load_renderer
 from sightline.media import MediaStore
@@ -22,7 +22,8 @@ from sightline.trainer.keeper import Follower, Keeper
 from sightline.trainer.learner import Learner
 from sightline.trainer.ledger import Ledger, read_ledger
 from sightline.trainer.loop import Parts
-from sightline.trainer.optimizer import build_optimizer
+from sightline.trainer.lora import NO_ADAPTERS, add_adapters
+from sightline.trainer.optimizer import build_optimizer, freeze_vision
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
 from sightline.trainer.saver import Saver, alone, from_all, to_lead
@@ -42,6 +43,8 @@ def build_learner(
     steps: int,
     ranks: Ranks = ALONE,
     imitates: bool = False,
+    lora: Lora = NO_ADAPTERS,
+    seed: int = 0,
 ) -> Learner:
     device = torch.device(pick_device(trainer.device))
     if ranks.size > 1:
@@ -50,6 +53,10 @@ def build_learner(
     renderer = load_renderer(model.path, store, family)
     forward = load_model(model.path, family, str(device), model.dtype)
     forward.model.train()
+    if lora.rank:
+        add_adapters(forward, lora, model.train_vision, seed)
+    elif not model.train_vision:
+        freeze_vision(forward)
     reference = None
     if trainer.kl_weight > 0:
         reference = load_model(model.path, family, str(device), model.dtype)
@@ -62,7 +69,7 @@ def build_learner(
     return Learner(
         forward=forward,
         reference=reference,
-        optimizer=build_optimizer(forward, trainer, model.train_vision),
+        optimizer=build_optimizer(forward, trainer),
         family=family,
         config=trainer,
         steps=steps,
@@ -74,6 +81,15 @@ def build_learner(
         reference_whole=reference_whole,
         imitates=imitates,
     )
+
+
+def learner_of(
+    config: RunFile | SftFile, store: MediaStore, ranks: Ranks, imitates: bool = False
+) -> Learner:
+    return build_learner(
+        config.model, config.trainer, store, config.run.steps, ranks, imitates, config.lora,
+        config.run.seed,
+    )  # fmt: skip
 
 
 def build_preparer(media: Media, trainer: Trainer, family: Family, store: MediaStore) -> Preparer:
@@ -98,7 +114,7 @@ def build(
 ) -> Parts:
     """Of rank 0, which hears the orchestrator; with `lead` it hands out what the others compute."""
     store = MediaStore(Path(config.media.root or run_dir.media))
-    learner = build_learner(config.model, config.trainer, store, config.run.steps, ranks)
+    learner = learner_of(config, store, ranks)
     events = EventLog(run_dir.metrics, "trainer")
     deliver = alone if lead is None else from_all(lead)
     saver, chosen = build_saver(config, run_dir, learner, deliver)
@@ -166,7 +182,7 @@ def _keep_all(ready: ReadyBatch) -> ReadyBatch:
 def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follow) -> Parts:
     """Of a rank other than 0."""
     store = MediaStore(Path(config.media.root or run_dir.media))
-    learner = build_learner(config.model, config.trainer, store, config.run.steps, ranks)
+    learner = learner_of(config, store, ranks)
     saver, chosen = build_saver(config, run_dir, learner, to_lead(follow))
     learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail)
     family = learner.family

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from sightline.compute.tensor_file import each_whole
 from sightline.compute.weights import write_weights
 from sightline.families import Forward
 from sightline.monitor import EventLog, RunDir
@@ -17,8 +16,8 @@ from sightline.trainer.export import export_checkpoint, help_export
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner, Stepped
 from sightline.trainer.ledger import Ledger
+from sightline.trainer.lora import hand_over, merging, plain_parameters
 from sightline.trainer.saver import Saver
-from sightline.trainer.shard import whole_tensor
 from sightline.wire.control import Control, Finished, Published
 from sightline.wire.file import write_atomic
 
@@ -48,10 +47,10 @@ class Keeper:
     def publish(self, step: int) -> None:
         path, manifest = write_weights(
             self.run_dir.weights,
-            dict(self._forward.model.named_parameters()),
+            plain_parameters(self._forward.model),
             version=step,
             vision_version=step if self.train_vision else 0,
-            gather=whole_tensor,
+            gather=merging(self._forward.model),
         )
         self.published = Published(
             version=step,
@@ -118,8 +117,7 @@ class Follower:
         pass
 
     def publish(self, step: int) -> None:
-        for _ in each_whole(dict(self.learner.forward.model.named_parameters()), whole_tensor):
-            pass
+        hand_over(self.learner.forward.model)
 
     def checkpoint(self, step: int, last: bool = False) -> None:
         self.saver.save(step, self.learner.forward.model, self.learner.optimizer, last)

@@ -26,7 +26,7 @@ from sightline.pixels import Materializer
 from sightline.render import Renderer
 from sightline.render.protocol import Tools
 from sightline.trainer.bad_media import Dropped
-from sightline.trainer.build import MEGABYTE, build_learner, build_preparer, build_saver
+from sightline.trainer.build import MEGABYTE, build_preparer, build_saver, learner_of
 from sightline.trainer.conversations import (
     HELD_OUT,
     TRAIN,
@@ -183,7 +183,7 @@ def build(
 ) -> Parts:
     """Of rank 0; with `lead` it hands out what the others compute."""
     store = MediaStore(Path(config.media.root or run_dir.media))
-    learner = _learner(config, store, ranks)
+    learner = learner_of(config, store, ranks, imitates=True)
     deliver = alone if lead is None else from_all(lead)
     saver, chosen = build_saver(config, run_dir, learner, deliver)
     saver.checkpoints.clear()
@@ -206,19 +206,13 @@ def build(
 def build_follower(config: SftFile, run_dir: RunDir, ranks: Ranks, follow: Follow) -> Parts:
     """Of a rank other than 0."""
     store = MediaStore(Path(config.media.root or run_dir.media))
-    learner = _learner(config, store, ranks)
+    learner = learner_of(config, store, ranks, imitates=True)
     saver, chosen = build_saver(config, run_dir, learner, to_lead(follow))
     learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail)
     family = learner.family
     materializer = Materializer(family, store, config.trainer.pixel_cache_mb * MEGABYTE)
     feed = ShareFeed(follow, materializer, family.num_axes, chosen.step + 1)
     return Parts(feed, learner, Keeper(config, learner, saver, None), chosen.step)
-
-
-def _learner(config: SftFile, store: MediaStore, ranks: Ranks) -> Learner:
-    return build_learner(
-        config.model, config.trainer, store, config.run.steps, ranks, imitates=True
-    )
 
 
 def _source(config: SftFile, store: MediaStore) -> Source:
