@@ -139,7 +139,8 @@ def test_a_bad_image_costs_its_sample_on_all_ranks_alike(step: Callable[..., Fou
 
 
 def test_adapters_train_and_merge_on_ranks_as_on_one(step: Callable[..., Found]) -> None:
-    alone, together = step("qwen_vl", {}, 1, "lora"), step("qwen_vl", {}, 2, "lora")
+    """`one`: a single micro-batch, so that one rank shows images and the other has nothing."""
+    alone, together = step("qwen_vl", {}, 1, "lora"), step("qwen_vl", {}, 2, "lora", "one")
     assert together.gradients.keys() == alone.gradients.keys()
     assert all(".lora_" in name for name in alone.gradients)
     assert any("visual" in name for name in alone.gradients)

@@ -45,31 +45,46 @@ def add_adapters(forward: Forward, settings: Lora, train_vision: bool, seed: int
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(config, forward.model)
+    _always_from_inputs(forward)
     if train_vision and not settings.vision_targets:
         for _, parameter in forward.vision_parameters():
             parameter.requires_grad_(True)
     return names
 
 
+def _always_from_inputs(forward: Forward) -> None:
+    """Lets gradients flow into the embedded tokens, which are frozen, on every rank.
+
+    They do so by themselves where an image that trains was put among them. FSDP reduces the first
+    block's gradients when they have reached its inputs, or else at the very end: ranks with and
+    without an image would come to their collectives in different orders, and wait for ever.
+    """
+    vision = {id(parameter) for _, parameter in forward.vision_parameters()}
+    for module in forward.model.modules():
+        if isinstance(module, nn.Embedding) and id(module.weight) not in vision:
+            module.register_forward_hook(lambda module, args, out: out.requires_grad_(True))
+
+
 def _targets(forward: Forward, settings: Lora) -> list[str]:
     vision = {id(parameter) for _, parameter in forward.vision_parameters()}
     inside = {id(module) for block in forward.blocks() for module in block.modules()}
-    found: dict[str, list[str]] = {"targets": [], "vision_targets": []}
-    known: dict[str, set[str]] = {"targets": set(), "vision_targets": set()}
+    wanted = {"targets": settings.targets, "vision_targets": settings.vision_targets}
+    known: dict[str, set[str]] = {setting: set() for setting in wanted}
+    found: list[str] = []
     for name, module in forward.model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
         sees = id(module.weight) in vision
         if not sees and id(module) not in inside:
             continue  # the head, say: it is shared with the embeddings of many models
-        setting = "vision_targets" if sees else "targets"
         last = name.rpartition(".")[2]
+        setting = "vision_targets" if sees else "targets"
         known[setting].add(last)
-        if any(fnmatch(last, pattern) for pattern in getattr(settings, setting)):
-            found[setting].append(name)
-    for setting in found:
-        _check_used(setting, getattr(settings, setting), known[setting])
-    return found["targets"] + found["vision_targets"]
+        if any(fnmatch(last, pattern) for pattern in wanted[setting]):
+            found.append(name)
+    for setting, patterns in wanted.items():
+        _check_used(setting, patterns, known[setting])
+    return found
 
 
 def _check_used(setting: str, patterns: Sequence[str], known: set[str]) -> None:
