@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 SEED ?= 0
+KILLS ?= 5
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -33,11 +34,11 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) demo tokenizers test test-loop test-ranks test-torchvision test-adapters smoke check format docs wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) demo tokenizers test test-loop test-ranks chaos test-torchvision test-adapters smoke check format docs wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
-	@echo "variables: PYTHON=$(PYTHON) SEED=$(SEED)"
+	@echo "variables: PYTHON=$(PYTHON) SEED=$(SEED) KILLS=$(KILLS)"
 
 $(VENV): $(STAMP)
 
@@ -68,6 +69,9 @@ test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
 
 test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending together
 	$(BIN)/python -m pytest tests/ranks $(if $(THOROUGH),,-m "not thorough")
+
+chaos: $(STAMP) ## SIGKILL at seeded moments of a run on 2 ranks (KILLS=5 SEED=0)
+	$(BIN)/python bench/chaos.py --kills $(KILLS) --seed $(SEED)
 
 test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
 	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/processors

@@ -39,9 +39,17 @@ def main() -> None:
     ranks = Ranks(rank, size, sys.argv[3], sys.argv[4], "secret")
     model, store, out = Path(sys.argv[5]), MediaStore(Path(sys.argv[6])), Path(sys.argv[7])
     frozen = "frozen" in sys.argv[8:]
-    trainer = making.trainer_config(kl_weight=0.1, lr=1e-2, grad_norm=1e9)
-    lora = Lora(rank=4, vision_targets=("*",)) if "lora" in sys.argv[8:] else Lora()
-    settings = making.model_config(model, train_vision=not frozen)
+    words = sys.argv[8:]
+    trainer = making.trainer_config(
+        kl_weight=0.1,
+        lr=1e-2,
+        grad_norm=1e9,
+        activation_checkpointing="recompute" in words,
+        compile="aot_eager" if "compile" in words else "",
+    )
+    lora = Lora(rank=4, vision_targets=("*",)) if "lora" in words else Lora()
+    dtype = "bfloat16" if "mixed" in words else "float32"
+    settings = making.model_config(model, train_vision=not frozen, dtype=dtype)
     learner = build_learner(settings, trainer, store, 10, ranks, lora=lora)
     # The reference is the model itself, and a KL of nothing proves nothing.
     with torch.no_grad():
@@ -49,6 +57,7 @@ def main() -> None:
             parameter.mul_(1.01)
             if "lora_B" in name:
                 parameter.add_(0.01)  # at zero, A would have no gradient
+    counts = watch_blocks(learner.forward.blocks())
     ready = next(iter(feed(learner, ranks, model, store)))
     found: dict[str, torch.Tensor] = {}
     norms: list[float] = []
@@ -66,7 +75,7 @@ def main() -> None:
     plain, gather = plain_parameters(learner.forward.model), merging(learner.forward.model)
     after = {f"after.{name}": whole for name, whole in each_whole(plain, gather)}
     local = sum(_local_bytes(p) for p in learner.forward.model.parameters())
-    (out / f"rank{rank}.json").write_text(json.dumps({"bytes": local}))
+    (out / f"rank{rank}.json").write_text(json.dumps({"bytes": local, "ways": ways(counts)}))
     if ranks.is_lead:
         save_file(
             {k: v.contiguous() for k, v in (found | after).items()}, out / "found.safetensors"
@@ -79,6 +88,23 @@ def main() -> None:
             for o in scores.origins
         ]
         (out / "scores.json").write_text(json.dumps(sorted(named)))
+
+
+def watch_blocks(blocks: list[torch.nn.Module]) -> Counter[str]:
+    """Counts calls of blocks, and of what each has inside: more of those were computed again."""
+    counts: Counter[str] = Counter()
+    for block in blocks:
+        block.register_forward_pre_hook(lambda *_: counts.update(["outer"]))
+        inner = next(block.children())
+        inner.register_forward_pre_hook(lambda *_: counts.update(["inner"]))
+    return counts
+
+
+def ways(counts: Counter[str]) -> list[str]:
+    from torch._dynamo.utils import counters
+
+    found = ["compile"] if counters["stats"]["unique_graphs"] else []
+    return [*found, *(["recompute"] if counts["inner"] == 2 * counts["outer"] else [])]
 
 
 def _local_bytes(parameter: torch.Tensor) -> int:

@@ -33,9 +33,13 @@ class Pattern(Protocol):
         ...
 
 
-def register() -> str:
-    """Makes the function known to transformers, and returns its name."""
-    AttentionInterface.register(NAME, _attend)
+def register(opaque: bool = False) -> str:
+    """Makes the function known to transformers, and returns its name.
+
+    A compiler leaves an `opaque` one as it is: a pattern differs from pack to pack, and each would
+    be compiled anew.
+    """
+    AttentionInterface.register(NAME, torch.compiler.disable(_attend) if opaque else _attend)
     AttentionMaskInterface.register(NAME, _no_mask)
     return NAME
 

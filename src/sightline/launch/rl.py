@@ -82,13 +82,13 @@ def _specs(config: RunFile, run_dir: RunDir) -> list[Spec]:
     workers = [spec(f"worker-{i}", 1) for i in range(config.rollout.workers)]
     return [
         spec("server", threads.server),
-        *rank_specs(trainer, config.trainer.ranks),
+        *trainer_specs(trainer, config.trainer.ranks),
         *workers,
         spec(LEADER, 1),
     ]
 
 
-def rank_specs(trainer: Spec, num: int) -> list[Spec]:
+def trainer_specs(trainer: Spec, num: int) -> list[Spec]:
     """The trainer's processes: its own name is rank 0's, NAME-1 and so on are the others'."""
     if num == 1:
         return [trainer]

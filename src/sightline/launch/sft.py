@@ -20,7 +20,7 @@ from sightline.launch.preflight import (
     resolve_model,
 )
 from sightline.launch.processes import Processes, Signals, Spec, num_cores, watch
-from sightline.launch.rl import rank_specs
+from sightline.launch.rl import trainer_specs
 from sightline.monitor import RunDir
 from sightline.monitor.events import EventTail
 from sightline.wire.event import Event
@@ -87,7 +87,7 @@ def _run(config: SftFile, run_dir: RunDir, family: Family) -> RunDir:
 def _specs(config: SftFile, run_dir: RunDir) -> list[Spec]:
     threads = max(1, (config.trainer.threads or num_cores()) // config.trainer.ranks)
     words = ["process", NAME, str(run_dir.path), "--parent", str(os.getpid())]
-    return rank_specs(Spec(NAME, words, threads), config.trainer.ranks)
+    return trainer_specs(Spec(NAME, words, threads), config.trainer.ranks)
 
 
 class _View:

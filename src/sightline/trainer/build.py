@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from sightline.compute.model import load_model, pick_device
+from sightline.compute.model import DTYPES, load_model, pick_device
 from sightline.config import Lora, Media, Model, RunFile, SftFile, Trainer
 from sightline.errors import ResumeRefused
 from sightline.families import Family, load_family, load_renderer
@@ -16,6 +16,7 @@ from sightline.media import MediaStore
 from sightline.monitor import EventLog, RunDir
 from sightline.pack import Average, Cost
 from sightline.pixels import Materializer
+from sightline.trainer.blocks import wrap_blocks
 from sightline.trainer.checkpoint import Checkpoints, Chosen
 from sightline.trainer.feed import Feed, Preparer, ReadyBatch
 from sightline.trainer.keeper import Follower, Keeper
@@ -36,6 +37,16 @@ from sightline.wire.weights import WeightFile
 MEGABYTE = 1 << 20
 
 
+def device_of(name: str, ranks: Ranks) -> torch.device:
+    """Where a rank computes; ranks of one machine take its GPUs in turn."""
+    device = torch.device(pick_device(name))
+    if device.type == "cuda":
+        if device.index is None:
+            device = torch.device("cuda", ranks.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    return device
+
+
 def build_learner(
     model: Model,
     trainer: Trainer,
@@ -46,26 +57,30 @@ def build_learner(
     lora: Lora = NO_ADAPTERS,
     seed: int = 0,
 ) -> Learner:
-    device = torch.device(pick_device(trainer.device))
-    if ranks.size > 1:
+    device = device_of(trainer.device, ranks)
+    master = model.dtype if trainer.master_dtype == "model" else "float32"
+    is_mixed = master != model.dtype
+    if ranks.size > 1 or is_mixed:
         join(ranks, device)
     family = load_family(model.path, **model.overrides())
     renderer = load_renderer(model.path, store, family)
-    forward = load_model(model.path, family, str(device), model.dtype)
+    forward = load_model(model.path, family, str(device), master)
     forward.model.train()
     if lora.rank:
         add_adapters(forward, lora, model.train_vision, seed)
     elif not model.train_vision:
         freeze_vision(forward)
+    wrap_blocks(forward, trainer.activation_checkpointing, trainer.compile)
     reference = None
     if trainer.kl_weight > 0:
         reference = load_model(model.path, family, str(device), model.dtype)
         reference.model.eval().requires_grad_(False)
     whole = reference_whole = None
-    if ranks.size > 1:
-        whole = shard(forward, ranks.size, device)
-        if reference is not None:
-            reference_whole = shard(reference, ranks.size, device, frozen=True)
+    if ranks.size > 1 or is_mixed:
+        compute = DTYPES[model.dtype] if is_mixed else None
+        whole = shard(forward, ranks.size, device, compute=compute)
+    if ranks.size > 1 and reference is not None:
+        reference_whole = shard(reference, ranks.size, device, frozen=True)
     return Learner(
         forward=forward,
         reference=reference,
@@ -132,6 +147,7 @@ def build(
         send=send,
         source=Path(config.model.path),
         train_vision=config.model.train_vision,
+        dtype=DTYPES[config.model.dtype],
         materializer=preparer.materializer,
     )
     hand_out = Spread(lead, ranks.size) if lead is not None else _keep_all

@@ -32,7 +32,9 @@ ADAPTERS = "adapter"
 """Folder, in the checkpoint that they are merged into, of the adapters alone."""
 
 
-def export_checkpoint(source: Path, target: Path, model: torch.nn.Module) -> None:
+def export_checkpoint(
+    source: Path, target: Path, model: torch.nn.Module, dtype: torch.dtype | None = None
+) -> None:
     """Writes the model to `target`, tensor by tensor, under the names that the source uses."""
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -46,7 +48,7 @@ def export_checkpoint(source: Path, target: Path, model: torch.nn.Module) -> Non
         # In memory transformers may hold tensors joined that files hold apart, experts say.
         whole = {name: tensor.cpu() for name, tensor in each_whole(weights, gather)}
         weights, gather = revert_weight_conversion(model, whole), as_it_is
-    write_tensors(part / WEIGHTS_FILE, weights, gather, metadata={"format": "pt"})
+    write_tensors(part / WEIGHTS_FILE, weights, gather, dtype, {"format": "pt"})
     if has_adapters(model):
         save_adapters(model, part / ADAPTERS, source)
     shutil.rmtree(target, ignore_errors=True)

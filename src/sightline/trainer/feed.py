@@ -61,6 +61,8 @@ class ReadyBatch:
     """Whether the evaluation ends with it."""
     waited_s: float = 0.0
     """How long the loop stood still for it."""
+    num_made: int = 0
+    """Of the distinct images, those that were materialized; the others came from the cache."""
 
     @property
     def bad(self) -> dict[str, int]:
@@ -88,6 +90,7 @@ class Preparer:
             fitting, counts = truncate(batch.samples, self.max_sequence)
             batch, truncated = Batch(batch.step, fitting), dict(counts)
         began = time.monotonic()
+        made_before = self.materializer.counts.made
         made, problems = self._materialize(batch)
         policy = Policy(self.on_bad, self.max_bad_fraction)
         kept, dropped = policy.keep(batch, made, problems, self.materializer.store, lost)
@@ -103,6 +106,7 @@ class Preparer:
             materialize_s=spent,
             dropped=dropped,
             truncated=truncated,
+            num_made=self.materializer.counts.made - made_before,
         )
 
     def _materialize(

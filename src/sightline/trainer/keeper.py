@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
+import torch
 
 from sightline.compute.weights import write_weights
 from sightline.families import Forward
@@ -33,6 +34,8 @@ class Keeper:
     source: Path
     """The checkpoint folder that the run started from."""
     train_vision: bool
+    dtype: torch.dtype
+    """Of published weights, and of what is exported."""
     materializer: Materializer
     published: Published | None = None
 
@@ -51,6 +54,7 @@ class Keeper:
             version=step,
             vision_version=step if self.train_vision else 0,
             gather=merging(self._forward.model),
+            dtype=self.dtype,
         )
         self.published = Published(
             version=step,
@@ -72,16 +76,24 @@ class Keeper:
             1 - visible / ready.materialize_s if ready.materialize_s > 0 else None
         )
         metrics["bad_media"] = float(len(ready.dropped))
+        metrics["images_made"] = float(ready.num_made)
+        metrics["images_from_cache"] = float(max(ready.num_images - ready.num_made, 0))
         seconds = {
             "wait": ready.waited_s,
             "materialize": ready.materialize_s,
-            "compute": metrics["compute_s"],
+            **stepped.seconds,
             "publish": publish_s,
         }
-        counts = asdict(self.materializer.counts)
+        counts = self.materializer.counts
+        cache = {
+            "hits": counts.hits + counts.joined,
+            "misses": counts.made + counts.failed,
+            "evictions": counts.evicted,
+            "bytes": counts.bytes_held,
+        }
         self.events.write(
             "train", ready.step, **metrics, seconds=seconds, busy=list(busy), bad=ready.bad,
-            truncated=ready.truncated, pixels=counts,
+            truncated=ready.truncated, pixels=asdict(counts), caches={"trainer_pixels": cache},
         )  # fmt: skip
         for lost in ready.dropped:
             self.events.write("bad_media", ready.step, **asdict(lost))
@@ -100,7 +112,9 @@ class Keeper:
 
     def finish(self, step: int) -> None:
         if step > 0:
-            export_checkpoint(self.source, self.run_dir.checkpoints / "final", self._forward.model)
+            export_checkpoint(
+                self.source, self.run_dir.checkpoints / "final", self._forward.model, self.dtype
+            )
         # A run that was stopped early goes on, and may have to go back further than this.
         is_over = step >= self.learner.steps
         self.send(Finished(step if is_over else self.saver.checkpoints.covered))

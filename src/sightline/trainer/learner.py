@@ -47,6 +47,23 @@ class Stepped:
 
     metrics: dict[str, float | None]
     scores: StepScores
+    seconds: dict[str, float]
+    """Of its parts: forward, backward, optimizer."""
+
+
+class Laps:
+    """Seconds by what they were spent on; a device's work counts where it was asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        self._device, self._since = device, time.monotonic()
+
+    def end(self, lap: str) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.monotonic()
+        self.seconds[lap] += now - self._since
+        self._since = now
 
 
 def hidden_of(
@@ -126,19 +143,24 @@ class Learner:
         sums = dict.fromkeys(_SUMS, 0.0)
         scored: list[tuple[MicroBatch, np.ndarray]] = []
         self.optimizer.zero_grad(set_to_none=True)
+        laps = Laps(self.device)
         for number, micro_batch in enumerate(ready.micro_batches, start=1):
             self.pulse.mark(f"micro-batch {number} of step {ready.step}")
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
             sums["all_tokens"] += len(micro_batch.batch.token_ids)
             if len(micro_batch.batch.trained) or self.ranks.size > 1:
-                scored.append((micro_batch.batch, self._backward(micro_batch, ready.step, sums)))
+                scored.append(
+                    (micro_batch.batch, self._backward(micro_batch, ready.step, sums, laps))
+                )
         self.pulse.mark(f"the update of step {ready.step}")
         norm = self.update(ready.step)
         metrics = self._metrics(ready, sum_over_ranks(sums, self.ranks.size))
         metrics["grad_norm"] = norm
+        laps.end("optimizer")
         metrics["compute_s"] = time.monotonic() - began
         everyone = gather_to_lead(scored, self.ranks)
-        return Stepped(metrics, _scores(ready.step, [one for rank in everyone for one in rank]))
+        scores = _scores(ready.step, [one for rank in everyone for one in rank])
+        return Stepped(metrics, scores, laps.seconds)
 
     @torch.no_grad()
     def evaluate(self, ready: ReadyBatch) -> tuple[float, float]:
@@ -148,7 +170,7 @@ class Learner:
             self.pulse.mark(f"micro-batch {number} of the evaluation after step {ready.step}")
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
             if len(micro_batch.batch.trained) or self.ranks.size > 1:
-                logprobs = _within(self.whole, self._logprobs, micro_batch)
+                logprobs = self.within(self._logprobs, micro_batch)
                 sums["nll"] -= float(logprobs.double().sum())
                 sums["tokens"] += len(logprobs)
         if self.whole is not None:
@@ -162,14 +184,22 @@ class Learner:
         tokens = _tensor(batch.token_ids.numpy()[batch.trained.numpy()], self.device).long()
         return chosen_logprobs(self.forward, hidden, tokens, self.banned, batch.temperature)
 
-    def _backward(self, ready: ReadyMicroBatch, step: int, sums: dict[str, float]) -> np.ndarray:
-        total, chosen = _within(self.whole, self._beside_reference, ready, step, sums)
+    def _backward(
+        self, ready: ReadyMicroBatch, step: int, sums: dict[str, float], laps: Laps
+    ) -> np.ndarray:
+        total, chosen = self.within(self._beside_reference, ready, step, sums)
         if not torch.isfinite(total):
             raise Misaligned(f"step {step}: the loss is {float(total)}", _DIVERGED)
+        laps.end("forward")
         # Gradients are averaged over ranks, and the losses of a step are to be added.
         (total * self.ranks.size).backward()
+        laps.end("backward")
         sums["loss"] += float(total.detach())
         return chosen.cpu().numpy()
+
+    def within(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls `function` with the parameters at hand, where they are sharded."""
+        return _within(self.whole, function, *args)
 
     def _beside_reference(
         self, ready: ReadyMicroBatch, step: int, sums: dict[str, float]

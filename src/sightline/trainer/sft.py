@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sightline.compute.model import DTYPES
 from sightline.config import SftFile
 from sightline.envs.mix import build_environment
 from sightline.errors import MediaError, MessageError
@@ -148,7 +149,8 @@ class Keeper:
         if self.events is None:
             help_export(model)
         else:
-            export_checkpoint(Path(self.config.model.path), Path(self.config.sft.output), model)
+            settings, target = self.config.model, Path(self.config.sft.output)
+            export_checkpoint(Path(settings.path), target, model, DTYPES[settings.dtype])
 
 
 @dataclass
