@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sightline.compute.attention import pattern_of
-from sightline.compute.logprobs import chosen_logprobs, chunked_log_softmax
+from sightline.compute.logprobs import chosen_logprobs
 from sightline.config import Trainer
 from sightline.errors import Misaligned
 from sightline.families import Family, Forward
@@ -25,6 +25,7 @@ from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
 from sightline.trainer.optimizer import lr_scale, set_learning_rate
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import Ranks
+from sightline.trainer.score import Scored, Scorer
 from sightline.trainer.shard import Whole, gather_to_lead, sum_over_ranks, whole_tensor
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, Origin
@@ -85,7 +86,8 @@ def hidden_of(
         check_features(batch, len(encoded), family)
         features = encoded[torch.from_numpy(index).to(device)]
         places = torch.from_numpy(where).to(device)
-    pattern = pattern_of(batch.subtree_end.numpy(), device)
+    dtype = next(forward.model.parameters()).dtype
+    pattern = pattern_of(batch.subtree_end.numpy(), device, dtype)
     hidden = forward.hidden(token_ids, positions, features, places, pattern)[0]
     if blank is not None:
         hidden = hidden + 0.0 * blank.to(hidden.dtype)
@@ -227,27 +229,15 @@ class Learner:
         advantages = _tensor(batch.advantages.numpy(), self.device)
         weight = _tensor(batch.loss_weight.numpy(), self.device)
         own = _tensor(batch.versions.numpy(), self.device) == step - 1
-        chosen = [hidden.new_zeros(0, dtype=torch.float32)]
-        kls = [hidden.new_zeros(0, dtype=torch.float32)]
-        for part, log_p in chunked_log_softmax(
-            self.forward, hidden, self.banned, batch.temperature
-        ):
-            logprobs = log_p.gather(-1, tokens[part, None]).squeeze(-1)
-            if self.reference is not None and reference is not None:
-                with torch.no_grad():
-                    logits = self.reference.logits(reference[part]).float()
-                    logits = logits.index_fill(-1, self.banned, float("-inf"))
-                    log_q = torch.log_softmax(logits / batch.temperature, dim=-1)
-                kls.append(losses.exact_kl(log_p, log_q, self.banned))
-            _measure(sums, log_p, logprobs, old[part], own[part], self.banned)
-            chosen.append(logprobs)
-        logprobs = torch.cat(chosen)
+        scorer = Scorer(self.forward, self.reference, self.banned, batch.temperature)
+        scored = scorer.score(hidden, tokens, reference)
+        logprobs = scored.logprobs
+        _measure(sums, scored, old, own)
         token_loss, held = self._policy_loss(logprobs, old, advantages, batch)
         sums["clipped"] += float(held.sum())
-        if self.reference is not None:
-            kl = torch.cat(kls)
-            token_loss = token_loss + self.config.kl_weight * kl
-            sums["kl_ref"] += float(kl.detach().sum())
+        if scored.kl is not None:
+            token_loss = token_loss + self.config.kl_weight * scored.kl
+            sums["kl_ref"] += float(scored.kl.detach().sum())
         total = (token_loss * weight).sum()
         if self.ranks.size > 1:
             # Also where nothing trains: every parameter needs a gradient on every rank.
@@ -317,18 +307,11 @@ def _within(whole: Whole | None, function: Callable[..., T], *args: Any) -> T:
     return result
 
 
-def _measure(
-    sums: dict[str, float],
-    log_p: torch.Tensor,
-    logprobs: torch.Tensor,
-    old: torch.Tensor,
-    own: torch.Tensor,
-    banned: torch.Tensor,
-) -> None:
+def _measure(sums: dict[str, float], scored: Scored, old: torch.Tensor, own: torch.Tensor) -> None:
     with torch.no_grad():
-        kl = losses.mismatch_kl(logprobs, old)
-        sums["tokens"] += len(logprobs)
-        sums["entropy"] += float(losses.entropy(log_p, banned).sum())
+        kl = losses.mismatch_kl(scored.logprobs, old)
+        sums["tokens"] += len(kl)
+        sums["entropy"] += float(scored.entropy.sum())
         sums["fresh_tokens"] += float(own.sum())
         sums["older_tokens"] += float((~own).sum())
         sums["fresh_kl"] += float(kl[own].sum())
