@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -17,6 +18,9 @@ from sightline.config import RunFile, SftFile
 from sightline.errors import SightlineError
 from sightline.launch.processes import SECRET, leave_error
 from sightline.monitor import RunDir
+
+if TYPE_CHECKING:
+    from sightline.trainer.ranks import Ranks
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,10 +67,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, run_dir: RunDir) -> None:
     name, hub, server = args.name, args.hub, args.server
-    if name == "sft":
-        from sightline.trainer import sft
+    if name.startswith("sft"):
+        from sightline.trainer import process as trainer
 
-        sft.run(sft.build(config.load(SftFile, run_dir.config), run_dir))
+        trainer.imitate(config.load(SftFile, run_dir.config), run_dir, _ranks(args))
         return
     file = config.load(RunFile, run_dir.config)
     media_root = Path(file.media.root or run_dir.media)
@@ -90,12 +94,17 @@ def _play(args: argparse.Namespace, run_dir: RunDir) -> None:
     uvloop.run(worker.main(file, media_root, place, args.after))
 
 
-def _train(args: argparse.Namespace, file: RunFile, run_dir: RunDir) -> None:
-    from sightline.trainer import process as trainer
+def _ranks(args: argparse.Namespace) -> Ranks:
     from sightline.trainer.ranks import Ranks
 
     secret = os.environ.get(SECRET, "")
-    ranks = Ranks(args.rank, args.ranks, args.meet, args.channel, secret)
+    return Ranks(args.rank, args.ranks, args.meet, args.channel, secret)
+
+
+def _train(args: argparse.Namespace, file: RunFile, run_dir: RunDir) -> None:
+    from sightline.trainer import process as trainer
+
+    ranks = _ranks(args)
     if ranks.is_lead:
         trainer.main(file, run_dir, args.hub, ranks)
     else:

@@ -120,7 +120,13 @@ class Processes:
     """The processes of a run, each with its log file."""
 
     run_dir: RunDir
+    command: str = "rl"
+    """That which goes on with the run."""
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def resume(self) -> str:
+        return f"sightline {self.command} --resume {self.run_dir.path}"
 
     def start(self, spec: Spec) -> None:
         log = open(self.run_dir.logs / f"{spec.name}.log", "ab")  # noqa: SIM115
@@ -189,7 +195,7 @@ class Processes:
         file = _error_file(self.run_dir, name)
         log = self.run_dir.logs / f"{name}.log"
         can_resume = self.run_dir.progress.parent.is_dir()
-        resume = f"then go on with `sightline rl --resume {self.run_dir.path}`" * can_resume
+        resume = f"then go on with `{self.resume}`" * can_resume
         if file.is_file():
             left = json.loads(file.read_text())
             fix = "; ".join(part for part in (left["fix"], resume) if part)
@@ -255,7 +261,7 @@ def watch(
             if signals.count > 1:
                 raise ProcessFailed(
                     "ended at once by a second signal",
-                    f"go on with `sightline rl --resume {processes.run_dir.path}`",
+                    f"go on with `{processes.resume}`",
                 )
             if signals.count and not told:
                 told = True

@@ -96,7 +96,7 @@ def _specs(config: RunFile, run_dir: RunDir) -> list[Spec]:
 
 
 def trainer_specs(trainer: Spec, num: int) -> list[Spec]:
-    """The trainer's processes: `trainer` is rank 0, `trainer-1` and so on the others."""
+    """The trainer's processes: its own name is rank 0's, NAME-1 and so on are the others'."""
     if num == 1:
         return [trainer]
     here = "127.0.0.1"
@@ -105,7 +105,7 @@ def trainer_specs(trainer: Spec, num: int) -> list[Spec]:
     secret = {SECRET: secrets.token_hex(16)}
     found = []
     for rank in range(num):
-        name = f"trainer-{rank}" if rank else trainer.name
+        name = f"{trainer.name}-{rank}" if rank else trainer.name
         words = [*trainer.arguments, "--rank", str(rank), "--ranks", str(num)]
         words += ["--meet", meet, "--channel", channel]
         words[1] = name

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from sightline.compute.tensor_file import each_whole
 from sightline.compute.weights import write_weights
 from sightline.families import Forward
 from sightline.monitor import EventLog, RunDir
@@ -18,8 +17,8 @@ from sightline.trainer.export import export_checkpoint, help_export
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner, Stepped
 from sightline.trainer.ledger import Ledger
+from sightline.trainer.lora import hand_over, merging, plain_parameters
 from sightline.trainer.saver import Saver
-from sightline.trainer.shard import whole_tensor
 from sightline.wire.control import Control, Finished, Published
 from sightline.wire.file import write_atomic
 
@@ -51,10 +50,10 @@ class Keeper:
     def publish(self, step: int) -> None:
         path, manifest = write_weights(
             self.run_dir.weights,
-            dict(self._forward.model.named_parameters()),
+            plain_parameters(self._forward.model),
             version=step,
             vision_version=step if self.train_vision else 0,
-            gather=whole_tensor,
+            gather=merging(self._forward.model),
             dtype=self.dtype,
         )
         self.published = Published(
@@ -76,9 +75,9 @@ class Keeper:
         metrics["hidden_share"] = (
             1 - visible / ready.materialize_s if ready.materialize_s > 0 else None
         )
-        metrics["bad_media"] = float(sum(ready.bad.values()))
+        metrics["bad_media"] = float(len(ready.dropped))
         metrics["images_made"] = float(ready.num_made)
-        metrics["images_from_cache"] = float(ready.num_images - ready.num_made)
+        metrics["images_from_cache"] = float(max(ready.num_images - ready.num_made, 0))
         seconds = {
             "wait": ready.waited_s,
             "materialize": ready.materialize_s,
@@ -94,8 +93,10 @@ class Keeper:
         }
         self.events.write(
             "train", ready.step, **metrics, seconds=seconds, busy=list(busy), bad=ready.bad,
-            pixels=asdict(counts), caches={"trainer_pixels": cache},
+            truncated=ready.truncated, pixels=asdict(counts), caches={"trainer_pixels": cache},
         )  # fmt: skip
+        for lost in ready.dropped:
+            self.events.write("bad_media", ready.step, **asdict(lost))
         self.announce(metrics)
 
     def announce(self, metrics: dict[str, float | None] | None = None) -> None:
@@ -130,8 +131,7 @@ class Follower:
         pass
 
     def publish(self, step: int) -> None:
-        for _ in each_whole(dict(self.learner.forward.model.named_parameters()), whole_tensor):
-            pass
+        hand_over(self.learner.forward.model)
 
     def checkpoint(self, step: int, last: bool = False) -> None:
         self.saver.save(step, self.learner.forward.model, self.learner.optimizer, last)

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from sightline.compute.attention import pattern_of
+from sightline.compute.logprobs import chosen_logprobs
 from sightline.config import Trainer
 from sightline.errors import Misaligned
 from sightline.families import Family, Forward
 from sightline.trainer import loss as losses
-from sightline.trainer.checks import check_micro_batch
+from sightline.trainer.checks import check_features, check_micro_batch, check_patches
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
 from sightline.trainer.optimizer import lr_scale, set_learning_rate
 from sightline.trainer.pulse import Pulse
@@ -75,19 +76,14 @@ def hidden_of(
     positions = torch.from_numpy(batch.positions.numpy().astype(np.int64)).to(device)[:, None]
     features = places = None
     blank = None
+    check_patches(batch, ready.patches)
     if ready.patches is None and ready.shows:
         blank = _encode_blank(forward, device)
     if ready.patches is not None:
         patches = torch.from_numpy(ready.patches).to(device)
         encoded = forward.encode(patches, [entry.item.grid for entry in batch.items])
         index, where = _places(batch, family)
-        wanted = sum(family.num_tokens(entry.item) for entry in batch.items)
-        if len(encoded) != wanted:
-            raise Misaligned(
-                f"micro-batch of step {batch.step}: {len(encoded)} features for {wanted} "
-                "visual tokens",
-                "the family's num_tokens and its vision tower disagree",
-            )
+        check_features(batch, len(encoded), family)
         features = encoded[torch.from_numpy(index).to(device)]
         places = torch.from_numpy(where).to(device)
     dtype = next(forward.model.parameters()).dtype
@@ -136,6 +132,8 @@ class Learner:
     """Around the sharded model; None where one rank holds all of it."""
     reference_whole: Whole | None = None
     pulse: Pulse = field(default_factory=Pulse)
+    imitates: bool = False
+    """Supervised: the tokens are to be said, whoever said them first."""
     banned: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -165,6 +163,28 @@ class Learner:
         everyone = gather_to_lead(scored, self.ranks)
         scores = _scores(ready.step, [one for rank in everyone for one in rank])
         return Stepped(metrics, scores, laps.seconds)
+
+    @torch.no_grad()
+    def evaluate(self, ready: ReadyBatch) -> tuple[float, float]:
+        """The summed -log pi of the trained tokens, and how many they are; nothing is learnt."""
+        sums = {"nll": 0.0, "tokens": 0.0}
+        for number, micro_batch in enumerate(ready.micro_batches, start=1):
+            self.pulse.mark(f"micro-batch {number} of the evaluation after step {ready.step}")
+            check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
+            if len(micro_batch.batch.trained) or self.ranks.size > 1:
+                logprobs = self.within(self._logprobs, micro_batch)
+                sums["nll"] -= float(logprobs.double().sum())
+                sums["tokens"] += len(logprobs)
+        if self.whole is not None:
+            self.whole.reshard()  # without a backward pass nothing else does
+        total = sum_over_ranks(sums, self.ranks.size)
+        return total["nll"], total["tokens"]
+
+    def _logprobs(self, ready: ReadyMicroBatch) -> torch.Tensor:
+        batch = ready.batch
+        hidden = hidden_of(self.forward, ready, self.family, self.device)
+        tokens = _tensor(batch.token_ids.numpy()[batch.trained.numpy()], self.device).long()
+        return chosen_logprobs(self.forward, hidden, tokens, self.banned, batch.temperature)
 
     def _backward(
         self, ready: ReadyMicroBatch, step: int, sums: dict[str, float], laps: Laps
@@ -231,6 +251,8 @@ class Learner:
         advantages: torch.Tensor,
         batch: MicroBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.imitates:
+            return losses.imitation_loss(logprobs)
         bounds = (self.config.clip_low, self.config.clip_high)
         match self.config.loss:
             case "ppo":

@@ -15,7 +15,7 @@ from sightline.pack import Cost
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import Preparer, ReadyBatch
-from sightline.trainer.learner import Learner
+from sightline.trainer.learner import Laps, Learner
 from sightline.wire.sample import Batch, Sample
 
 WHOLE = Cost(1 << 20, 1 << 20)
@@ -40,7 +40,7 @@ def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, tor
     sums: defaultdict[str, float] = defaultdict(float)
     learner.optimizer.zero_grad(set_to_none=True)
     for micro_batch in batch.micro_batches:
-        learner._backward(micro_batch, batch.step, sums)
+        learner._backward(micro_batch, batch.step, sums, Laps(learner.device))
     found = {n: p.grad.clone() for n, p in learner.forward.model.named_parameters()}
     return sums["loss"], found
 
