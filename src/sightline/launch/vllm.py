@@ -39,7 +39,7 @@ def check_python(name: str) -> str:
     python = find_python(name)
     done = subprocess.run(
         [python, "-c", PROBE],
-        capture_output=True, text=True, timeout=CHECK_S, check=False, env=_environment(1),
+        capture_output=True, text=True, timeout=CHECK_S, check=False, env=vllm_environment(1),
     )  # fmt: skip
     if done.returncode == 0:
         return python
@@ -79,8 +79,10 @@ def is_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and not Path("/dev/nvidia0").exists())
 
 
-def _environment(threads: int) -> dict[str, str]:
+def vllm_environment(threads: int) -> dict[str, str]:
     given = dict(os.environ)
+    # Compiling its sampler costs more than half a minute at the first request of a CPU.
+    given.setdefault("TORCHDYNAMO_DISABLE", str(int(not Path("/dev/nvidia0").exists())))
     given.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     return given | {
         "OMP_NUM_THREADS": str(threads),
@@ -97,7 +99,7 @@ def become_vllm(settings: ServeSettings, python: str) -> None:
     """Turns this process into the server; it keeps its number and what it writes to."""
     words = vllm_command(settings, python)
     sys.stdout.flush()
-    os.execve(words[0], words, _environment(settings.threads))
+    os.execve(words[0], words, vllm_environment(settings.threads))
 
 
 def serve_vllm(settings: ServeSettings, python: str) -> None:

@@ -25,7 +25,11 @@ def register() -> None:
 
     It only adds a name, so that a vLLM that is not ours runs as if we were not there.
     """
+    from sightline.inference.vllm_plugin.child import end_with_parent, is_of_our_server
     from sightline.inference.vllm_plugin.symbols import WeightTransferEngineFactory
+
+    if is_of_our_server():
+        end_with_parent()
 
     try:
         WeightTransferEngineFactory.register_engine(
