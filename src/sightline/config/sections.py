@@ -90,6 +90,10 @@ class Rollout(Section):
         0, ge=0, description="Environment worker processes; 0 follows cores and rollouts.",
         json_schema_extra=FREE,
     )  # fmt: skip
+    python: str = Field(
+        "", description="Interpreter of the workers, where [env] is installed; empty, the run's.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
     worker_max_gb: float = Field(
         0.0, ge=0, description="A worker with more memory is replaced; 0 is its share of half.",
         json_schema_extra=FREE,

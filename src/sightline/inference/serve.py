@@ -18,11 +18,12 @@ import uvicorn
 
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family, load_renderer
+from sightline.inference.chat_door import ChatDoor
 from sightline.inference.door import Checked, Door
 from sightline.inference.engine import Engine
 from sightline.inference.server import Make, Server
 from sightline.inference.settings import ServeSettings, turns_line
-from sightline.media import MediaStore
+from sightline.media import Ingest, MediaStore
 from sightline.render import Renderer
 
 KEEP_ALIVE_S = 600
@@ -39,6 +40,8 @@ class Parts:
     settings: ServeSettings
     store: MediaStore
     family: Family
+    images: Ingest
+    """Takes the images of people's requests into the store."""
     renderer: Renderer
 
     @classmethod
@@ -47,7 +50,9 @@ class Parts:
             raise ConfigError("a server without a media root", "name the store's folder")
         store = MediaStore(settings.media_roots[0], fallback_roots=settings.media_roots[1:])
         family = load_family(settings.model, **settings.overrides)
-        return cls(settings, store, family, load_renderer(settings.model, store, family))
+        images = Ingest(store)
+        renderer = load_renderer(settings.model, store, family, images)
+        return cls(settings, store, family, images, renderer)
 
     def server(self, name: str, engine: Engine, make: Make) -> Server:
         """The HTTP side of `engine`; `make` turns a checked request into the engine's own."""
@@ -69,7 +74,15 @@ class Parts:
             "vocab_size": renderer.vocab_size,
             "max_len": settings.max_len,
         }
-        return Server(engine, door, make, identity, settings.max_body_bytes)
+        chat = ChatDoor(
+            renderer,
+            self.images,
+            family.modality,
+            settings.model.name,
+            settings.max_len,
+            settings.max_body_bytes,
+        )
+        return Server(engine, door, make, chat, identity, settings.max_body_bytes)
 
 
 def build_server(settings: ServeSettings) -> Server:

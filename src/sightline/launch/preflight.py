@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from sightline.config import Env, Model, RunFile, SftFile
-from sightline.envs.mix import build_environment
 from sightline.errors import ConfigError, DiskFull, FamilyError
 from sightline.families import Family, load_family
 from sightline.families.hub import find_checkpoint
 from sightline.inference.settings import turns_line
+from sightline.launch.elsewhere import describe_environment
 from sightline.launch.processes import find_port, num_cores, share_threads
 from sightline.media import MediaStore
 from sightline.monitor import RunDir
@@ -33,9 +33,12 @@ def resolve_model(config: RunT) -> RunT:
     return config.model_copy(update={"model": model})
 
 
-def check_model(model: Model, env: Env) -> Family:
-    """The family of the checkpoint, which is whole, known, and sees if the environment shows."""
-    environment = build_environment(env)
+def check_model(model: Model, env: Env, python: str = "") -> Family:
+    """The family of the checkpoint, which is whole, known, and sees if the environment shows.
+
+    `python` is the interpreter that knows the environment, if this one need not.
+    """
+    environment = describe_environment(env, python)
     path = Path(model.path)
     if not path.is_dir():
         raise ConfigError(
@@ -120,7 +123,7 @@ def check_fit(config: RunFile) -> None:
 
 
 def check_run(config: RunFile, run_dir: RunDir) -> Family:
-    family = check_model(config.model, config.env)
+    family = check_model(config.model, config.env, config.rollout.python)
     share_threads(config, num_cores())
     check_fit(config)
     find_port(config.inference.host, config.inference.port, "[inference] port")

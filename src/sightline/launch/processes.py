@@ -41,6 +41,8 @@ class Spec:
     arguments: list[str]
     threads: int
     variables: dict[str, str] = field(default_factory=dict)
+    python: str = ""
+    """The interpreter; empty is the launcher's own."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ class Processes:
         _error_file(self.run_dir, spec.name).unlink(missing_ok=True)
         with log:
             self._running[spec.name] = subprocess.Popen(
-                [sys.executable, "-m", "sightline", *spec.arguments],
+                [spec.python or sys.executable, "-m", "sightline", *spec.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

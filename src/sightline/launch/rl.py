@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -79,7 +79,10 @@ def _specs(config: RunFile, run_dir: RunDir) -> list[Spec]:
         return Spec(name, words, count)
 
     trainer = spec("trainer", max(1, threads.trainer // config.trainer.ranks))
-    workers = [spec(f"worker-{i}", 1) for i in range(config.rollout.workers)]
+    workers = [
+        replace(spec(f"worker-{i}", 1), python=config.rollout.python)
+        for i in range(config.rollout.workers)
+    ]
     return [
         spec("server", threads.server),
         *_ranks(trainer, config.trainer.ranks),

@@ -118,7 +118,6 @@ class VllmEngine:
                 "overloaded",
                 f"{self.num_waiting} requests wait, {self._settings.max_waiting} may",
                 "try again, or send fewer at once",
-                503,
             )
         if not self._live:
             self._began = time.time()
@@ -185,7 +184,7 @@ class VllmEngine:
                     break
                 self._items.missed += 1
             else:
-                raise refusal("engine", "vLLM lost the images", "see the server's log", 500)
+                raise refusal("engine", "vLLM lost the images", "see the server's log")
             error = None
         except EngineDeadError as dead:
             self._die()
@@ -288,7 +287,7 @@ class VllmEngine:
 
 
 def _stopping() -> EngineError:
-    return refusal("stopping", "the server is ending", "send the request to another server", 503)
+    return refusal("stopping", "the server is ending", "send the request to another server")
 
 
 def _not_finite() -> EngineError:
@@ -296,5 +295,4 @@ def _not_finite() -> EngineError:
         "not_finite",
         "the model's logits are not numbers",
         "check the weights that were published last",
-        500,
     )

@@ -63,9 +63,9 @@ class Updates:
         except EngineError:
             raise
         except SightlineError as error:
-            raise EngineError(error.problem, error.fix, "weights", 422) from error
+            raise EngineError(error.problem, error.fix, "weights") from error
         except OSError as error:
-            raise refusal("weights", str(error), "let the server read the weights", 422) from error
+            raise refusal("weights", str(error), "let the server read the weights") from error
         paths = [str(path.parent / file.name) for file in manifest.files]
         return Wanted(manifest, paths, vision_digest(tensors, self.vision))
 
@@ -88,7 +88,7 @@ class Updates:
             except Exception as error:  # vLLM's own class, with our worker's words in it
                 if WEIGHTS_STAY in str(error):
                     fix = "publish the version again"
-                    raise refusal("weights", str(error), fix, 422) from error
+                    raise refusal("weights", str(error), fix) from error
                 raise HalfUpdated(str(error)) from error
             await self.client.finish_weight_update(wanted.manifest.label)
             if not keep_kv:
