@@ -104,6 +104,34 @@ class SkipJudge:
                 terminalreporter.write_line(line)
 
 
+# `--vllm PATH` runs the suites of the generate protocol on vLLM.
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--vllm",
+        metavar="PATH",
+        default="",
+        help="serve with the vLLM of this interpreter, in place of the embedded engine",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--vllm"):
+        gone = [item for item in items if item.get_closest_marker("torch_only")]
+        items[:] = [item for item in items if item not in gone]
+        config.hook.pytest_deselected(items=gone)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if "vllm_servers" in sys.modules:
+        sys.modules["vllm_servers"].end_all()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if python := config.getoption("--vllm"):
+        import vllm_servers
+
+        vllm_servers.python = python
     if os.environ.get("CI"):
         config.pluginmanager.register(SkipJudge(), "skip-judge")

@@ -30,15 +30,7 @@ NUM_REQUESTS = int(os.environ.get("FUZZ", "600"))
 
 
 @pytest.fixture(scope="module")
-def media(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
-    return MediaStore(tmp_path_factory.mktemp("media"))
-
-
-@pytest.fixture(scope="module")
-def client(tiny_model: Path, media: MediaStore) -> Iterator[Client]:
-    settings = ServeSettings(
-        model=tiny_model, media_roots=(media.root,), device="cpu", max_rows=16, max_len=512
-    )
+def client(settings: ServeSettings) -> Iterator[Client]:
     with live(settings) as made:
         yield made
 

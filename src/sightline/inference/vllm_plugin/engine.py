@@ -190,7 +190,7 @@ class VllmEngine:
             self._die()
             error = typed(dead)
         except VLLMClientError as refused:
-            error = refusal("sampling", f"vLLM: {refused}", "send what docs/serving.md lists")
+            error = _refused(refused)
         except Exception as failed:  # a server's door: what fails costs its own request
             error = typed(failed)
             if error.status == 500:
@@ -284,6 +284,13 @@ class VllmEngine:
         if not self._is_stopping:
             traceback.print_exc()
             self.on_death()
+
+
+def _refused(error: Exception) -> EngineError:
+    """What vLLM itself does not take: its bounds are narrower than the protocol's here and there."""
+    name = getattr(error, "parameter", None) or "sampling_params"
+    path = name if name == "sampling_params" else f"sampling_params.{name}"
+    return refusal("sampling", f"{path}: {error}", "stay within what vLLM takes: see docs/vllm.md")
 
 
 def _stopping() -> EngineError:

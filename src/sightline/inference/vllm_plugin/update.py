@@ -63,7 +63,7 @@ class Updates:
         except EngineError:
             raise
         except SightlineError as error:
-            raise EngineError(error.problem, error.fix, "weights") from error
+            raise refusal("weights", error.problem, error.fix) from error
         except OSError as error:
             raise refusal("weights", str(error), "let the server read the weights") from error
         paths = [str(path.parent / file.name) for file in manifest.files]
