@@ -79,7 +79,7 @@ class Server:
 def start(settings: ServeSettings) -> Server:
     """A server with `settings`, the one that is there or one that begins to load."""
     from sightline.launch.processes import find_port
-    from sightline.launch.vllm import vllm_command, vllm_environment
+    from sightline.launch.vllm_server import vllm_command, vllm_environment
 
     name = json.dumps(settings.to_json(), sort_keys=True)
     if name not in _servers:

@@ -94,9 +94,11 @@ def test_logprobs_are_those_of_a_plain_forward_pass(
 
 
 def test_logprobs_are_exact_over_turns_whose_keys_and_values_were_kept(
-    client: Client, reference: Reference, prompts: list[Prompt], media: MediaStore
+    client: Client, reference: Reference, media: MediaStore
 ) -> None:
-    tokens, slots = prompts[1]
+    ref = media.put(Image.new("RGB", (64, 96), (2, 7, 1)))
+    rendered = reference.renderer.render([user("What is it?" * 4, ref)])
+    tokens, slots = rendered.token_ids, rendered.slots
     known = 0
     for turn in range(3):
         params = SamplingParams(max_tokens=6, seed=turn)

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         )
     settings = _settings(args)
     if args.engine == "vllm":
-        from sightline.launch.vllm import serve_vllm
+        from sightline.launch.vllm_server import serve_vllm
 
         serve_vllm(settings, args.python)
     else:

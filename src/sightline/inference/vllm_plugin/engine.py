@@ -287,7 +287,7 @@ class VllmEngine:
 
 
 def _refused(error: Exception) -> EngineError:
-    """What vLLM itself does not take: its bounds are narrower than the protocol's here and there."""
+    """What vLLM does not take: here and there its bounds are narrower than the protocol's."""
     name = getattr(error, "parameter", None) or "sampling_params"
     path = name if name == "sampling_params" else f"sampling_params.{name}"
     return refusal("sampling", f"{path}: {error}", "stay within what vLLM takes: see docs/vllm.md")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,6 +23,7 @@ from sightline.media import MediaStore
 GIBIBYTE = 2**30
 PROBE = "from sightline.inference.vllm_plugin.versions import check_version; check_version()"
 CHECK_S = 300
+PR_SET_PDEATHSIG = 1
 
 
 def find_python(name: str) -> str:
@@ -96,8 +99,14 @@ def vllm_environment(threads: int) -> dict[str, str]:
 
 
 def become_vllm(settings: ServeSettings, python: str) -> None:
-    """Turns this process into the server; it keeps its number and what it writes to."""
+    """Turns this process into the server; it keeps its number, its parent and its output.
+
+    What watched for the parent's end in this program is gone then, so the kernel does.
+    """
+    roots = tuple(root.absolute() for root in settings.media_roots)
+    settings = replace(settings, media_roots=roots, model=settings.model.absolute())
     words = vllm_command(settings, python)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     sys.stdout.flush()
     os.execve(words[0], words, vllm_environment(settings.threads))
 
@@ -107,6 +116,4 @@ def serve_vllm(settings: ServeSettings, python: str) -> None:
     if not settings.media_roots:
         raise ConfigError("a server without a media root", "name the store's folder")
     port = find_port(settings.host, settings.port, "port")
-    roots = tuple(root.absolute() for root in settings.media_roots)
-    resolved = replace(settings, port=port, media_roots=roots, model=settings.model.absolute())
-    become_vllm(resolved, check_python(python))
+    become_vllm(replace(settings, port=port), check_python(python))
