@@ -123,7 +123,16 @@ def live(settings: ServeSettings, wrap: Callable[[Any], Any] = lambda app: app) 
     if vllm_servers.python:
         with vllm_servers.lend(settings) as (port, before):
             yield Client("127.0.0.1", port, engine="vllm", before=before)
-        return
+    else:
+        with embedded(settings, wrap) as made:
+            yield made
+
+
+@contextmanager
+def embedded(
+    settings: ServeSettings, wrap: Callable[[Any], Any] = lambda app: app
+) -> Iterator[Client]:
+    """The same with the embedded engine, always."""
     listening = bind(settings.host, 0)
     server = build_server(settings)
     config = uvicorn.Config(wrap(server.app), access_log=False, log_level="warning", lifespan="on")

@@ -21,6 +21,7 @@ from sightline.inference.settings import ServeSettings
 
 python = ""
 START_S = 600
+HOOKS = Path(__file__).parent / "vllm" / "hooks"
 _servers: dict[str, Server] = {}
 
 
@@ -78,6 +79,7 @@ class Server:
 
 def start(settings: ServeSettings) -> Server:
     """A server with `settings`, the one that is there or one that begins to load."""
+    from sightline.inference.vllm_plugin import BAN
     from sightline.launch.processes import find_port
     from sightline.launch.vllm_server import vllm_command, vllm_environment
 
@@ -85,13 +87,18 @@ def start(settings: ServeSettings) -> Server:
     if name not in _servers:
         settings = replace(settings, port=find_port("127.0.0.1", 0, "port"))
         folder = Path(tempfile.mkdtemp(prefix="sightline-vllm-"))
+        words = vllm_command(settings, os.path.abspath(python))
+        # Beside our own, one that writes down what the vision tower gets.
+        words.insert(words.index(BAN) + 1, "seen_by_tower:Watch")
+        path = os.pathsep.join([str(HOOKS), *filter(None, [os.environ.get("PYTHONPATH")])])
         with open(folder / "server.log", "wb") as log:
             process = subprocess.Popen(
-                vllm_command(settings, os.path.abspath(python)),
+                words,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=vllm_environment(1),
+                cwd=folder,
+                env=vllm_environment(1) | {"PYTHONPATH": path},
             )
         _servers[name] = Server(settings, process, folder)
     return _servers[name]

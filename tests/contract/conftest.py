@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from sightline import MediaStore
-from sightline.inference.settings import ServeSettings
 from tests.contract.case import Case, Checkpoint
 from tests.contract.cases import read_cases
 
@@ -38,36 +36,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         cases = [case for case in read_cases(module) if WANTED[name](case)]
         names = [case.name for case in cases]
         metafunc.parametrize(name, cases, ids=names, indirect=True, scope="session")
-
-
-@pytest.fixture(scope="session")
-def media(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
-    """The store of the servers under test."""
-    return MediaStore(tmp_path_factory.mktemp("media"))
-
-
-@pytest.fixture(scope="session")
-def settings(tiny_model: Path, media: MediaStore) -> ServeSettings:
-    """Of the server that most tests ask."""
-    return ServeSettings(
-        model=tiny_model, media_roots=(media.root,), device="cpu", max_rows=64, max_len=4096
-    )
-
-
-@pytest.fixture(scope="session")
-def odd_settings(settings: ServeSettings) -> ServeSettings:
-    """All that is off, small or unusual, in one: some servers take a minute to start."""
-    return replace(
-        settings,
-        pixel_cache_bytes=0,
-        feature_cache_bytes=0,
-        reuse_kv=False,
-        prefill_chunk=5,
-        max_rows=2,
-        max_waiting=30,
-        max_body_bytes=20_000,
-        keep_kv_over_updates=True,
-    )
 
 
 @pytest.fixture(scope="session")
