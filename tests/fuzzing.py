@@ -116,11 +116,13 @@ class Fuzzer:
             self._send(path, data, number)
 
     def _send(self, path: str, body: bytes, number: int) -> None:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=300)
         try:
             connection.request("POST", path, body, {"content-type": "application/json"})
             answer = connection.getresponse()
             data = answer.read()
+        except OSError as error:
+            raise AssertionError((number, path, body[:2000], error)) from error
         finally:
             connection.close()
         self.statuses[answer.status] += 1

@@ -16,6 +16,7 @@ from sightline.wire import MediaItem, Slot
 from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_CHOICES = 64
+MAX_STOPS = 256
 MAX_SEED = 2**64
 # Logits divided by less, or by more, leave what float32 can tell apart.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e6
@@ -181,14 +182,16 @@ def _faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]
         yield "temperature", f"0, or {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}"
     if not 0 < params.top_p <= 1:
         yield "top_p", "more than 0, at most 1"
-    if params.top_k < -1:
-        yield "top_k", "a count; 0 or -1 is off"
+    if not -1 <= params.top_k < 2**31:
+        yield "top_k", "a count below 2**31; 0 or -1 is off"
     if not 0 <= params.min_p <= 1:
         yield "min_p", "0 to 1"
     if params.seed is not None and not 0 <= params.seed < MAX_SEED:
         yield "seed", "null, or 0 up to 2**64 - 1"
     if any(not 0 <= token < vocab_size for token in params.stop_token_ids):
         yield "stop_token_ids", f"ids below {vocab_size}"
+    if len(params.stop_token_ids) > MAX_STOPS:
+        yield "stop_token_ids", f"at most {MAX_STOPS} ids"
     if params.logprobs not in (None, 0):
         yield "logprobs", "0 for the sampled token's, or null for none"
     if params.prompt_logprobs not in (None, 0):

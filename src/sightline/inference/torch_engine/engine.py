@@ -165,6 +165,7 @@ class Engine:
         return {
             **dataclasses.asdict(self.counts),
             "busy_seconds": self.busy.seconds,
+            "steps_replayed": self.runner.num_replayed,
             **self.materializer.counts.totals(),
             "images_encoded": features.encoded,
             "feature_cache_hits": features.hits,
