@@ -102,7 +102,7 @@ def _train(args: argparse.Namespace, file: RunFile, run_dir: RunDir) -> None:
 
 
 def _serve(file: RunFile, media_root: Path, server: str, threads: int) -> None:
-    from sightline.inference.settings import MEBIBYTE, ServeSettings
+    from sightline.inference.settings import MEBIBYTE, ServeSettings, pick_pixel_threads
 
     host, _, port = server.removeprefix("http://").rpartition(":")
     wanted = file.inference
@@ -119,6 +119,7 @@ def _serve(file: RunFile, media_root: Path, server: str, threads: int) -> None:
         pixel_cache_bytes=wanted.pixel_cache_mb * MEBIBYTE,
         feature_cache_bytes=wanted.feature_cache_mb * MEBIBYTE,
         threads=threads,
+        pixel_threads=pick_pixel_threads(wanted.pixel_threads),
         overrides=file.model.overrides(),
         keep_kv_over_updates=wanted.keep_kv_over_updates,
     )

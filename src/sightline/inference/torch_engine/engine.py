@@ -86,6 +86,7 @@ class Engine:
             self._event.set,
         )
         self._inbox: deque[Request] = deque()
+        self._submitted_bytes = 0
         self._swaps: deque[_Swap] = deque()
         self._cancels: deque[Request] = deque()
         # Reentrant: a signal may call `stop` in the middle of `submit`, on the same thread.
@@ -116,21 +117,35 @@ class Engine:
         return len(self._inbox) + len(self.scheduler.waiting) + len(self.scheduler.loading)
 
     @property
+    def waiting_bytes(self) -> int:
+        return self._submitted_bytes - self.scheduler.begun_bytes
+
+    @property
     def num_running(self) -> int:
         return len(self.scheduler.running)
 
     def submit(self, requests: list[Request]) -> None:
-        if self.num_waiting + len(requests) > self._settings.max_waiting:
-            raise refusal(
-                "overloaded",
-                f"{self.num_waiting} requests wait, {self._settings.max_waiting} may",
-                "try again, or send fewer at once",
-            )
+        self._check_room(requests)
         with self._lock:
             if self._is_stopping:
                 raise _stopping()
+            for request in requests:
+                request.waiting_bytes = request.nbytes
+                self._submitted_bytes += request.waiting_bytes
             self._inbox.extend(requests)
         self._event.set()
+
+    def _check_room(self, requests: list[Request]) -> None:
+        """A request that would wait alone is always taken."""
+        most, most_bytes = self._settings.max_waiting, self._settings.max_waiting_bytes
+        more = sum(request.nbytes for request in requests)
+        if self.num_waiting + len(requests) > most:
+            full = f"{self.num_waiting} requests wait, {most} may"
+        elif self.num_waiting and self.waiting_bytes + more > most_bytes:
+            full = f"requests of {self.waiting_bytes} bytes wait, {most_bytes} may"
+        else:
+            return
+        raise refusal("overloaded", full, "try again, or send fewer at once")
 
     def cancel(self, request: Request) -> None:
         self._cancels.append(request)
@@ -176,6 +191,7 @@ class Engine:
         return {
             "running": self.num_running,
             "waiting": self.num_waiting,
+            "waiting_bytes": self.waiting_bytes,
             "rows": self.scheduler.rows.num_rows,
             "rows_free": self.scheduler.rows.num_free,
             "rows_cached": len(self.scheduler.prefixes),

@@ -49,12 +49,14 @@ def _build(client: Any, settings: ServeSettings) -> Built:
     parts = Parts.load(settings)
     family, serving = parts.family, load_serving(parts.family)
     multimodal = client.model_config.multimodal_config
+    materializer = Materializer(
+        family, parts.store, settings.pixel_cache_bytes, threads=settings.pixel_threads
+    )
+    materializer.warm()
     items = Items(
         family=family,
         serving=serving,
-        materializer=Materializer(
-            family, parts.store, settings.pixel_cache_bytes, threads=settings.pixel_threads
-        ),
+        materializer=materializer,
         pool=ThreadPoolExecutor(settings.pixel_threads, thread_name_prefix="items"),
         normalizes=bool(multimodal and multimodal.mm_device_do_normalize),
         cache=client.renderer.mm_processor_cache,

@@ -112,13 +112,7 @@ class VllmEngine:
     def submit(self, requests: list[Request]) -> None:
         if self._is_stopping:
             raise _stopping()
-        room = self._settings.max_rows + self._settings.max_waiting - len(self._live)
-        if len(requests) > room:
-            raise refusal(
-                "overloaded",
-                f"{self.num_waiting} requests wait, {self._settings.max_waiting} may",
-                "try again, or send fewer at once",
-            )
+        self._check_room(requests)
         if not self._live:
             self._began = time.time()
         for request in requests:
@@ -126,6 +120,22 @@ class VllmEngine:
             self.counts.requests += 1
             self.counts.prompt_tokens += len(request.prompt)
             request.task = self._loop.create_task(self._run(request))
+
+    def _check_room(self, requests: list[Request]) -> None:
+        """A request that would wait alone is always taken."""
+        most, most_bytes = self._settings.max_waiting, self._settings.max_waiting_bytes
+        more = sum(request.nbytes for request in requests)
+        if len(self._live) + len(requests) > self._settings.max_rows + most:
+            full = f"{self.num_waiting} requests wait, {most} may"
+        elif self.num_waiting and self.waiting_bytes + more > most_bytes:
+            full = f"requests of {self.waiting_bytes} bytes wait, {most_bytes} may"
+        else:
+            return
+        raise refusal("overloaded", full, "try again, or send fewer at once")
+
+    @property
+    def waiting_bytes(self) -> int:
+        return sum(request.nbytes for request in self._live if not request.is_running)
 
     def cancel(self, request: Request) -> None:
         self._loop.call_soon_threadsafe(self._end, request, None)
@@ -169,6 +179,7 @@ class VllmEngine:
         return {
             "running": self.num_running,
             "waiting": self.num_waiting,
+            "waiting_bytes": self.waiting_bytes,
             "pixel_cache_bytes": self._items.materializer.counts.bytes_held,
             "version": self.manifest.version,
             "vision_version": self.manifest.vision_version,

@@ -40,5 +40,11 @@ class Request:
     finish_reason: str = ""
     error: EngineError | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """What it holds in memory while it waits: its ids, and its images once decoded."""
+        shown = {slot.item.ref.digest: slot.item.ref for slot in self.slots}
+        return self.prompt.nbytes + sum(3 * ref.width * ref.height for ref in shown.values())
+
     def pixel_digests(self) -> list[str]:
         return self.digests
