@@ -38,7 +38,7 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) demo tokenizers test fuzz test-loop test-ranks test-torchvision test-adapters test-vllm smoke check format docs wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) demo demo-vllm tokenizers test fuzz test-loop test-ranks test-torchvision test-adapters test-vllm smoke check format docs wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -55,6 +55,15 @@ demo: $(STAMP) ## train a tiny model on a CPU, from nothing to a report (SEED=0)
 	$(BIN)/sightline model tiny models/tiny --seed $(SEED) --force
 	$(BIN)/sightline sft $(EXAMPLE)/warmup.toml run.seed=$(SEED)
 	$(BIN)/sightline rl $(EXAMPLE)/cpu.toml run.seed=$(SEED)
+
+demo-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the demo half way, then on with vLLM as its server
+	$(BIN)/sightline model tiny models/tiny --seed $(SEED) --force
+	$(BIN)/sightline sft $(EXAMPLE)/warmup.toml run.seed=$(SEED)
+	$(BIN)/sightline rl $(EXAMPLE)/cpu.toml run.name=half run.seed=$(SEED) run.steps=20 \
+		trainer.schedule=constant eval.tasks=64
+	rm -rf models/half
+	cp -r "$$(ls -d runs/half-* | sort | tail -1)/checkpoints/final" models/half
+	$(BIN)/sightline rl $(EXAMPLE)/vllm.toml run.seed=$(SEED)
 
 tokenizers: $(TOKENIZERS)/qwen3 $(TOKENIZERS)/qwen2_5 ## the real tokenizers that tests compare with
 

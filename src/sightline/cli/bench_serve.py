@@ -1,4 +1,4 @@
-"""`sightline bench serve`: tokens per second of the embedded engine, over HTTP.
+"""`sightline bench serve`: tokens per second of the engines, over HTTP.
 
 Rollouts of several turns, a new image each turn, greedy. The same rollouts are played by
 transformers' `generate`, one request after another, in a process of its own.
@@ -75,6 +75,10 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument(
+        "--vllm", default="", metavar="PYTHON",
+        help="also measure vLLM, served by this interpreter",
+    )  # fmt: skip
     parser.add_argument("--baseline", type=Path, help=argparse.SUPPRESS)
 
 
@@ -92,13 +96,20 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, media: Path) -> list[Line]:
     lines = [_baseline(args, media)]
-    with serving(args, media, MAX_LEN) as address:
-        for concurrency in args.concurrency:
-            lines.append(asyncio.run(_engine(args, media, address, concurrency)))
+    servers: dict[str, list[str]] = {"engine": []}
+    if args.vllm:
+        servers["vLLM"] = ["--engine", "vllm", "--python", args.vllm]
+    for name, more in servers.items():
+        with serving(args, media, MAX_LEN, more) as address:
+            for num in args.concurrency:
+                title = f"{name}, {num} at once"
+                lines.append(asyncio.run(_engine(args, media, address, num, title)))
     return lines
 
 
-async def _engine(args: argparse.Namespace, media: Path, address: str, concurrency: int) -> Line:
+async def _engine(
+    args: argparse.Namespace, media: Path, address: str, concurrency: int, title: str
+) -> Line:
     from sightline.rollout.client import GenerateClient
     from sightline.wire.generate import GenerateRequest, SamplingParams
 
@@ -110,7 +121,7 @@ async def _engine(args: argparse.Namespace, media: Path, address: str, concurren
         return (await client.generate(request)).choices[0].token_ids
 
     try:
-        return await _repeat(args, media, f"engine, {concurrency} at once", answer, concurrency)
+        return await _repeat(args, media, title, answer, concurrency)
     finally:
         await client.close()
 
@@ -153,10 +164,11 @@ def serving(
     process = start(["serve", *words], args.threads)
     try:
         assert process.stdout is not None
-        first = process.stdout.readline().split()
-        if not first:
+        # An engine that is not ours may have something to say before.
+        listening = next((line for line in process.stdout if line.startswith("serving ")), "")
+        if not listening:
             raise ProcessFailed("the server ended while it started", "see its output above")
-        yield first[-1]
+        yield listening.split()[-1]
     finally:
         process.terminate()
         process.communicate()

@@ -87,6 +87,8 @@ def vllm_environment(threads: int) -> dict[str, str]:
     # Compiling its sampler costs more than half a minute at the first request of a CPU.
     given.setdefault("TORCHDYNAMO_DISABLE", str(int(not Path("/dev/nvidia0").exists())))
     given.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # Threads tied to cores would stand in the way of trainer and workers on the same ones.
+    given.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return given | {
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
