@@ -37,13 +37,13 @@ class Server:
     def log(self) -> Path:
         return self.folder / "server.log"
 
-    def wait(self) -> None:
+    def wait(self, path: str = "/health", name: str = "status") -> None:
         deadline = time.monotonic() + START_S
         while not self.is_ready:
             assert self.process.poll() is None, self.log.read_text(errors="replace")[-6000:]
             assert time.monotonic() < deadline, self.log.read_text(errors="replace")[-6000:]
             try:
-                self.is_ready = self.call("GET", "/health")["status"] == "ok"
+                self.is_ready = bool(self.call("GET", path)[name])
             except OSError:
                 time.sleep(0.2)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.loop.jobs import EXAMPLES, sightline, summary
-
 from sightline.monitor import RunDir
+from tests.loop.jobs import EXAMPLES, sightline, summary
 
 
 def test_five_steps_of_the_demo(tmp_path: Path, python: str) -> None:

@@ -82,6 +82,7 @@ def build(
         materializer=Materializer(learner.family, store, config.trainer.pixel_cache_mb * MEGABYTE),
         limit=Cost(config.trainer.micro_batch_tokens, config.trainer.micro_batch_patches),
         max_bad_fraction=config.media.max_bad_fraction,
+        allows_unproven=config.media.allow_unproven,
         average=Average(config.trainer.loss_average, config.trainer.loss_constant),
     )
     tell = (lead.fail,) if lead is not None else ()

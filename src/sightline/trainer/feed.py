@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from sightline.errors import MediaError, Misaligned, PixelMismatch
+from sightline.errors import MediaError, Misaligned, PixelMismatch, PixelsUnproven
 from sightline.families import Family
 from sightline.pack import Average, Cost, pack
 from sightline.pixels import Materializer, Pixels
@@ -61,6 +61,8 @@ class Preparer:
     materializer: Materializer
     limit: Cost
     max_bad_fraction: float
+    allows_unproven: bool = False
+    """Whether samples train whose sampler gave no digest of its pixels."""
     average: Average = field(default_factory=Average)
 
     def prepare(self, batch: Batch, digest: str) -> ReadyBatch:
@@ -103,7 +105,7 @@ class Preparer:
         bad: Counter[str] = Counter()
         last: Exception | None = None
         for sample in batch.samples:
-            problem = _problem_of(sample, pixels, problems)
+            problem = _problem_of(sample, pixels, problems) or self._unproven(sample)
             if problem is None:
                 kept.append(sample)
             else:
@@ -117,6 +119,14 @@ class Preparer:
                 "mend the store (`sightline media verify`), or raise the budget",
             )
         return kept, bad
+
+    def _unproven(self, sample: Sample) -> PixelsUnproven | None:
+        if self.allows_unproven or all(slot.pixel_digest is not None for slot in sample.slots):
+            return None
+        return PixelsUnproven(
+            f"trace {sample.trace_id}: the sampler gave no digest of the pixels that it saw",
+            "sample with an engine that gives one, or set [media] allow_unproven = true",
+        )
 
     @staticmethod
     def _patches(packed: MicroBatch, pixels: dict[str, Pixels]) -> np.ndarray | None:

@@ -60,6 +60,7 @@ def build(config: SftFile, run_dir: RunDir) -> Parts:
             Materializer(learner.family, store, config.trainer.pixel_cache_mb * MEGABYTE),
             Cost(config.trainer.micro_batch_tokens, config.trainer.micro_batch_patches),
             max_bad_fraction=0.0,
+            allows_unproven=True,  # nobody sampled them
         ),
         events=EventLog(run_dir.metrics, "trainer"),
         config=config,
