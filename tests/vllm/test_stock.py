@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,6 @@ import numpy as np
 import pytest
 import vllm_servers
 from serving import Reference
-from test_exact import noise
 
 from sightline.errors import EngineError, MediaError
 from sightline.inference.settings import ServeSettings
@@ -75,7 +75,8 @@ def stock(address: str, media: MediaStore, reference: Reference, reads_files: bo
 
 
 def request_of(reference: Reference, media: MediaStore, seed: int = 3) -> GenerateRequest:
-    refs = [media.put(noise(6000 + i, 32 * (2 + i), 64)) for i in range(2)]
+    rng = random.Random(6000)
+    refs = [media.put(making.image(rng, 32 * (2 + i), 64)) for i in range(2)]
     rendered = reference.renderer.render([user("What is", refs[0], "and", refs[1], "?")])
     return GenerateRequest.of(
         rendered.token_ids, rendered.slots, SamplingParams(max_tokens=12, seed=seed)
