@@ -178,6 +178,13 @@ class Serving(Protocol):
     CPU_ARGUMENTS: tuple[str, ...]
     """Arguments that the engine needs on a CPU, where its kernels know less."""
 
+    def check_served(self, config: dict[str, Any], takes_updates: bool) -> None:
+        """Raises FamilyError for a checkpoint (by its config.json) that the engine cannot serve.
+
+        `takes_updates` says that a trainer will publish weights to it.
+        """
+        ...
+
     def fields(
         self, family: Any, item: MediaItem, patches: np.ndarray, normalizes: bool
     ) -> dict[str, EngineField]:

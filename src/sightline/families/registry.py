@@ -142,15 +142,17 @@ def load_forward(
     return cast(Forward, load(find_checkpoint(model, True), family, device, dtype, attention))
 
 
-def load_serving(family: Family) -> Serving:
-    """How an engine that is not ours names the family's things."""
+def load_serving(model: str | Path, family: Family, takes_updates: bool = True) -> Serving:
+    """How an engine that is not ours names the family's things, if it can serve the checkpoint."""
     try:
-        return cast(Serving, _file_of(family.name, "serving"))
+        serving = cast(Serving, _file_of(family.name, "serving"))
     except ModuleNotFoundError as error:
         raise FamilyError(
             f"the family {family.name} does not say how vLLM names its images",
             'set engine = "torch", or add serving.py to its folder: see docs/adding_a_family.md',
         ) from error
+    serving.check_served(read_config(find_checkpoint(model)), takes_updates)
+    return serving
 
 
 def write_tiny(name: str, path: Path, seed: int, **options: Any) -> None:

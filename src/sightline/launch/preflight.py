@@ -127,7 +127,7 @@ def check_fit(config: RunFile) -> None:
 def check_engine(config: RunFile, family: Family) -> None:
     """The engine is there, and can serve what the family is."""
     if config.inference.engine == "vllm":
-        load_serving(family)
+        load_serving(config.model.path, family)
         check_python(config.inference.python)
     elif config.inference.python:
         raise ConfigError(

@@ -57,7 +57,7 @@ def check_python(name: str) -> str:
 def vllm_command(settings: ServeSettings, python: str) -> list[str]:
     """The words of the command. vLLM's own console script looks for another distribution."""
     family = load_family(settings.model, **settings.overrides)
-    serving = load_serving(family)
+    serving = load_serving(settings.model, family, takes_updates=False)
     renderer = load_renderer(settings.model, MediaStore(settings.media_roots[0]), family)
     ours = {"settings": settings.to_json(), "banned": list(renderer.pad_token_ids)}
     words = [python, "-m", "vllm.entrypoints.openai.api_server"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from sightline.errors import FamilyError
 from sightline.families.protocol import EngineField
 from sightline.families.qwen_vl.vision import QwenVL
 from sightline.wire import MediaItem
@@ -11,6 +14,15 @@ from sightline.wire import MediaItem
 LIMITS = {"image": 1, "video": 0}
 VISION = ("model.visual.",)
 CPU_ARGUMENTS = ("--block-size", "32")
+
+
+def check_served(config: dict[str, Any], takes_updates: bool) -> None:
+    """Every model type of the family that shows images is one of vLLM's."""
+    if "vision_config" not in config:
+        raise FamilyError(
+            "a checkpoint without a vision tower, which was not tried with vLLM",
+            'set engine = "torch"',
+        )
 
 
 def fields(

@@ -47,7 +47,8 @@ async def build(client: Any) -> Built:
 
 def _build(client: Any, settings: ServeSettings) -> Built:
     parts = Parts.load(settings)
-    family, serving = parts.family, load_serving(parts.family)
+    family = parts.family
+    serving = load_serving(settings.model, family, takes_updates=False)
     multimodal = client.model_config.multimodal_config
     materializer = Materializer(
         family, parts.store, settings.pixel_cache_bytes, threads=settings.pixel_threads
