@@ -61,6 +61,16 @@ def test_handlers_of_vllm_are_not_reached(client: Client, path: str) -> None:
         assert (status, body) == (404, b"Not Found")
 
 
+def test_what_vllm_cannot_say_is_refused(client: Client, reference: Reference) -> None:
+    tokens = reference.renderer.render([user("Hello.")]).token_ids
+    for params, path in (
+        (SamplingParams(prompt_logprobs=0), "sampling_params.prompt_logprobs"),
+        (SamplingParams(temperature=2.5), "sampling_params.temperature"),
+    ):
+        error = client.refused(msgspec.json.encode(GenerateRequest.of(tokens, [], params)))
+        assert (error.code, error.type, error.path) == (400, "sampling", path)
+
+
 def test_an_interpreter_without_vllm_is_refused_with_the_cure(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vLLM is not installed") as caught:
         check_python(sys.executable)

@@ -209,6 +209,12 @@ class VllmEngine:
         self._done(request, error)
 
     def _check(self, request: Request) -> None:
+        if request.params.prompt_logprobs is not None:
+            raise refusal(
+                "sampling",
+                "sampling_params.prompt_logprobs: vLLM scores prompts as if no id were banned",
+                "leave it out, or score with a server of the embedded engine",
+            )
         for i, slot in enumerate(request.slots):
             if slot.length > self._max_image_tokens:
                 raise refusal(
