@@ -15,8 +15,10 @@ TOKENIZERS := build/tokenizers
 TOKENIZER_VERSION := 3.7.2
 EXAMPLE := examples/color_codeword
 SMOKE := build/smoke
-VLLM_TESTS := tests/vllm tests/contract/test_engine.py tests/contract/test_chat_door.py \
-	tests/contract/test_fuzz.py
+# The last ends a server that the others share.
+VLLM_TESTS := tests/contract/test_engine.py tests/contract/test_chat_door.py \
+	tests/contract/test_fuzz.py tests/vllm/test_exact.py tests/vllm/test_stock.py \
+	tests/vllm/test_run.py tests/vllm/test_server.py
 ADAPTERS := gymnasium verifiers openenv
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 

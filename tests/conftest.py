@@ -73,6 +73,16 @@ def odd_settings(settings: ServeSettings) -> ServeSettings:
     )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def early_start(request: pytest.FixtureRequest) -> None:
+    """Both vLLM servers begin to load with the first test, side by side."""
+    if request.config.getoption("--vllm"):
+        import vllm_servers
+
+        for name in ("settings", "odd_settings"):
+            vllm_servers.start(request.getfixturevalue(name))
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> MediaStore:
     """An empty store."""
