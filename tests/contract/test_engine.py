@@ -351,6 +351,28 @@ def test_an_update_in_the_middle_of_an_answer_gives_two_spans(
     assert fresh.get("/health")["version"] == "7"
 
 
+def test_an_update_in_the_middle_of_a_later_turn_sees_its_images_anew(
+    fresh: Client, tiny_model: Path, reference: Reference, media: MediaStore, tmp_path: Path
+) -> None:
+    """Its first images were found in the cache, and must be computed again."""
+    manifest, changed = publish(tiny_model, tmp_path, 5, 5, 1.2, reference)
+    ref = media.put(Image.new("RGB", (64, 64), (8, 2, 8)))
+    rendered = reference.renderer.render([user(ref, "What is it?" * 6)])
+    tokens, slots = rendered.token_ids, rendered.slots
+    said = fresh.generate(tokens, slots).choices[0].token_ids
+    tokens, slots = next_turn(reference.renderer, tokens, slots, said, user("And now?"))
+    before = fresh.totals()["sampled_tokens"]
+    answer = Together(fresh).generate(tokens, slots, SamplingParams(max_tokens=400, seed=1))
+    fresh.wait_for("totals", "sampled_tokens", before + 20)
+    fresh.adopt(manifest)
+    choice = answer.result().choices[0]
+    assert choice.weight_versions is not None and len(choice.weight_versions) == 2
+    logprobs = logprobs_of(answer.result())
+    for span, witness in zip(choice.weight_versions, (reference, changed), strict=True):
+        expected = witness.logprobs(tokens, choice.token_ids, slots)[span.start : span.end]
+        np.testing.assert_allclose(logprobs[span.start : span.end], expected, atol=TOLERANCE)
+
+
 def test_a_turn_after_an_update_uses_nothing_of_the_old_weights(
     fresh: Client, tiny_model: Path, reference: Reference, prompts: list[Prompt], tmp_path: Path
 ) -> None:

@@ -26,10 +26,14 @@ def register() -> None:
     It only adds a name, so that a vLLM that is not ours runs as if we were not there.
     """
     from sightline.inference.vllm_plugin.child import end_with_parent, is_of_our_server
-    from sightline.inference.vllm_plugin.symbols import WeightTransferEngineFactory
+    from sightline.inference.vllm_plugin.symbols import (
+        WeightTransferEngineFactory,
+        keep_images_with_requests,
+    )
 
     if is_of_our_server():
         end_with_parent()
+        keep_images_with_requests()
 
     try:
         WeightTransferEngineFactory.register_engine(

@@ -91,11 +91,8 @@ class Items:
             return None
         handed = []
         for key in keys:
-            if self.cache.is_cached_item(key):
-                entry: Any = None
-                self.cache.get_and_update_item(None, key)
-            else:
-                entry, _ = self.cache.get_and_update_item((made[key], []), key)
+            new = None if self.cache.is_cached_item(key) else (made[key], [])
+            entry, _ = self.cache.get_and_update_item(new, key)
             handed.append(entry)
         return handed
 

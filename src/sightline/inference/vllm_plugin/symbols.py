@@ -34,6 +34,7 @@ from vllm.multimodal.inputs import (
 )
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.core.sched import output as scheduler_output
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -87,6 +88,7 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     RequestOutput: ("outputs", "num_cached_tokens", "prompt_logprobs"),
     initialize_layerwise_reload: ("model",),
     finalize_layerwise_reload: (),
+    scheduler_output.strip_covered_mm_data: ("mm_features", "num_computed_tokens", "uses_mrope"),
 }
 
 REACHED = (
@@ -102,6 +104,17 @@ REACHED = (
 
 ERRORS = (EngineDeadError, VLLMClientError)
 DATA = (MultiModalKwargsItem, RequestOutputKind)
+
+
+def keep_images_with_requests() -> None:
+    """vLLM sends its worker no pixels of an image that its prefix cache covers. A request that must
+    be computed again after a weight update needs them, and without them the worker dies."""
+    if scheduler_output.strip_covered_mm_data is not _all_of_them:
+        scheduler_output.strip_covered_mm_data = _all_of_them
+
+
+def _all_of_them(mm_features: Any, num_computed_tokens: int, uses_mrope: bool = False) -> Any:
+    return mm_features
 
 
 def check() -> str:
