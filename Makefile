@@ -10,6 +10,7 @@ BUNDLE := build/gpu-bundle
 TORCHVISION := build/torchvision
 TOKENIZERS := build/tokenizers
 TOKENIZER_VERSION := 3.7.2
+STATIC := src/sightline/monitor/dashboard/static
 EXAMPLE := examples/color_codeword
 SMOKE := build/smoke
 ADAPTERS := gymnasium verifiers openenv
@@ -33,7 +34,7 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) demo tokenizers test test-loop test-ranks test-torchvision test-adapters smoke check format docs wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) web demo tokenizers test test-loop test-browser test-ranks test-torchvision test-adapters smoke check format docs wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -51,6 +52,12 @@ demo: $(STAMP) ## train a tiny model on a CPU, from nothing to a report (SEED=0)
 	$(BIN)/sightline sft $(EXAMPLE)/warmup.toml run.seed=$(SEED)
 	$(BIN)/sightline rl $(EXAMPLE)/cpu.toml run.seed=$(SEED)
 
+web: $(STATIC)/index.html ## the dashboard's web application (needs Node, to build only)
+
+# As the lock file says, and without the scripts of packages: none is needed.
+$(STATIC)/index.html: web/package-lock.json web/build.mjs $(wildcard web/src/* web/src/pages/*)
+	cd web && npm ci --silent --ignore-scripts --no-audit --no-fund && node build.mjs
+
 tokenizers: $(TOKENIZERS)/qwen3 $(TOKENIZERS)/qwen2_5 ## the real tokenizers that tests compare with
 
 $(TOKENIZERS)/%:
@@ -61,13 +68,16 @@ $(TOKENIZERS)/%:
 	mv $@.part $@
 
 test: $(STAMP) tokenizers ## the quick tests
-	$(BIN)/python -m pytest tests -n auto --dist worksteal -m "not gpu and not loop and not torchvision and not adapters and not ranks"
+	$(BIN)/python -m pytest tests -n auto --dist worksteal -m "not gpu and not loop and not torchvision and not adapters and not ranks and not browser"
 
 test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
 	$(BIN)/python -m pytest tests -m "loop and not gpu"
 
 test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending together
 	$(BIN)/python -m pytest tests/ranks $(if $(THOROUGH),,-m "not thorough")
+
+test-browser: $(STAMP) web ## the dashboard in a real Chromium, with 100,000 rollouts
+	$(BIN)/python -m pytest tests/browser
 
 test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
 	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/processors
@@ -120,7 +130,7 @@ format: $(STAMP) ## format the code and sort its imports
 docs: $(STAMP) ## write the pages of docs/ that are made from the code
 	$(BIN)/sightline config schema > docs/settings.md
 
-wheel: $(STAMP) ## build wheel and sdist into dist/
+wheel: $(STAMP) web ## build wheel and sdist into dist/
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 
@@ -134,7 +144,8 @@ test-wheel: wheel ## install the wheel into an empty environment and run a few s
 	"$$sightline" model tiny models/tiny; \
 	"$$sightline" sft $(EXAMPLE)/warmup.toml run.steps=3; \
 	"$$sightline" rl $(EXAMPLE)/cpu.toml run.steps=2 eval.tasks=8; \
-	ls runs/*/summary.json
+	ls runs/*/summary.json; \
+	"$(CURDIR)/$(WHEEL_VENV)/bin/python" "$(CURDIR)/tests/browser/served.py" runs
 
 gpu-bundle: $(STAMP) ## wheels that the GPU machine lacks, unpacked into build/gpu-bundle
 	rm -rf build/gpu-wheels $(BUNDLE)
@@ -145,4 +156,4 @@ gpu-bundle: $(STAMP) ## wheels that the GPU machine lacks, unpacked into build/g
 	@du -sh $(BUNDLE)
 
 clean: ## remove what `make` built; runs/ and models/ stay
-	rm -rf $(VENV) $(WHEEL_VENV) .venv-adapters-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(STATIC) web/node_modules $(VENV) $(WHEEL_VENV) .venv-adapters-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

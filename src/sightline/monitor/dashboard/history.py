@@ -10,7 +10,7 @@ from typing import Any
 from sightline.monitor.events import EventTail
 from sightline.wire.event import Event
 
-SERIES = ("step", "train", "probe")
+SERIES = ("step", "train", "probe", "sft")
 """The kinds of event that give one row of numbers a step."""
 _MOST_NOTES = 200
 

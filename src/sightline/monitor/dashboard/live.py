@@ -1,6 +1,6 @@
 """Tells browsers that a run has moved, over server-sent events; they then ask for what is new.
 
-    run directories --refresh, each second--> Watch --"moved"--> every open page
+run directories --refresh, each second--> Watch --"moved"--> every open page
 """
 
 from __future__ import annotations

@@ -60,7 +60,9 @@ def _say(values: dict[str, Any]) -> str:
 def _logs(run: RunView) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(run.run_dir.logs) as entries:
-            return [e for e in entries if e.name.endswith(".log") and e.is_file(follow_symlinks=False)]
+            return [
+                e for e in entries if e.name.endswith(".log") and e.is_file(follow_symlinks=False)
+            ]
     except OSError:
         return []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import tomllib
 from functools import cached_property
@@ -139,6 +140,9 @@ class RunView:
         summary = self._summary()
         if summary is not None:
             return "stopped" if summary.get("stopped_by") else "finished"
+        sft = self.history.newest("sft")
+        if sft and self.history.last_step >= sft.get("steps_total", math.inf):
+            return "finished"
         if time.time() - self._last_sign() < SILENT_AFTER_S:
             return "live"
         return "silent"
@@ -174,6 +178,7 @@ class RunView:
 
     def overview(self) -> dict[str, Any]:
         newest, trained = self.history.newest("step"), self.history.newest("train")
+        newest = newest or self.history.newest("sft")
         with self.index.reads() as connection:
             num = connection.execute("SELECT count(*) FROM rollouts").fetchone()[0]
             shown = connection.execute("SELECT count(*) FROM images").fetchone()[0]

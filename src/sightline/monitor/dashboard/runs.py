@@ -23,7 +23,8 @@ class Runs:
         for path in self._given:
             if not path.is_dir():
                 raise ConfigError(
-                    f"there is no folder {path}", "name run directories, or a folder that holds some"
+                    f"there is no folder {path}",
+                    "name run directories, or a folder that holds some",
                 )
         self._views: dict[Path, RunView] = {}
         self._lock = threading.Lock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from typing import Annotated, Any
 
@@ -24,7 +24,12 @@ from sightline.monitor.dashboard.run import RunView
 from sightline.monitor.dashboard.runs import Runs
 
 PAGES = ("", "rollouts", "rollout", "mismatch", "images", "image", "processes", "settings")
-TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
 NOT_BUILT = "The web application is not built. Run `make web`, which needs Node, once."
 FOREVER = "private, max-age=31536000, immutable"
 """What is named by its digest never changes."""
@@ -54,7 +59,7 @@ def build_app(runs: Runs, token: str | None = None) -> FastAPI:
     """Without a token, only requests by a loopback name are answered."""
     dashboard = Dashboard(runs)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=dashboard.lifespan)
-    for path, answer in (
+    routes: list[tuple[str, Callable[..., Any]]] = [
         ("/api/runs", dashboard.runs_),
         ("/api/live", dashboard.live),
         ("/api/metrics", dashboard.metrics),
@@ -72,7 +77,8 @@ def build_app(runs: Runs, token: str | None = None) -> FastAPI:
         ("/thumb/{run}/{digest}", dashboard.thumb),
         ("/static/{name}", dashboard.static),
         *((f"/{page}", dashboard.page) for page in PAGES),
-    ):
+    ]
+    for path, answer in routes:
         app.add_api_route(path, answer, methods=["GET"], response_model=None)
     app.add_exception_handler(HTTPException, _plain_error)
     app.add_exception_handler(SightlineError, _our_error)
@@ -145,9 +151,7 @@ class Dashboard:
         with view.index.reads() as connection:
             found = queries.mismatch(connection, step_from, step_to, fresh)
         for token in found["worst"]:
-            token["text"] = (
-                view.tokenizer.decode([token["token_id"]]) if view.tokenizer else None
-            )
+            token["text"] = view.tokenizer.decode([token["token_id"]]) if view.tokenizer else None
         return _json(found)
 
     # --- rollouts
@@ -251,6 +255,8 @@ async def _plain_error(request: Request, error: Exception) -> Response:
 
 async def _our_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, SightlineError)
-    status = 404 if isinstance(error, MediaMissing) else 415 if isinstance(error, MediaError) else 500
+    status = (
+        404 if isinstance(error, MediaMissing) else 415 if isinstance(error, MediaError) else 500
+    )
     body = msgspec.json.encode({"problem": error.problem, "fix": error.fix})
     return Response(body, status, media_type="application/json")
