@@ -45,6 +45,8 @@ function connect() {
   live.source.onerror = () => {
     live.connected = false;
     for (const listener of live.listeners) listener({ ...live });
+    // A browser tries again by itself, unless it was answered by an error.
+    if (live.source.readyState === EventSource.CLOSED) setTimeout(connect, 2000);
   };
 }
 

@@ -48,11 +48,11 @@ function useTheme() {
   }, []);
   const shown = theme === "auto" ? (dark ? "dark" : "light") : theme;
   document.documentElement.dataset.theme = shown;
-  const next = () => {
-    const wanted = { auto: "light", light: "dark", dark: "auto" }[theme];
+  const next = () => set((now) => {
+    const wanted = { auto: "light", light: "dark", dark: "auto" }[now];
     localStorage.setItem("theme", wanted);
-    set(wanted);
-  };
+    return wanted;
+  });
   return { theme, shown, next };
 }
 

@@ -111,7 +111,9 @@ function Rollout({ run, rollout, query }) {
 
 function pretty(text) {
   try {
-    return JSON.stringify(JSON.parse(text), null, 2);
+    const read = JSON.parse(text);
+    const line = JSON.stringify(read);
+    return line.length < 90 ? line : JSON.stringify(read, null, 2);
   } catch {
     return text;
   }

@@ -147,7 +147,7 @@ export function RolloutTable({ run, filters, page, revision }) {
                 <td class={`num ${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : ""}`}>{fixed(row.advantage)}</td>
                 <td class="num">{short(row.kl)}</td>
                 <td class="num">{row.lag ?? "–"}</td>
-                <td class="num">{row.turns}{row.branches > 1 && <small title="branches"> ⑂{row.branches}</small>}</td>
+                <td class="num">{row.turns}{row.branches > 1 && <small title="branches"> /{row.branches}</small>}</td>
                 <td class="num">{whole(row.tokens)}</td>
                 <td class="answer">{row.answer}</td>
               </tr>

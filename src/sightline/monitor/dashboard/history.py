@@ -31,11 +31,14 @@ class History:
         self.probe: Event | None = None
         """The newest."""
 
-    @property
-    def problems(self) -> list[str]:
-        num = self._tail.num_foreign
-        found = [f"metrics.jsonl: {num} lines that are no events are left out"] if num else []
-        return [*found, *(["metrics.jsonl ends in a torn line"] if self._tail.is_torn else [])]
+    def problems(self, is_live: bool) -> list[str]:
+        """What of the file is no event. While a run is live its last line may be half written."""
+        found = []
+        if num := self._tail.num_foreign:
+            found.append(f"metrics.jsonl: {num} lines that are no events are left out")
+        if self._tail.is_torn and not is_live:
+            found.append("metrics.jsonl ends in a torn line, which is left out")
+        return found
 
     def read(self) -> bool:
         """Takes in what was appended; whether there was anything."""

@@ -166,8 +166,7 @@ class RunView:
         found = [] if self.settings else ["config.toml is missing, or cannot be read"]
         if not self.run_dir.metrics.is_file():
             found.append("metrics.jsonl is missing")
-        if self.state != "live":
-            found += self.history.problems
+        found += self.history.problems(self.state == "live")
         with self.index.reads() as connection:
             found += queries.problems(connection)
         if self.missing:

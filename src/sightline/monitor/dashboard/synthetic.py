@@ -33,9 +33,11 @@ from sightline.wire.score import StepScores
 
 T0 = 1_790_000_000.0
 WORDS = (
-    "the page shows a red blue green button field menu list row and I click scroll type search "
-    "open close it is at top bottom left right of table total price order confirm cancel done"
-).split()
+    "the", "page", "shows", "a", "red", "blue", "green", "button", "field", "menu", "list", "row",
+    "and", "I", "click", "scroll", "type", "search", "open", "close", "it", "is", "at", "top",
+    "bottom", "left", "right", "of", "table", "total", "price", "order", "confirm", "cancel",
+    "done",
+)  # fmt: skip
 SIZES = ((320, 208), (416, 240), (240, 320), (640, 400))
 FACTOR = 16
 """Pixels of a token, along each side."""
@@ -89,7 +91,9 @@ def _picture(chance: random.Random, number: int) -> Image.Image:
     draw.text((8, 8), f"shop / {number}", fill="white")
     for i in range(chance.randrange(3, 8)):
         top = 38 + i * 24
-        draw.rectangle((10, top, width - 10 - chance.randrange(100), top + 16), fill=(228, 230, 234))
+        draw.rectangle(
+            (10, top, width - 10 - chance.randrange(100), top + 16), fill=(228, 230, 234)
+        )
         draw.text((14, top + 2), " ".join(chance.choices(WORDS, k=4)), fill=(60, 60, 60))
     left, top = chance.randrange(width - 70), chance.randrange(30, height - 24)
     draw.rounded_rectangle((left, top, left + 60, top + 20), 4, fill=hue)
@@ -112,9 +116,7 @@ def _conversation(chance: random.Random, refs: list[MediaRef]) -> list[Node]:
     return nodes
 
 
-def _asked(
-    chance: random.Random, nodes: list[Node], parent: int, ref: MediaRef, turn: int
-) -> Node:
+def _asked(chance: random.Random, nodes: list[Node], parent: int, ref: MediaRef, turn: int) -> Node:
     words = chance.choices(range(len(WORDS)), k=8)
     rows, columns = ref.height // FACTOR, ref.width // FACTOR
     item = MediaItem(ref=ref, family="synthetic", grid=(1, 2 * rows, 2 * columns), fingerprint="f")
@@ -196,7 +198,15 @@ def _rollout(
     group = (step - 1) * (size.rollouts_per_step // size.group_size) + number // size.group_size
     reward = round(min(1.0, max(0.0, chance.gauss(skill, 0.25))), 3)
     luck = chance.random()
-    verdict = "broken" if luck < 0.01 else "stale" if luck < 0.02 else "no_signal" if luck < 0.1 else "train"
+    verdict = (
+        "broken"
+        if luck < 0.01
+        else "stale"
+        if luck < 0.02
+        else "no_signal"
+        if luck < 0.1
+        else "train"
+    )
     began = T0 + 20 * step
     return (
         Trace(
@@ -240,7 +250,12 @@ def _scores(step: int, traces: list[Trace]) -> StepScores:
 
 
 def _write_events(
-    run_dir: RunDir, step: int, size: Size, traces: list[Trace], skill: float, totals: dict[str, int]
+    run_dir: RunDir,
+    step: int,
+    size: Size,
+    traces: list[Trace],
+    skill: float,
+    totals: dict[str, int],
 ) -> None:
     rewards = [trace.reward for trace in traces if trace.reward is not None]
     shown = NUM_TURNS * size.rollouts_per_step
