@@ -92,6 +92,10 @@ class Keeper:
             "train", ready.step, **metrics, seconds=seconds, busy=list(busy), bad=ready.bad,
             pixels=counts,
         )  # fmt: skip
+        if (probe := stepped.probe) is not None:
+            self.events.write(
+                "probe", ready.step, **asdict(probe), is_blind=probe.is_blind, words=probe.words
+            )
         self.announce(metrics)
 
     def announce(self, metrics: dict[str, float | None] | None = None) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from sightline.compute.attention import pattern_of
-from sightline.compute.logprobs import chunked_log_softmax
+from sightline.compute.logprobs import chosen_logprobs, chunked_log_softmax
 from sightline.config import Trainer
 from sightline.errors import Misaligned
 from sightline.families import Family, Forward
@@ -23,6 +23,7 @@ from sightline.trainer import loss as losses
 from sightline.trainer.checks import check_micro_batch
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
 from sightline.trainer.optimizer import lr_scale, set_learning_rate
+from sightline.trainer.probe import Probe, probe
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import Ranks
 from sightline.trainer.shard import Whole, gather_to_lead, sum_over_ranks, whole_tensor
@@ -47,6 +48,8 @@ class Stepped:
 
     metrics: dict[str, float | None]
     scores: StepScores
+    probe: Probe | None = None
+    """Whether the model looks, where this step asked."""
 
 
 def hidden_of(
@@ -118,6 +121,8 @@ class Learner:
     """Around the sharded model; None where one rank holds all of it."""
     reference_whole: Whole | None = None
     pulse: Pulse = field(default_factory=Pulse)
+    probe_every: int = 0
+    """Steps between two looks at whether the model looks; 0 is never."""
     banned: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -135,13 +140,38 @@ class Learner:
             sums["all_tokens"] += len(micro_batch.batch.token_ids)
             if len(micro_batch.batch.trained) or self.ranks.size > 1:
                 scored.append((micro_batch.batch, self._backward(micro_batch, ready.step, sums)))
+        looked = self._probe(ready)
         self.pulse.mark(f"the update of step {ready.step}")
         norm = self.update(ready.step)
         metrics = self._metrics(ready, sum_over_ranks(sums, self.ranks.size))
         metrics["grad_norm"] = norm
         metrics["compute_s"] = time.monotonic() - began
         everyone = gather_to_lead(scored, self.ranks)
-        return Stepped(metrics, _scores(ready.step, [one for rank in everyone for one in rank]))
+        scores = _scores(ready.step, [one for rank in everyone for one in rank])
+        return Stepped(metrics, scores, looked)
+
+    def _probe(self, ready: ReadyBatch) -> Probe | None:
+        """Scores the first micro-batch that can tell, before the update; on one rank only, for
+        ranks would have to agree on it."""
+        if not self.probe_every or ready.step % self.probe_every or self.ranks.size > 1:
+            return None
+        for number, micro_batch in enumerate(ready.micro_batches, start=1):
+            self.pulse.mark(f"the probe of step {ready.step}, micro-batch {number}")
+            if (found := probe(micro_batch, self.score)) is not None:
+                return found
+        return None
+
+    def score(self, ready: ReadyMicroBatch) -> np.ndarray:
+        """The logprobs (S,) of the trained tokens."""
+        batch = ready.batch
+        with torch.no_grad():
+            hidden = hidden_of(self.forward, ready, self.family, self.device)
+            tokens = _tensor(batch.token_ids.numpy()[batch.trained.numpy()], self.device).long()
+            return (
+                chosen_logprobs(self.forward, hidden, tokens, self.banned, batch.temperature)
+                .cpu()
+                .numpy()
+            )
 
     def _backward(self, ready: ReadyMicroBatch, step: int, sums: dict[str, float]) -> np.ndarray:
         total, chosen = _within(self.whole, self._beside_reference, ready, step, sums)
