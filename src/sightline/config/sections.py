@@ -144,7 +144,7 @@ class Orchestrator(Section):
     probe_every: int = Field(
         0,
         ge=0,
-        description="Every so many steps measure mismatch, on a group of lag 0, and blindness; 0 is never.",
+        description="Every so many steps measure mismatch at lag 0, and blindness; 0 is never.",
     )
     max_replaced: float = Field(
         1.0,

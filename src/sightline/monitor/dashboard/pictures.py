@@ -29,12 +29,13 @@ class Thumbs:
         side = max(16, min(side, MAX_SIDE))
         found = self._made.find((digest, side))
         if found is None:
-            found = _small(store, digest, side)
+            found = small(store, digest, side)
             self._made.set((digest, side), found)
         return found
 
 
-def _small(store: MediaStore, digest: str, side: int) -> tuple[bytes, str]:
+def small(store: MediaStore, digest: str, side: int) -> tuple[bytes, str]:
+    """A copy of at most `side` pixels along each side; small files as they are."""
     data, mime = whole(store, digest)
     ref = store.find(digest)
     if max(ref.width, ref.height) <= side and len(data) <= 16_384:
