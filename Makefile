@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 SEED ?= 0
+DEMO ?= runs/color_codeword-001
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -34,7 +35,7 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) web demo tokenizers test test-loop test-browser test-ranks test-torchvision test-adapters smoke check format docs wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) web demo tokenizers test test-loop test-browser test-ranks test-torchvision test-adapters smoke check format docs screenshots wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -76,8 +77,8 @@ test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
 test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending together
 	$(BIN)/python -m pytest tests/ranks $(if $(THOROUGH),,-m "not thorough")
 
-test-browser: $(STAMP) web ## the dashboard in a real Chromium, with 100,000 rollouts
-	$(BIN)/python -m pytest tests/browser
+test-browser: $(STAMP) web ## runs as people see them: in Chromium, in a notebook, in sinks
+	$(BIN)/python -m pytest tests/browser tests/unit/monitor -m browser
 
 test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
 	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/processors
@@ -126,6 +127,9 @@ check: $(STAMP) ## formatter, linter, type checker and the architecture test
 format: $(STAMP) ## format the code and sort its imports
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+screenshots: $(STAMP) web ## docs/screens, of a run of the demo (DEMO=runs/color_codeword-001) and a synthetic one
+	$(BIN)/python docs/screenshots.py $(DEMO) build/many/synthetic-001
 
 docs: $(STAMP) ## write the pages of docs/ that are made from the code
 	$(BIN)/sightline config schema > docs/settings.md

@@ -10,6 +10,7 @@ from __future__ import annotations
 from sightline.config.files import RunFile, SftFile, check_resume, settings
 from sightline.config.inference import Inference
 from sightline.config.load import check, dump, load
+from sightline.config.monitor import Monitor
 from sightline.config.section import FREE, Section
 from sightline.config.sections import (
     MIX,
@@ -36,6 +37,7 @@ __all__ = [
     "MIX",
     "Media",
     "Model",
+    "Monitor",
     "Orchestrator",
     "Rollout",
     "Run",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sightline.config.inference import Inference
+from sightline.config.monitor import Monitor
 from sightline.config.section import Section
 from sightline.config.sections import (
     Env,
@@ -35,6 +36,7 @@ class RunFile(Section):
     trainer: Trainer = Trainer()
     inference: Inference = Inference()
     eval: Eval = Eval()
+    monitor: Monitor = Monitor()
 
 
 class SftFile(Section):

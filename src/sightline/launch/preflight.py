@@ -15,6 +15,7 @@ from sightline.inference.settings import turns_line
 from sightline.launch.processes import find_port, num_cores, share_threads
 from sightline.media import MediaStore
 from sightline.monitor import RunDir
+from sightline.monitor.sinks.follow import check_sinks
 
 STATES_PER_CHECKPOINT = 3
 """Weights and the two moments of AdamW."""
@@ -121,6 +122,7 @@ def check_fit(config: RunFile) -> None:
 
 def check_run(config: RunFile, run_dir: RunDir) -> Family:
     family = check_model(config.model, config.env)
+    check_sinks(config.monitor.sinks)
     share_threads(config, num_cores())
     check_fit(config)
     find_port(config.inference.host, config.inference.port, "[inference] port")

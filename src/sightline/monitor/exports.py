@@ -39,7 +39,7 @@ def export_run(
     store = RunView("export", run_dir).store
     for file in files:
         name = f"{file.stem}.parquet"
-        verdicts = _verdicts(run_dir, file.stem)
+        verdicts = verdicts_of(run_dir, file.stem)
         if to is None:
             yield (
                 name,
@@ -54,7 +54,7 @@ def export_run(
         yield name, found
 
 
-def _verdicts(run_dir: RunDir, stem: str) -> dict[str, str]:
+def verdicts_of(run_dir: RunDir, stem: str) -> dict[str, str]:
     """By rollout; the last line of a step holds."""
     found: dict[str, str] = {}
     for line in read_lines(run_dir.verdicts):

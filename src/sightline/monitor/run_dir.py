@@ -77,6 +77,10 @@ class RunDir:
         return self.path / "samples"
 
     @property
+    def sinks(self) -> Path:
+        return self.path / "sinks"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

@@ -21,7 +21,7 @@ NOISE = 10.0
 FLOOR = 1e-9
 """Mean change of a logprob that no arithmetic can tell from none."""
 HARDLY = 1e-3
-"""Below it the model hardly looks: probabilities change by less than a thousandth."""
+"""Below this change the model hardly looks: a probability moves by less than a thousandth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,11 @@ class Probe:
                 f"Blind: exchanging the images changes nothing about {self.tokens} sampled tokens. "
                 "The pixels do not reach the model; training on them teaches it to guess."
             )
-        change = f"probabilities of {self.tokens} sampled tokens by {100 * self.change:.2g}%"
-        if self.change < HARDLY:
-            return f"The model hardly looks: exchanging the images changes {change} on average."
-        return f"The model looks: exchanging the images changes {change} on average."
+        looks = "hardly looks" if self.change < HARDLY else "looks"
+        return (
+            f"The model {looks}: exchanging the images moves the logprobs of {self.tokens} sampled "
+            f"tokens by {self.change:.2g} on average."
+        )
 
 
 def exchange(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | None:

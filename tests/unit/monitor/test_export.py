@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -63,6 +65,25 @@ def test_duckdb_opens_it(run_dir: RunDir) -> None:
         f"SELECT count(*), max(octet_length(images[1].bytes)) FROM '{file}'"
     ).fetchall()
     assert count == 20 and width > 100
+
+
+@pytest.mark.browser
+def test_datasets_opens_it_with_images(run_dir: RunDir, tmp_path: Path) -> None:
+    list(export_run(run_dir, [1]))
+    script = (
+        "import sys, datasets\n"
+        "rows = datasets.Dataset.from_parquet(sys.argv[1], cache_dir=sys.argv[2])\n"
+        "assert isinstance(rows.features['images'].feature, datasets.Image), rows.features\n"
+        "print(rows.num_rows, rows[0]['images'][0].size)"
+    )
+    file = run_dir.samples / "step_000001.parquet"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(file), str(tmp_path)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    first = next(read_traces(run_dir.traces_of(1))).nodes[0].slots[0].item.ref
+    assert done.stdout.splitlines()[-1] == f"20 ({first.width}, {first.height})"
 
 
 def test_the_file_says_which_column_holds_images(run_dir: RunDir) -> None:

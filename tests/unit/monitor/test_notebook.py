@@ -79,6 +79,7 @@ print(json.dumps([[list(o.get("data", {})) for o in c.get("outputs", [])] for c 
 """
 
 
+@pytest.mark.browser
 def test_the_example_notebook_runs_from_its_first_cell_to_its_last(run_dir: RunDir) -> None:
     done = subprocess.run(
         [sys.executable, "-c", EXECUTE, str(NOTEBOOK)],

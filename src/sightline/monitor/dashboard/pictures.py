@@ -34,6 +34,15 @@ class Thumbs:
         return found
 
 
+def png(store: MediaStore, digest: str, side: int) -> tuple[bytes, int, int]:
+    """A copy of at most `side` pixels along each side, with its width and height."""
+    image = store.image(store.find(digest)).convert("RGB")
+    image.thumbnail((side, side))
+    made = io.BytesIO()
+    image.save(made, format="PNG")
+    return made.getvalue(), image.width, image.height
+
+
 def small(store: MediaStore, digest: str, side: int) -> tuple[bytes, str]:
     """A copy of at most `side` pixels along each side; small files as they are."""
     data, mime = whole(store, digest)

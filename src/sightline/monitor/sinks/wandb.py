@@ -1,0 +1,49 @@
+"""Weights & Biases, online or offline; needs the package `wandb`."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from sightline.monitor.sinks.protocol import Sample
+
+
+class Wandb:
+    def __init__(self, folder: Path, name: str, offline: bool) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        self._run: Any = wandb.init(
+            project="sightline",
+            name=name,
+            id=name,
+            resume="allow",
+            dir=str(folder),
+            mode="offline" if offline else "online",
+        )
+        # Events of two processes interleave, and a step may be replayed: ours is a metric.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def numbers(self, step: int, values: dict[str, float]) -> None:
+        self._run.log({name.replace(".", "/"): v for name, v in values.items()} | {"step": step})
+
+    def samples(self, step: int, samples: list[Sample]) -> None:
+        from PIL import Image
+
+        most = max((len(sample.thumbs) for sample in samples), default=0)
+        columns = ["rollout", "verdict", "reward", "text", *(f"image {i}" for i in range(most))]
+        table = self._wandb.Table(columns=columns)
+        for s in samples:
+            images = [self._wandb.Image(Image.open(io.BytesIO(t.data))) for t in s.thumbs]
+            images += [None] * (most - len(images))
+            table.add_data(s.trace_id, s.verdict, s.reward, s.text, *images)
+        self._run.log({"samples": table, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def build(folder: Path, name: str, offline: bool) -> Wandb:
+    return Wandb(folder, name, offline)
