@@ -69,19 +69,23 @@ def main() -> None:
         subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True) as server,
         sync_playwright() as playwright,
     ):
-        assert server.stdout is not None
-        address = server.stdout.readline().strip().rstrip("/")
-        browser = playwright.chromium.launch(executable_path=get_chromium(), args=["--no-sandbox"])
-        for name, (theme, path) in shots(args.demo.name, args.many.name).items():
-            page = browser.new_page(viewport=SIZE, color_scheme=theme)  # type: ignore[arg-type]
-            page.goto(address + path)
-            page.locator("main h1").wait_for()
-            page.wait_for_load_state("load")
-            page.wait_for_timeout(4000)
-            save(page, name)
-            page.close()
-        browser.close()
-        server.terminate()
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().strip().rstrip("/")
+            browser = playwright.chromium.launch(
+                executable_path=get_chromium(), args=["--no-sandbox"]
+            )
+            for name, (theme, path) in shots(args.demo.name, args.many.name).items():
+                page = browser.new_page(viewport=SIZE, color_scheme=theme)  # type: ignore[arg-type]
+                page.set_default_timeout(120_000)
+                page.goto(address + path)
+                page.locator("main h1").wait_for()
+                page.wait_for_timeout(4000)
+                save(page, name)
+                page.close()
+            browser.close()
+        finally:
+            server.terminate()
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from sightline.wire.exposition import exposition
+
 if TYPE_CHECKING:
     from sightline.inference.torch_engine.engine import Engine
-
-PREFIX = "sightline_"
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -72,12 +72,8 @@ def stats(engine: Engine, since: float) -> Stats:
 
 
 def prometheus(engine: Engine) -> str:
-    lines: list[str] = []
-    for kind, suffix, values in (
-        ("counter", "_total", totals(engine)),
-        ("gauge", "", now(engine)),
-    ):
-        for name, value in values.items():
-            full = f"{PREFIX}{name}{suffix}"
-            lines += [f"# TYPE {full} {kind}", f"{full} {value:.17g}"]
-    return "\n".join(lines) + "\n"
+    return exposition(
+        (kind, name, {}, value)
+        for kind, values in (("counter", totals(engine)), ("gauge", now(engine)))
+        for name, value in values.items()
+    )

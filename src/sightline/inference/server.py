@@ -24,6 +24,7 @@ from sightline.inference import metrics
 from sightline.inference.door import Checked, Door
 from sightline.inference.errors import answer, refusal, typed
 from sightline.inference.scores import prompt_entries
+from sightline.wire.exposition import CONTENT_TYPE
 from sightline.wire.generate import (
     AdoptRequest,
     Choice,
@@ -202,7 +203,7 @@ class Server:
         )
 
     async def _metrics(self, http: Request) -> Response:
-        return Response(metrics.prometheus(self.engine), media_type="text/plain; version=0.0.4")
+        return Response(metrics.prometheus(self.engine), media_type=CONTENT_TYPE)
 
 
 def _answered(checked: Checked, requests: list[EngineRequest]) -> Response:

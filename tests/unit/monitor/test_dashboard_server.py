@@ -133,6 +133,15 @@ def test_a_log_is_read_from_its_end(client: TestClient) -> None:
     assert before["end"] == tail["start"] and before["text"].startswith("first\n")
 
 
+def test_prometheus_scrapes_the_newest_numbers(client: TestClient) -> None:
+    text = client.get("/metrics").text
+    assert 'sightline_run_step{run="synthetic"} 2\n' in text
+    assert "# TYPE sightline_run_reward gauge\n" in text
+    names = [line.split("{")[0] for line in text.splitlines() if not line.startswith("#")]
+    types = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert sorted(set(names)) == sorted(types)
+
+
 def test_only_reading_is_answered(client: TestClient) -> None:
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         assert client.request(method, "/api/runs").status_code == 405

@@ -151,14 +151,13 @@ def test_wandb_keeps_an_offline_run(run_dir: RunDir, tmp_path: Path) -> None:
     (folder,) = (run_dir.sinks / "wandb").glob("offline-run-*")
     (log,) = folder.glob("*.wandb")
     assert log.stat().st_size > 1000
+    pictures = list((folder / "files" / "media" / "images").rglob("*.png"))
+    assert NUM_SAMPLES <= len(pictures) <= 2 * NUM_SAMPLES * NUM_THUMBS
     tables = sorted((folder / "files" / "media" / "table").rglob("samples_*.json"))
     assert len(tables) == 2
     for table in tables:
         found = json.loads(table.read_text())
         assert len(found["data"]) == NUM_SAMPLES
-        for row in found["data"]:
-            pictures = [cell for cell in row if isinstance(cell, dict)]
-            assert pictures and all(cell["_type"] == "image-file" for cell in pictures)
 
 
 @pytest.mark.browser

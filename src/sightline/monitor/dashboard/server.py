@@ -22,6 +22,7 @@ from sightline.monitor.dashboard.access import Access
 from sightline.monitor.dashboard.live import Watch
 from sightline.monitor.dashboard.run import RunView
 from sightline.monitor.dashboard.runs import Runs
+from sightline.wire.exposition import CONTENT_TYPE, exposition
 
 PAGES = ("", "rollouts", "rollout", "mismatch", "images", "image", "processes", "settings")
 TYPES = {
@@ -73,6 +74,7 @@ def build_app(runs: Runs, token: str | None = None) -> FastAPI:
         ("/api/processes", dashboard.processes),
         ("/api/log", dashboard.log),
         ("/api/settings", dashboard.settings),
+        ("/metrics", dashboard.prometheus),
         ("/media/{run}/{digest}", dashboard.media),
         ("/thumb/{run}/{digest}", dashboard.thumb),
         ("/static/{name}", dashboard.static),
@@ -153,6 +155,19 @@ class Dashboard:
         for token in found["worst"]:
             token["text"] = view.tokenizer.decode([token["token_id"]]) if view.tokenizer else None
         return _json(found)
+
+    def prometheus(self) -> Response:
+        """The newest numbers of every run."""
+        numbers = [
+            ("gauge", f"run_{name}", {"run": view.key}, value)
+            for view in self._runs.all()
+            for kind in ("step", "train")
+            for name, value in view.history.newest(kind).items()
+        ]
+        steps = [
+            ("gauge", "run_step", {"run": v.key}, v.history.last_step) for v in self._runs.all()
+        ]
+        return Response(exposition([*steps, *numbers]), media_type=CONTENT_TYPE)
 
     # --- rollouts
 

@@ -32,14 +32,15 @@ class Wandb:
     def samples(self, step: int, samples: list[Sample]) -> None:
         from PIL import Image
 
-        most = max((len(sample.thumbs) for sample in samples), default=0)
-        columns = ["rollout", "verdict", "reward", "text", *(f"image {i}" for i in range(most))]
-        table = self._wandb.Table(columns=columns)
+        table = self._wandb.Table(columns=["rollout", "verdict", "reward", "text"])
+        pictures = []
         for s in samples:
-            images = [self._wandb.Image(Image.open(io.BytesIO(t.data))) for t in s.thumbs]
-            images += [None] * (most - len(images))
-            table.add_data(s.trace_id, s.verdict, s.reward, s.text, *images)
-        self._run.log({"samples": table, "step": step})
+            table.add_data(s.trace_id, s.verdict, s.reward, s.text)
+            for thumb in s.thumbs:
+                shown = Image.open(io.BytesIO(thumb.data))
+                pictures.append(self._wandb.Image(shown, caption=f"{s.trace_id}, {s.reward}"))
+        # Beside the table: inside one an offline run keeps only their names.
+        self._run.log({"samples": table, "images": pictures, "step": step})
 
     def close(self) -> None:
         self._run.finish()
