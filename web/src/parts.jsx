@@ -59,7 +59,7 @@ export function Problems({ list }) {
   if (!list?.length) return null;
   return (
     <details class="problems" open={list.length < 4}>
-      <summary>{list.length === 1 ? "1 thing" : `${list.length} things`} could not be read</summary>
+      <summary>{list.length === 1 ? "1 thing is" : `${list.length} things are`} missing, or could not be read</summary>
       <ul>{list.map((problem) => <li key={problem}>{problem}</li>)}</ul>
     </details>
   );

@@ -42,7 +42,7 @@ function summaryWords(dimensions) {
     const top = enough.reduce((a, b) => (b.kl > a.kl ? b : a));
     const low = enough.reduce((a, b) => (b.kl < a.kl ? b : a));
     if (top.kl > 4 * Math.max(low.kl, 1e-300)) {
-      parts.push(`${TITLES[dimension][0].replace("By ", "")}: ${named(dimension, top.bucket)} has ${short(top.kl)}, ${named(dimension, low.bucket)} ${short(low.kl)}.`);
+      parts.push(`${TITLES[dimension][0]} (${TITLES[dimension][1]}) it differs: ${short(top.kl)} at ${named(dimension, top.bucket)}, ${short(low.kl)} at ${named(dimension, low.bucket)}.`);
     }
   }
   return parts.join(" ");

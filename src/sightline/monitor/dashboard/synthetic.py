@@ -128,7 +128,7 @@ def _asked(chance: random.Random, nodes: list[Node], parent: int, ref: MediaRef,
         message=user(ref, text if turn else f"Find the product and order it: {text}."),
         token_ids=int32(ids),
         sampled_start=len(ids),
-        slots=(NodeSlot(1, rows * columns, item, f"{hash(ref.digest) & 0xFFFFFFFF:032x}"),),
+        slots=(NodeSlot(1, rows * columns, item, ref.digest[:32]),),
     )
 
 

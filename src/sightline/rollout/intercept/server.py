@@ -40,7 +40,7 @@ from sightline.rollout.intercept.refusal import (
     UNKNOWN_KEY,
     Refusal,
 )
-from sightline.wire.exposition import CONTENT_TYPE, exposition
+from sightline.wire.exposition import CONTENT_TYPE, Labelled, exposition
 
 MAX_BODY_BYTES = 1 << 28
 """A history of hundreds of screenshots, each in base64."""
@@ -136,7 +136,9 @@ class Interception:
 
     async def _metrics(self, http: web.Request) -> web.Response:
         """Counts only, so that no key is asked for."""
-        counts = [("counter", name, {}, float(n)) for name, n in asdict(self.counts).items()]
+        counts: list[Labelled] = [
+            ("counter", name, {}, float(n)) for name, n in asdict(self.counts).items()
+        ]
         text = exposition([*counts, ("gauge", "agent_rollouts", {}, float(len(self._guests)))])
         return web.Response(body=text.encode(), headers={"content-type": CONTENT_TYPE})
 
