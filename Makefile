@@ -4,6 +4,7 @@ PYTHON ?= python3
 SEED ?= 0
 FUZZ ?= 10000
 KILLS ?= 5
+DEMO ?= runs/color_codeword-001
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -14,6 +15,7 @@ BUNDLE := build/gpu-bundle
 TORCHVISION := build/torchvision
 TOKENIZERS := build/tokenizers
 TOKENIZER_VERSION := 3.7.2
+STATIC := src/sightline/monitor/dashboard/static
 EXAMPLE := examples/color_codeword
 SMOKE := build/smoke
 # The last ends a server that the others share.
@@ -41,7 +43,7 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) demo demo-vllm tokenizers test fuzz test-loop test-ranks chaos test-torchvision test-adapters test-vllm smoke check format docs wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) web demo demo-vllm tokenizers test fuzz test-loop test-browser test-ranks chaos test-torchvision test-adapters test-vllm smoke check format docs screenshots wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -68,6 +70,12 @@ demo-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the demo half way, then on with v
 	cp -r "$$(ls -d runs/half-* | sort | tail -1)/checkpoints/final" models/half
 	$(BIN)/sightline rl $(EXAMPLE)/vllm.toml run.seed=$(SEED)
 
+web: $(STATIC)/index.html ## the dashboard's web application (needs Node, to build only)
+
+# As the lock file says, and without the scripts of packages: none is needed.
+$(STATIC)/index.html: web/package-lock.json web/build.mjs $(wildcard web/src/* web/src/pages/*)
+	cd web && npm ci --silent --ignore-scripts --no-audit --no-fund && node build.mjs
+
 tokenizers: $(TOKENIZERS)/qwen3 $(TOKENIZERS)/qwen2_5 ## the real tokenizers that tests compare with
 
 $(TOKENIZERS)/%:
@@ -78,7 +86,7 @@ $(TOKENIZERS)/%:
 	mv $@.part $@
 
 test: $(STAMP) tokenizers ## the quick tests
-	$(BIN)/python -m pytest tests -n auto --dist worksteal -m "not gpu and not loop and not torchvision and not adapters and not ranks and not vllm"
+	$(BIN)/python -m pytest tests -n auto --dist worksteal -m "not gpu and not loop and not torchvision and not adapters and not ranks and not vllm and not browser"
 
 fuzz: $(STAMP) ## 10,000 mutated requests at an inference server (FUZZ=10000)
 	FUZZ=$(FUZZ) $(BIN)/python -m pytest -s tests/contract/test_fuzz.py
@@ -91,6 +99,9 @@ test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending tog
 
 chaos: $(STAMP) ## SIGKILL at seeded moments of a run on 2 ranks (KILLS=5 SEED=0)
 	$(BIN)/python bench/chaos.py --kills $(KILLS) --seed $(SEED)
+
+test-browser: $(STAMP) web ## runs as people see them: in Chromium, in a notebook, in sinks
+	$(BIN)/python -m pytest tests/browser tests/unit/monitor -m browser
 
 test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
 	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/processors
@@ -160,10 +171,13 @@ format: $(STAMP) ## format the code and sort its imports
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+screenshots: $(STAMP) web ## docs/screens, of a run of the demo (DEMO=runs/color_codeword-001) and a synthetic one
+	$(BIN)/python docs/screenshots.py $(DEMO) build/many/synthetic-001
+
 docs: $(STAMP) ## write the pages of docs/ that are made from the code
 	$(BIN)/sightline config schema > docs/settings.md
 
-wheel: $(STAMP) ## build wheel and sdist into dist/
+wheel: $(STAMP) web ## build wheel and sdist into dist/
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 
@@ -177,7 +191,8 @@ test-wheel: wheel ## install the wheel into an empty environment and run a few s
 	"$$sightline" model tiny models/tiny; \
 	"$$sightline" sft $(EXAMPLE)/warmup.toml run.steps=3; \
 	"$$sightline" rl $(EXAMPLE)/cpu.toml run.steps=2 eval.tasks=8; \
-	ls runs/*/summary.json
+	ls runs/*/summary.json; \
+	"$(CURDIR)/$(WHEEL_VENV)/bin/python" "$(CURDIR)/tests/browser/served.py" runs
 
 gpu-bundle: $(STAMP) ## wheels that the GPU machine lacks, unpacked into build/gpu-bundle
 	rm -rf build/gpu-wheels $(BUNDLE)
@@ -188,4 +203,4 @@ gpu-bundle: $(STAMP) ## wheels that the GPU machine lacks, unpacked into build/g
 	@du -sh $(BUNDLE)
 
 clean: ## remove what `make` built; runs/ and models/ stay
-	rm -rf $(VENV) $(WHEEL_VENV) $(VLLM_VENV) .venv-adapters-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(STATIC) web/node_modules $(VENV) $(WHEEL_VENV) $(VLLM_VENV) .venv-adapters-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -41,7 +41,7 @@ ROWS = (
     ("cli",),
 )
 ROW_OF = {room: number for number, row in enumerate(ROWS) for room in row}
-LAST_PUBLIC_ROW = ROW_OF["envs"]
+LAST_PUBLIC_ROW = ROW_OF["monitor"]
 """`sightline/__init__.py` shows names from here upwards."""
 
 TORCH_ADDRESSES = (

@@ -38,7 +38,7 @@ def test_every_dependency_of_the_package_has_an_upper_bound() -> None:
 def test_the_tested_versions_are_plain() -> None:
     for name, version in constraints().items():
         assert name == canonicalize_name(name)
-        assert re.fullmatch(r"[0-9]+(\.[0-9]+)*(\.post[0-9]+)?", version), name
+        assert re.fullmatch(r"[0-9]+(\.[0-9]+)*(b[0-9]+|\.post[0-9]+)?", version), name
 
 
 def test_the_tested_versions_fit_the_ranges() -> None:

@@ -3,6 +3,11 @@
 The public names. Importing this loads neither torch nor transformers.
 """
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from sightline.envs import Chat, Environment
 from sightline.errors import (
     ConfigError,
@@ -23,6 +28,9 @@ from sightline.families import load_family, load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.trace import Trace
 from sightline.wire import MediaItem
+
+if TYPE_CHECKING:
+    from sightline.monitor.notebook import Run
 
 __version__ = "0.1.0"
 
@@ -48,4 +56,12 @@ __all__ = [
     "Trace",
     "load_family",
     "load_renderer",
+    "open_run",
 ]
+
+
+def open_run(path: str | Path) -> Run:
+    """The run in a run directory, for a notebook: metrics, rollouts, traces, images."""
+    from sightline.monitor import notebook
+
+    return notebook.open_run(path)

@@ -21,6 +21,7 @@
     ├── Truncated                 a rollout was cut short: no room, or no turns, left
     ├── NothingTrains             batch after batch without a trainable sample
     ├── ResumeRefused             a run that cannot go on exactly
+    ├── UploadFailed              a store refused a file, or did not take it in several tries
     ├── DiskFull                  the disk cannot hold what the run will write
     └── ProcessFailed             a process of the run died; names it and its last words
 
@@ -156,6 +157,10 @@ class NothingTrains(SightlineError):
 
 class ResumeRefused(SightlineError):
     """A run that cannot go on exactly as it began."""
+
+
+class UploadFailed(SightlineError):
+    """An upload was refused, or failed again and again."""
 
 
 class DiskFull(SightlineError):

@@ -11,6 +11,7 @@ from sightline.config.files import AnyRun, RunFile, SftFile, check_resume, secti
 from sightline.config.inference import Inference
 from sightline.config.load import check, dump, load
 from sightline.config.lora import Lora
+from sightline.config.monitor import Monitor
 from sightline.config.section import FREE, Section
 from sightline.config.sections import (
     MIX,
@@ -41,6 +42,7 @@ __all__ = [
     "MIX",
     "Media",
     "Model",
+    "Monitor",
     "Orchestrator",
     "Rollout",
     "Run",

@@ -9,6 +9,7 @@ from pydantic import model_validator
 
 from sightline.config.inference import Inference
 from sightline.config.lora import Lora
+from sightline.config.monitor import Monitor
 from sightline.config.section import Section
 from sightline.config.sections import (
     Data,
@@ -51,6 +52,7 @@ class RunFile(_Training):
     orchestrator: Orchestrator = Orchestrator()
     inference: Inference = Inference()
     eval: Eval = Eval()
+    monitor: Monitor = Monitor()
 
 
 class SftFile(_Training):

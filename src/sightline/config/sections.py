@@ -154,7 +154,9 @@ class Orchestrator(Section):
         "rollout", description="One advantage a rollout, or one a turn (Outcome.per_turn)."
     )
     probe_every: int = Field(
-        0, ge=0, description="Every so many steps wait for a group of lag 0; 0 is never."
+        0,
+        ge=0,
+        description="Every so many steps measure mismatch at lag 0, and blindness; 0 is never.",
     )
     max_replaced: float = Field(
         1.0,

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from sightline.wire.exposition import exposition
+
 if TYPE_CHECKING:
     from sightline.inference.engine import Engine
-
-PREFIX = "sightline_"
 
 
 class Stats(msgspec.Struct, frozen=True):
@@ -38,12 +38,8 @@ def stats(engine: Engine, since: float) -> Stats:
 
 
 def prometheus(engine: Engine) -> str:
-    lines: list[str] = []
-    for kind, suffix, values in (
-        ("counter", "_total", engine.totals()),
-        ("gauge", "", engine.now()),
-    ):
-        for name, value in values.items():
-            full = f"{PREFIX}{name}{suffix}"
-            lines += [f"# TYPE {full} {kind}", f"{full} {value:.17g}"]
-    return "\n".join(lines) + "\n"
+    return exposition(
+        (kind, name, {}, value)
+        for kind, values in (("counter", engine.totals()), ("gauge", engine.now()))
+        for name, value in values.items()
+    )

@@ -26,6 +26,7 @@ from sightline.inference.chat_door import CLIENT_CLOSED, ChatDoor
 from sightline.inference.door import Checked, Door
 from sightline.inference.errors import answer, refusal, typed
 from sightline.inference.scores import prompt_entries
+from sightline.wire.exposition import CONTENT_TYPE
 from sightline.wire.generate import (
     AdoptRequest,
     Choice,
@@ -200,7 +201,7 @@ class Server:
         )
 
     async def _metrics(self, http: Request) -> Response:
-        return Response(metrics.prometheus(self.engine), media_type="text/plain; version=0.0.4")
+        return Response(metrics.prometheus(self.engine), media_type=CONTENT_TYPE)
 
 
 def _answered(checked: Checked, requests: Sequence[EngineRequest]) -> GenerateResponse:

@@ -24,6 +24,7 @@ from sightline.launch.processes import (
     share_threads,
     watch,
 )
+from sightline.launch.sinks import SinkProcess
 from sightline.launch.workers import Workers, memory_limit, resolve_workers
 from sightline.monitor import EventLog, RunDir
 from sightline.monitor.console import LiveView
@@ -130,7 +131,7 @@ def _run(config: RunFile, run_dir: RunDir, plain: bool) -> RunDir:
     )
     view = LiveView(run_dir, plain)
     try:
-        with Signals() as signals:
+        with SinkProcess(config.monitor, run_dir), Signals() as signals:
             for spec in specs:
                 processes.start(spec)
             stopped = watch(processes, LEADER, view.update, signals, workers.tend)

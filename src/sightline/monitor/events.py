@@ -36,6 +36,10 @@ class EventTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
+        self.num_foreign = 0
+        """Whole lines that are no events."""
+        self.is_torn = False
+        """Whether the file ends inside a line: it is being written, or its writer was killed."""
 
     def read(self) -> list[Event]:
         try:
@@ -46,7 +50,11 @@ class EventTail:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return list(_events(whole.splitlines()))
+        self.is_torn = len(data) > len(whole)
+        lines = whole.splitlines()
+        events = list(_events(lines))
+        self.num_foreign += len(lines) - len(events)
+        return events
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -41,7 +41,7 @@ SIGNATURES = (
     b"GIF89a", b"iVBORw0KGgo", b"/9j/4AAQSkZJRg",
 )  # fmt: skip
 """How the files of images begin, the last two in base64; long enough not to occur by chance."""
-FOR_PEOPLE = {"media", "report", "samples"}
+FOR_PEOPLE = {"media", "report", "samples", "sinks", "view"}
 """The folders of a run in which images are meant to be."""
 
 

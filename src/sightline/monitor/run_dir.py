@@ -63,6 +63,24 @@ class RunDir:
         return self.path / "ledger.jsonl"
 
     @property
+    def verdicts(self) -> Path:
+        """What became of each rollout, a line a step; the last line of a step holds."""
+        return self.path / "verdicts.jsonl"
+
+    @property
+    def view(self) -> Path:
+        """What the dashboard has indexed. It can be removed at any time, and is made again."""
+        return self.path / "view"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def sinks(self) -> Path:
+        return self.path / "sinks"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

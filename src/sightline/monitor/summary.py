@@ -45,6 +45,10 @@ def build_summary(events: Iterable[Event], **extra: Any) -> dict[str, Any]:
     }
     if (swapped := swapped_metric(final)) is not None:
         summary["reward_swapped"] = swapped
+    if probes := [event.values for event in events if event.kind == "probe"]:
+        blind = sum(bool(values.get("is_blind")) for values in probes)
+        summary["probes"] = {"looked": len(probes) - blind, "blind": blind}
+        summary["probe"] = str(probes[-1].get("words", ""))
     for name, values in (("eval_start", start), ("eval_final", final)):
         if parts := numbers_of(values, "parts"):
             summary[name] = parts
@@ -137,6 +141,8 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if "reward_swapped" in summary:
         swapped = spell.fixed(number("reward_swapped"), 3)
         rows.append(("with swapped images", f"{swapped} after"))
+    if summary.get("probe"):
+        rows.append(("images exchanged", str(summary["probe"])))
     if (exact := find_number(numbers_of(summary, "eval_final"), "exact")) is not None:
         rows.append(("exact answers", f"{spell.fixed(exact, 3)} after"))
     rows += [

@@ -34,7 +34,7 @@ class Watcher(Protocol):
 
     def saw(self, step: int, group: Group, judged: Judged) -> None: ...
 
-    def settle(self, collected: Collected) -> None: ...
+    def settle(self, step: int, collected: Collected) -> None: ...
 
     def stepped(self, step: int, collected: Collected) -> None: ...
 
@@ -90,7 +90,7 @@ async def run(parts: Parts, steps: range) -> None:
     for step in steps:
         parts.check_room()
         collected = await _collect(parts, step)
-        parts.watcher.settle(collected)
+        parts.watcher.settle(step, collected)
         announce = parts.books.write_step(
             Batch(step, collected.samples),
             collected.traces,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from sightline.orchestrator.loop import Collected
 from sightline.orchestrator.policy import Policy
 from sightline.orchestrator.progress import Books, is_bad_media
 from sightline.orchestrator.rollouts import Rollouts
+from sightline.wire.file import append_line
 
 
 @dataclass
@@ -40,6 +42,8 @@ class StepSums:
     truncated: int = 0
     tokens: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
+    judged: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """The ids of the rollouts of each verdict."""
 
 
 @dataclass
@@ -59,6 +63,7 @@ class StepWatcher:
     def saw(self, step: int, group: Group, judged: Judged) -> None:
         count(self.sums.verdicts, judged)
         for trace, verdict in judged.verdicts:
+            self.sums.judged[verdict].append(trace.id)
             self.sums.tokens += trace.num_sampled
             self.sums.truncated += is_truncated(trace)
             if verdict == BROKEN:
@@ -77,7 +82,7 @@ class StepWatcher:
                 for name, value in trace.rewards.items():
                     self.sums.parts[name] += value
 
-    def settle(self, collected: Collected) -> None:
+    def settle(self, step: int, collected: Collected) -> None:
         """Takes a step into the books. What a step that is cut short has seen is played again,
         and is not in them."""
         bad = [trace for trace in collected.traces if is_bad_media(trace)]
@@ -88,6 +93,8 @@ class StepWatcher:
                 f"{bad[-1].error}",
                 "mend the store (`sightline media verify`), or raise the budget",
             )
+        line = {"step": step, "verdicts": self.sums.judged}
+        append_line(self.books.run_dir.verdicts, json.dumps(line, separators=(",", ":")).encode())
         self.books.verdicts.update(self.sums.verdicts)
         for trace in collected.traces:
             self.books.count(trace)

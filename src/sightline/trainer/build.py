@@ -142,6 +142,7 @@ def build(
     preparer = build_preparer(config.media, config.trainer, learner.family, store)
     tell = (lead.fail,) if lead is not None else ()
     learner.pulse = Pulse(config.trainer.stuck_after_s, *tell)
+    learner.probe_every = config.orchestrator.probe_every
     keeper = Keeper(
         run_dir=run_dir,
         learner=learner,

@@ -97,6 +97,10 @@ class Keeper:
         )  # fmt: skip
         for lost in ready.dropped:
             self.events.write("bad_media", ready.step, **asdict(lost))
+        if (probe := stepped.probe) is not None:
+            self.events.write(
+                "probe", ready.step, **asdict(probe), is_blind=probe.is_blind, words=probe.words
+            )
         self.announce(metrics)
 
     def announce(self, metrics: dict[str, float | None] | None = None) -> None:

@@ -23,6 +23,7 @@ from sightline.trainer import loss as losses
 from sightline.trainer.checks import check_features, check_micro_batch, check_patches
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
 from sightline.trainer.optimizer import lr_scale, set_learning_rate
+from sightline.trainer.probe import Probe, probe
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import Ranks
 from sightline.trainer.score import Scored, Scorer
@@ -50,6 +51,8 @@ class Stepped:
     scores: StepScores
     seconds: dict[str, float]
     """Of its parts: forward, backward, optimizer."""
+    probe: Probe | None = None
+    """Whether the model looks, where this step asked."""
 
 
 class Laps:
@@ -134,6 +137,8 @@ class Learner:
     pulse: Pulse = field(default_factory=Pulse)
     imitates: bool = False
     """Supervised: the tokens are to be said, whoever said them first."""
+    probe_every: int = 0
+    """Steps between two looks at whether the model looks; 0 is never."""
     banned: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -154,6 +159,7 @@ class Learner:
                 scored.append(
                     (micro_batch.batch, self._backward(micro_batch, ready.step, sums, laps))
                 )
+        looked = self._probe(ready)
         self.pulse.mark(f"the update of step {ready.step}")
         norm = self.update(ready.step)
         metrics = self._metrics(ready, sum_over_ranks(sums, self.ranks.size))
@@ -162,7 +168,26 @@ class Learner:
         metrics["compute_s"] = time.monotonic() - began
         everyone = gather_to_lead(scored, self.ranks)
         scores = _scores(ready.step, [one for rank in everyone for one in rank])
-        return Stepped(metrics, scores, laps.seconds)
+        return Stepped(metrics, scores, laps.seconds, looked)
+
+    def _probe(self, ready: ReadyBatch) -> Probe | None:
+        """Scores the first micro-batch that can tell, before the update; on one rank only, for
+        ranks would have to agree on it."""
+        if not self.probe_every or ready.step % self.probe_every or self.ranks.size > 1:
+            return None
+        for number, micro_batch in enumerate(ready.micro_batches, start=1):
+            self.pulse.mark(f"the probe of step {ready.step}, micro-batch {number}")
+            if (found := probe(micro_batch, self.score)) is not None:
+                return found
+        return None
+
+    def score(self, ready: ReadyMicroBatch) -> np.ndarray:
+        """The logprobs (S,) of the trained tokens; nothing is learnt."""
+        with torch.no_grad():
+            logprobs = self.within(self._logprobs, ready)
+        if self.whole is not None:
+            self.whole.reshard()  # without a backward pass nothing else does
+        return logprobs.cpu().numpy()
 
     @torch.no_grad()
     def evaluate(self, ready: ReadyBatch) -> tuple[float, float]:

@@ -96,7 +96,7 @@ class World:
     def saw(self, step: int, group: Group, judged: Judged) -> None:
         self.lags += judged.lags
 
-    def settle(self, collected: Collected) -> None:
+    def settle(self, step: int, collected: Collected) -> None:
         for trace in collected.traces:
             self.books.count(trace)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -12,8 +13,9 @@ from sightline.monitor.summary import build_summary
 from sightline.orchestrator.loop import Parts
 from sightline.orchestrator.progress import Books
 from sightline.orchestrator.watch import StepWatcher
-from sightline.trace import decode, encode
+from sightline.trace import decode, encode, read_traces
 from sightline.wire.control import Play, Played
+from sightline.wire.file import read_lines
 from tests.unit.orchestrator.test_loop import World, play
 
 NUM_ROLLOUTS = 6
@@ -56,6 +58,11 @@ def test_forked_turns_by_reason_and_refusals_are_metrics(tmp_path: Path) -> None
         {"diverged": NUM_ROLLOUTS * k, "tools_changed": 2 * NUM_ROLLOUTS * k} for k in (1, 2, 3)
     ]
     assert [event.values["door_errors"] for event in steps] == [6, 12, 18]
+    lines = [json.loads(line) for line in read_lines(run_dir.verdicts)]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        ids = sorted(name for names in line["verdicts"].values() for name in names)
+        assert ids == sorted(t.id for t in read_traces(run_dir.traces_of(line["step"])))
     assert Books.open(run_dir).progress.forks == steps[-1].values["forks"]
     summary = build_summary(read_events(run_dir.metrics))
     assert summary["forks"] == {"diverged": 18, "tools_changed": 36}

@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
@@ -41,6 +41,7 @@ from sightline.rollout.dialect.refusal import (
     Refusal,
 )
 from sightline.trace.recognise import call_id
+from sightline.wire.exposition import CONTENT_TYPE, Labelled, exposition
 
 MAX_BODY_BYTES = 1 << 28
 """A history of hundreds of screenshots, each in base64."""
@@ -124,6 +125,7 @@ class Interception:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         # An agent that hangs up never sees the answer, so that it is not sampled to the end.
         self._runner = web.AppRunner(
@@ -137,6 +139,14 @@ class Interception:
 
     async def _unknown(self, http: web.Request) -> web.Response:
         return _refused(NO_SUCH_ROUTE)
+
+    async def _metrics(self, http: web.Request) -> web.Response:
+        """Counts only, so that no key is asked for."""
+        counts: list[Labelled] = [
+            ("counter", name, {}, float(n)) for name, n in asdict(self.counts).items()
+        ]
+        text = exposition([*counts, ("gauge", "agent_rollouts", {}, float(len(self._guests)))])
+        return web.Response(body=text.encode(), headers={"content-type": CONTENT_TYPE})
 
     async def _models(self, http: web.Request) -> web.Response:
         if self._guest(http) is None:

@@ -1,0 +1,92 @@
+"""Makes the pictures of docs/screens: `make screenshots DEMO=runs/color_codeword-001`.
+
+From a real run of the demo, and from a synthetic run of 100,000 rollouts, which is written to
+build/ first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+from sightline.envs.chromium import get_chromium
+from sightline.monitor import RunDir
+from sightline.monitor.dashboard.run import RunView
+from sightline.monitor.dashboard.synthetic import write_run
+
+SIZE = {"width": 1280, "height": 800}
+FOLDER = Path(__file__).parent / "screens"
+MOST_BYTES = 150_000
+
+
+def shots(demo: str, many: str) -> dict[str, tuple[str, str]]:
+    """Theme and address of each picture."""
+    return {
+        "overview": ("light", f"/?runs={demo}&smooth=5"),
+        "overview_dark": ("dark", f"/?runs={demo},{many}&smooth=5"),
+        "rollouts": ("light", f"/rollouts?run={demo}"),
+        "rollouts_100k": ("light", f"/rollouts?run={many}&page=1000"),
+        "rollout": ("light", f"/rollout?run={demo}&file=step_000005.msgpack&number=3"),
+        "rollout_dark": (
+            "dark",
+            f"/rollout?run={many}&file=step_000200.msgpack&number=6&colour=kl",
+        ),
+        "mismatch": ("light", f"/mismatch?run={many}"),
+        "images": ("light", f"/images?run={demo}"),
+        "images_100k": ("dark", f"/images?run={many}"),
+        "processes": ("light", f"/processes?run={demo}"),
+        "settings": ("light", f"/settings?runs={demo},{many}"),
+    }
+
+
+def save(page: Page, name: str) -> None:
+    picture = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    small = picture.quantize(200, dither=Image.Dither.NONE)
+    small.save(FOLDER / f"{name}.png", optimize=True)
+    size = (FOLDER / f"{name}.png").stat().st_size
+    assert size < MOST_BYTES, f"{name}.png has {size} bytes"
+    print(f"{name}.png {size:,} bytes")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("demo", type=Path, help="a run of `make demo`")
+    parser.add_argument("many", type=Path, help="where the synthetic run is, or will be")
+    args = parser.parse_args()
+    FOLDER.mkdir(exist_ok=True)
+    if not args.many.is_dir():
+        write_run(args.many)
+    view = RunView("many", RunDir(args.many))
+    view.refresh_all()
+    command = [sys.executable, "-m", "sightline", "view", str(args.demo), str(args.many)]
+    with (
+        subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True) as server,
+        sync_playwright() as playwright,
+    ):
+        try:
+            assert server.stdout is not None
+            address = server.stdout.readline().strip().rstrip("/")
+            browser = playwright.chromium.launch(
+                executable_path=get_chromium(), args=["--no-sandbox"]
+            )
+            for name, (theme, path) in shots(args.demo.name, args.many.name).items():
+                page = browser.new_page(viewport=SIZE, color_scheme=theme)  # type: ignore[arg-type]
+                page.set_default_timeout(120_000)
+                page.goto(address + path)
+                page.locator("main h1").wait_for()
+                page.wait_for_timeout(4000)
+                save(page, name)
+                page.close()
+            browser.close()
+        finally:
+            server.terminate()
+
+
+if __name__ == "__main__":
+    main()

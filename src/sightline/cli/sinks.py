@@ -1,0 +1,58 @@
+"""`sightline sinks`: feeds the numbers and samples of a run to TensorBoard, W&B or trackio."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "sinks",
+        help="feed a run to TensorBoard, W&B or trackio",
+        description="Reads a run directory, live or finished, and feeds sinks. A run file with "
+        "[monitor] sinks starts this by itself. Ends when all is read; with --follow when the "
+        "run ends, or at a signal.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument(
+        "--to", action="append", required=True, metavar="SINK",
+        help="tensorboard, wandb or trackio; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--samples-every", type=int, default=10, metavar="N", help="0 is never")
+    parser.add_argument("--offline", action="store_true", help="W&B without its server")
+    parser.add_argument("--follow", action="store_true", help="go on until the run ends")
+    parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    import os
+    import signal
+    import threading
+
+    from sightline.errors import ConfigError
+    from sightline.monitor import RunDir
+    from sightline.monitor.dashboard.run import RunView
+    from sightline.monitor.dashboard.runs import is_run
+    from sightline.monitor.sinks.follow import builders, check_sinks, follow
+
+    if not is_run(args.run_dir):
+        raise ConfigError(f"{args.run_dir} is no run directory", "name the folder of a run")
+    check_sinks(args.to)
+    run_dir = RunDir(args.run_dir)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    view = RunView("sinks", run_dir)
+
+    def is_over() -> bool:
+        if args.parent:
+            return stop.is_set() or os.getppid() != args.parent
+        return stop.is_set() or not args.follow or view.state != "live"
+
+    feeders = follow(run_dir, builders(args.to, run_dir, args.offline), args.samples_every, is_over)
+    for feeder in feeders:
+        lost = f", {feeder.lost} entries lost" if feeder.lost else ""
+        print(f"{feeder.name}: {feeder.problem or 'fed'}{lost}", flush=True)
+    # Threads of a sink that hangs are left where they are.
+    os._exit(1 if any(feeder.problem for feeder in feeders) else 0)

@@ -1,0 +1,29 @@
+"""`sightline view`: the dashboard of runs, in a browser."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "view",
+        help="show runs in a browser",
+        description="Serves a dashboard of run directories, live or finished. It answers this "
+        "machine only, unless --host names another address: then the printed link has a token.",
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN",
+        help="a run directory, or a folder that holds some",
+    )  # fmt: skip
+    parser.add_argument("--host", default="127.0.0.1", help="the address to bind (%(default)s)")
+    parser.add_argument("--port", type=int, default=8700, help="0 takes a free one (%(default)s)")
+    parser.add_argument("--token", help="the token to ask for, in place of one made up")
+
+
+def run(args: argparse.Namespace) -> int:
+    from sightline.monitor.dashboard.serve import serve
+
+    serve(args.runs, args.host, args.port, args.token)
+    return 0

@@ -1,0 +1,53 @@
+"""The process that feeds a run's sinks. The run does without it, whatever becomes of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import TracebackType
+
+from sightline.config import Monitor
+from sightline.monitor import RunDir
+from sightline.monitor.sinks.follow import CLOSE_WITHIN_S
+
+GRACE_S = 5.0
+
+
+class SinkProcess:
+    """Started beside the processes of a run, and not among those that it is watched for."""
+
+    def __init__(self, config: Monitor, run_dir: RunDir) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._words = [sys.executable, "-m", "sightline", "sinks", str(run_dir.path)]
+        self._words += [word for name in config.sinks for word in ("--to", name)]
+        self._words += ["--samples-every", str(config.samples_every)]
+        self._words += ["--parent", str(os.getpid()), "--follow"]
+        self._words += ["--offline"] if config.offline else []
+        self._log = run_dir.logs / "sinks.log"
+        self._wanted = bool(config.sinks)
+
+    def __enter__(self) -> SinkProcess:
+        if self._wanted:
+            with open(self._log, "ab") as log:
+                self._process = subprocess.Popen(
+                    self._words, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )  # fmt: skip
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Lets it read to the end; one that does not end is ended."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(CLOSE_WITHIN_S + GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

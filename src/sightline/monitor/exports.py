@@ -1,0 +1,67 @@
+"""Exports the steps of a run, into its own folder or to an address."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from sightline.errors import ConfigError
+from sightline.monitor.dashboard.run import RunView
+from sightline.monitor.dashboard.runs import is_run
+from sightline.monitor.export import MAX_ROLLOUT_BYTES, Exported, export_step
+from sightline.monitor.run_dir import RunDir
+from sightline.monitor.upload import address_of, upload
+from sightline.wire.file import read_lines
+
+
+def export_run(
+    run_dir: RunDir,
+    steps: list[int] | None = None,
+    to: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    max_rollout_bytes: int = MAX_ROLLOUT_BYTES,
+) -> Iterator[tuple[str, Exported]]:
+    """Name and counts of each file that was written or uploaded, as it is done."""
+    if not is_run(run_dir.path):
+        raise ConfigError(f"{run_dir.path} is no run directory", "name the folder of a run")
+    files = sorted(run_dir.traces.glob("step_*.msgpack"))
+    if steps:
+        files = [run_dir.traces_of(step) for step in steps]
+        for file in files:
+            if not file.is_file():
+                raise ConfigError(f"there is no {file}", "name a step that has traces")
+    if to is not None and len(files) > 1 and address_of(to, "x") == to:
+        raise ConfigError(
+            f"{len(files)} files and one address", "name one --step, or end the address in a slash"
+        )
+    store = RunView("export", run_dir).store
+    for file in files:
+        name = f"{file.stem}.parquet"
+        verdicts = verdicts_of(run_dir, file.stem)
+        if to is None:
+            yield (
+                name,
+                export_step(file, run_dir.samples / name, store, verdicts, max_rollout_bytes),
+            )
+            continue
+        # Removed however the upload ends.
+        with tempfile.TemporaryDirectory(prefix="sightline-export-") as scratch:
+            target = Path(scratch) / name
+            found = export_step(file, target, store, verdicts, max_rollout_bytes)
+            upload(target, address_of(to, name), headers)
+        yield name, found
+
+
+def verdicts_of(run_dir: RunDir, stem: str) -> dict[str, str]:
+    """By rollout; the last line of a step holds."""
+    found: dict[str, str] = {}
+    for line in read_lines(run_dir.verdicts):
+        try:
+            step = json.loads(line)
+            if f"step_{step['step']:06d}" == stem:
+                found = {name: v for v, names in step["verdicts"].items() for name in names}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            continue
+    return found

@@ -1,0 +1,110 @@
+"""Does the model look? The same tokens are scored again with images exchanged.
+
+A model that trains blind (pixels dropped on some wire, a tower that is not connected) answers a
+picture that it was not shown exactly as it answers its own, while loss and reward look normal.
+Only images of one grid are exchanged, so that tokens and positions stay as they are.
+
+Letters: S trained tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from sightline.trainer.feed import ReadyMicroBatch
+
+NOISE = 10.0
+"""An effect below so many times that of scoring twice is none."""
+FLOOR = 1e-9
+"""Mean change of a logprob that no arithmetic can tell from none."""
+HARDLY = 1e-3
+"""Below this change the model hardly looks: a probability moves by less than a thousandth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    tokens: int
+    """Trained tokens behind an image that was exchanged."""
+    exchanged_kl: float
+    """Mean r - 1 - log r of them, with exchanged images against their own."""
+    same_kl: float
+    """The same for scoring them twice with their own images."""
+    change: float
+    """Mean |difference of logprobs| when images are exchanged."""
+    noise: float
+    """Mean |difference of logprobs| when nothing is."""
+
+    @property
+    def is_blind(self) -> bool:
+        return self.change <= max(NOISE * self.noise, FLOOR)
+
+    @property
+    def words(self) -> str:
+        if self.is_blind:
+            return (
+                f"Blind: exchanging the images changes nothing about {self.tokens} sampled tokens. "
+                "The pixels do not reach the model; training on them teaches it to guess."
+            )
+        looks = "hardly looks" if self.change < HARDLY else "looks"
+        return (
+            f"The model {looks}: exchanging the images moves the logprobs of {self.tokens} sampled "
+            f"tokens by {self.change:.2g} on average."
+        )
+
+
+def exchange(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | None:
+    """The micro-batch with images of one grid exchanged in a circle, and which images changed.
+
+    None where no two distinct images have the same grid.
+    """
+    if ready.patches is None:
+        return None
+    grids = [entry.item.grid for entry in ready.batch.items]
+    sizes = [int(np.prod(grid)) for grid in grids]
+    starts = np.cumsum([0, *sizes])
+    donors = list(range(len(grids)))
+    for grid in set(grids):
+        places = [i for i, other in enumerate(grids) if other == grid]
+        for place, donor in zip(places, [*places[1:], places[0]], strict=True):
+            donors[place] = donor
+    moved = np.array([donor != place for place, donor in enumerate(donors)])
+    if not moved.any():
+        return None
+    rows = np.concatenate([np.arange(starts[d], starts[d] + sizes[d]) for d in donors])
+    return replace(ready, patches=ready.patches[rows]), moved
+
+
+def behind(ready: ReadyMicroBatch, moved: np.ndarray) -> np.ndarray:
+    """(S,): whether a trained token may attend to an image that was exchanged."""
+    batch = ready.batch
+    sees = np.zeros(len(batch.token_ids), dtype=bool)
+    ends = batch.subtree_end.numpy()
+    for slot in batch.slots:
+        if moved[slot.item]:
+            last = slot.offset + slot.length - 1
+            sees[last + 1 : ends[last]] = True
+    return sees[batch.trained.numpy()]
+
+
+def probe(ready: ReadyMicroBatch, score: Callable[[ReadyMicroBatch], np.ndarray]) -> Probe | None:
+    """None where nothing can be exchanged, or nothing trained stands behind it."""
+    made = exchange(ready)
+    if made is None:
+        return None
+    other, moved = made
+    chosen = behind(ready, moved)
+    if not chosen.any():
+        return None
+    own = score(ready)[chosen].astype(np.float64)
+    again = score(ready)[chosen] - own
+    changed = score(other)[chosen] - own
+    return Probe(
+        tokens=int(chosen.sum()),
+        exchanged_kl=float((np.expm1(changed) - changed).mean()),
+        same_kl=float((np.expm1(again) - again).mean()),
+        change=float(np.abs(changed).mean()),
+        noise=float(np.abs(again).mean()),
+    )

@@ -1,0 +1,97 @@
+"""A dashboard as a user starts it, and Debian's Chromium to look at it with."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from sightline.envs.chromium import get_chromium
+from sightline.monitor.dashboard.synthetic import Size, write_run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.browser)
+            item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    expect.set_options(timeout=60_000)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=get_chromium(),
+            args=["--no-sandbox"] if os.geteuid() == 0 else [],
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page whose scripts may neither fail nor complain."""
+    context = browser.new_context(viewport={"width": 1360, "height": 860})
+    context.set_default_timeout(60_000)
+    page = context.new_page()
+    said: list[str] = []
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("dialog", lambda dialog: (said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    page.on(
+        "console", lambda message: said.append(message.text) if message.type == "error" else None
+    )
+    yield page
+    context.close()
+    # An image that is missing is a 404, which Chromium reports as an error of the console.
+    expected = ("404", "415", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING")
+    assert [text for text in said if not any(word in text for word in expected)] == []
+
+
+class Serve:
+    """Starts `sightline view` over folders, and gives its address."""
+
+    def __init__(self) -> None:
+        self._started: dict[str, subprocess.Popen[str]] = {}
+
+    def __call__(self, *paths: Path, options: tuple[str, ...] = ()) -> str:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "sightline", "view", *map(str, paths), "--port", "0", *options],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        address = process.stdout.readline().strip().rstrip("/")
+        self._started[address] = process
+        return address
+
+    def end(self, address: str) -> None:
+        process = self._started.pop(address)
+        process.terminate()
+        process.wait(60)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def serve() -> Iterator[Serve]:
+    serve = Serve()
+    yield serve
+    for address in list(serve._started):
+        serve.end(address)
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("small") / "shop-001"
+    write_run(path, Size(steps=6, rollouts_per_step=40, images=20, conversations=40))
+    return path
+
+
+@pytest.fixture(scope="session")
+def small(serve: Serve, small_run: Path) -> str:
+    return serve(small_run)

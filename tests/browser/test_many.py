@@ -1,0 +1,96 @@
+"""A hundred thousand rollouts: a page costs a page."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, Response, expect
+
+from sightline.monitor import RunDir
+from sightline.monitor.dashboard.run import RunView
+from sightline.monitor.dashboard.synthetic import Size, write_run
+from tests.browser.conftest import Serve
+
+MOST_JSON = 60_000
+"""Bytes of one page of rows: 50 rows, and what surrounds them."""
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("many") / "many-001"
+    write_run(path, Size(steps=200, rollouts_per_step=500))
+    return path
+
+
+class Traffic:
+    """The answers that a page was given."""
+
+    def __init__(self, page: Page) -> None:
+        self.answers: list[Response] = []
+        page.on("response", lambda answer: self.answers.append(answer))
+
+    def take(self) -> dict[str, list[int]]:
+        """Sizes of the answers so far, by kind; the stream of events has none."""
+        taken, self.answers = self.answers, []
+        found: dict[str, list[int]] = {}
+        for answer in taken:
+            kind = answer.url.split("?")[0].split("/")[3]
+            if "/api/" in answer.url:
+                kind = answer.url.split("/api/")[1].split("?")[0]
+            if kind != "live":
+                found.setdefault(kind, []).append(len(answer.body()))
+        return found
+
+
+def test_a_hundred_thousand_rollouts_page_without_loading_more_than_a_page(
+    page: Page, serve: Serve, many: Path
+) -> None:
+    began = time.monotonic()
+    view = RunView("many", RunDir(many))
+    view.refresh_all()
+    print(f"\nindexed 100,000 rollouts in {time.monotonic() - began:.1f} s")
+    address = serve(many)
+    traffic = Traffic(page)
+    page.goto(f"{address}/rollouts")
+    pager = page.locator(".pager").first
+    expect(pager).to_contain_text("1–50 of 100,000 rollouts")
+    page.wait_for_timeout(1500)
+    first = traffic.take()
+    assert max(first["rollouts"]) < MOST_JSON
+    # Thumbnails come for rows in sight, and each distinct one once.
+    assert len(first.get("thumb", [])) <= 4 * 50
+    for how in ("next", "last", "sort", "text"):
+        began = time.monotonic()
+        if how == "next":
+            page.get_by_title("next (n)").click()
+            expect(pager).to_contain_text("51–100 of")
+        elif how == "last":
+            page.get_by_title("last").click()
+            expect(pager).to_contain_text("99,951–100,000 of")
+        elif how == "sort":
+            page.get_by_label("order").select_option("mismatch")
+            expect(pager).to_contain_text("1–50 of")
+        else:
+            page.get_by_label("text", exact=True).fill("order confirm cancel")
+            expect(page).to_have_url(lambda url: "text=" in url)
+            expect(page.locator("table.rollouts")).not_to_have_class("rollouts stale")
+        page.wait_for_timeout(300)
+        asked = traffic.take()
+        bytes_asked = sum(sum(sizes) for kind, sizes in asked.items() if kind != "thumb")
+        print(f"{how}: {time.monotonic() - began:.2f} s, {bytes_asked:,} bytes beside thumbnails")
+        assert set(asked) <= {"rollouts", "thumb", "facets"}, asked
+        assert len(asked["rollouts"]) <= 2 and max(asked["rollouts"]) < MOST_JSON
+
+
+def test_a_rollout_of_many_costs_itself(page: Page, serve: Serve, many: Path) -> None:
+    address = serve(many)
+    page.goto(f"{address}/rollouts?page=1000")
+    expect(page.locator(".pager").first).to_contain_text("50,001–50,050 of")
+    traffic = Traffic(page)
+    page.locator("tbody tr").first.locator("a").click()
+    expect(page.locator(".token.sampled").first).to_be_visible()
+    asked = traffic.take()
+    assert sum(asked["rollout"]) < 30_000
+    assert set(asked) <= {"rollout", "tokens", "media"}

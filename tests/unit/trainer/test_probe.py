@@ -1,0 +1,118 @@
+"""The probe tells a model that looks from one that is blind, and disturbs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import making
+import numpy as np
+import pytest
+import torch
+
+from sightline.media import MediaStore
+from sightline.pack import Cost
+from sightline.pixels import Materializer
+from sightline.trainer.build import build_learner
+from sightline.trainer.feed import Preparer, ReadyBatch
+from sightline.trainer.learner import Learner
+from sightline.trainer.probe import Probe, behind, exchange, probe
+from sightline.wire.sample import Batch
+
+WHOLE = Cost(1 << 20, 1 << 20)
+
+
+@pytest.fixture
+def learner(tiny_model: Path, store: MediaStore) -> Learner:
+    config = making.trainer_config()
+    return build_learner(making.model_config(tiny_model), config, store, steps=10)
+
+
+@pytest.fixture
+def batch(learner: Learner, tiny_model: Path, store: MediaStore) -> ReadyBatch:
+    samples = making.samples(tiny_model, store, count=6, seed=1)
+    materializer = Materializer(learner.family, store, max_bytes=1 << 24)
+    preparer = Preparer(learner.family, materializer, WHOLE, max_bad_fraction=0.0)
+    return preparer.prepare(Batch(5, samples), digest="")
+
+
+def test_a_model_that_sees_is_told_from_one_that_does_not(
+    learner: Learner, batch: ReadyBatch
+) -> None:
+    (ready,) = batch.micro_batches
+    seen = probe(ready, learner.score)
+    assert seen is not None and not seen.is_blind
+    assert seen.change > 1000 * seen.noise and seen.exchanged_kl > 0
+    # Pixels that are lost on the way: every image is the same grey.
+    lost = replace(ready, patches=np.full_like(ready.patches, 127))
+    blind = probe(lost, learner.score)
+    assert blind is not None and blind.is_blind
+    assert blind.words.startswith("Blind: exchanging the images changes nothing")
+
+
+def test_a_tower_that_is_not_connected_is_blind(learner: Learner, batch: ReadyBatch) -> None:
+    encode = learner.forward.encode
+
+    class Unplugged:
+        def __getattr__(self, name: str) -> object:
+            return getattr(learner_forward, name)
+
+        def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
+            return torch.zeros_like(encode(patches, grids))
+
+    learner_forward = learner.forward
+    learner.forward = Unplugged()  # type: ignore[assignment]
+    found = probe(batch.micro_batches[0], learner.score)
+    assert found is not None and found.is_blind
+
+
+def test_only_images_of_one_grid_are_exchanged_and_each_stays_whole(batch: ReadyBatch) -> None:
+    (ready,) = batch.micro_batches
+    made = exchange(ready)
+    assert made is not None
+    other, moved = made
+    assert other.batch is ready.batch and moved.any()
+    assert other.patches is not None and ready.patches is not None
+    assert other.patches.shape == ready.patches.shape
+
+    def pictures(patches: np.ndarray) -> list[bytes]:
+        sizes = [int(np.prod(entry.item.grid)) for entry in ready.batch.items]
+        return [part.tobytes() for part in np.split(patches, np.cumsum(sizes)[:-1])]
+
+    before, after = pictures(ready.patches), pictures(other.patches)
+    assert sorted(before) == sorted(after)
+    for entry, was, now, has_moved in zip(ready.batch.items, before, after, moved, strict=True):
+        assert has_moved == (was != now)
+        donor = ready.batch.items[before.index(now)]
+        assert donor.item.grid == entry.item.grid
+
+
+def test_tokens_that_could_not_have_seen_an_image_do_not_count(
+    learner: Learner, batch: ReadyBatch
+) -> None:
+    (ready,) = batch.micro_batches
+    made = exchange(ready)
+    assert made is not None
+    other, moved = made
+    changed = learner.score(other) != learner.score(ready)
+    chosen = behind(ready, moved)
+    assert not (changed & ~chosen).any()
+    assert changed[chosen].mean() > 0.9
+
+
+def test_a_probe_leaves_the_step_as_it_is(
+    tiny_model: Path, store: MediaStore, batch: ReadyBatch
+) -> None:
+    def stepped(probe_every: int) -> tuple[Probe | None, dict[str, torch.Tensor]]:
+        config = making.trainer_config()
+        made = build_learner(making.model_config(tiny_model), config, store, steps=10)
+        made.probe_every = probe_every
+        found = made.step(batch)
+        return found.probe, dict(made.forward.model.named_parameters())
+
+    without, plain = stepped(0)
+    other, elsewhere = stepped(4)
+    with_probe, probed = stepped(5)
+    assert without is None and other is None and with_probe is not None
+    for name in plain:
+        assert torch.equal(plain[name], probed[name]) and torch.equal(plain[name], elsewhere[name])

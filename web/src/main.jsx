@@ -1,0 +1,183 @@
+// The frame around the pages: which page, which runs, keyboard, light and dark.
+import { render } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { Link, change, go, href, useAddress } from "./address.jsx";
+import { runColour } from "./chart.jsx";
+import { useAnswer, useLive } from "./data.js";
+import { ImagePage, ImagesPage } from "./pages/images.jsx";
+import { MismatchPage } from "./pages/mismatch.jsx";
+import { OverviewPage } from "./pages/overview.jsx";
+import { ProcessesPage } from "./pages/processes.jsx";
+import { RolloutPage } from "./pages/rollout.jsx";
+import { RolloutsPage } from "./pages/rollouts.jsx";
+import { SettingsPage } from "./pages/settings.jsx";
+import { State } from "./parts.jsx";
+import { fixed, whole } from "./spell.js";
+import "./style.css";
+
+const PAGES = [
+  ["", "Overview", OverviewPage],
+  ["rollouts", "Rollouts", RolloutsPage],
+  ["mismatch", "Mismatch", MismatchPage],
+  ["images", "Images", ImagesPage],
+  ["processes", "Processes", ProcessesPage],
+  ["settings", "Settings", SettingsPage],
+];
+const HIDDEN = { rollout: RolloutPage, image: ImagePage };
+const OWNER = { rollout: "rollouts", image: "images" };
+const KEYS = [
+  ["1 – 6", "the pages, in their order"],
+  ["j k", "next and previous row or message"],
+  ["Enter", "open the row"],
+  ["n p", "next and previous page, or rollout"],
+  ["/", "search"],
+  ["g", "patches over pictures"],
+  ["t", "light, dark, or as the system"],
+  ["Esc", "back to the list; leave a field"],
+  ["?", "this list"],
+];
+
+function useTheme() {
+  const [theme, set] = useState(localStorage.getItem("theme") || "auto");
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const [dark, setDark] = useState(system.matches);
+  useEffect(() => {
+    const listen = () => setDark(system.matches);
+    system.addEventListener("change", listen);
+    return () => system.removeEventListener("change", listen);
+  }, []);
+  const shown = theme === "auto" ? (dark ? "dark" : "light") : theme;
+  document.documentElement.dataset.theme = shown;
+  const next = () => set((now) => {
+    const wanted = { auto: "light", light: "dark", dark: "auto" }[now];
+    localStorage.setItem("theme", wanted);
+    return wanted;
+  });
+  return { theme, shown, next };
+}
+
+/** The runs of the page: those the address names, else those that moved last. */
+function chosen(runs, query) {
+  const named = (query.get("runs") || "").split(",").filter(Boolean);
+  const known = runs.filter((run) => named.includes(run.key));
+  if (known.length) return known;
+  const one = runs.find((run) => run.key === query.get("run"));
+  if (one) return [one];
+  const best = [...runs].sort((a, b) => (b.state === "live") - (a.state === "live") || b.last - a.last);
+  const withSteps = best.filter((run) => run.step > 0);
+  return (withSteps.length ? withSteps : best).slice(0, 1);
+}
+
+function Sidebar({ runs, shown, page, live, theme }) {
+  const toggle = (key) => {
+    const keys = shown.map((run) => run.key);
+    const wanted = keys.includes(key) ? keys.filter((one) => one !== key) : [...keys, key];
+    change({ runs: wanted.join(","), run: wanted.length ? null : key }, { replace: false });
+  };
+  return (
+    <aside>
+      <Link to={href("")} class="brand"><img src="/static/icon.svg" alt="" /> Sightline</Link>
+      <nav aria-label="pages">
+        {PAGES.map(([path, title], i) => (
+          <Link key={path} to={href(path)} aria-current={(OWNER[page] ?? page) === path ? "page" : undefined}>
+            <kbd>{i + 1}</kbd>{title}
+          </Link>
+        ))}
+      </nav>
+      <h2>Runs</h2>
+      <ul class="runs">
+        {runs.map((run) => {
+          const place = shown.findIndex((one) => one.key === run.key);
+          return (
+            <li key={run.key}>
+              <label title={run.path}>
+                <input type="checkbox" checked={place >= 0} onChange={() => toggle(run.key)} />
+                <i style={{ background: place >= 0 ? runColour(place) : "var(--line)" }} />
+                <span>
+                  <b>{run.key}</b>
+                  <small>
+                    {run.steps_total ? `${run.step}/${run.steps_total}` : "no steps"}
+                    {run.reward !== null ? ` · ${fixed(run.reward)}` : ""}
+                  </small>
+                  <State state={run.state} />
+                </span>
+              </label>
+            </li>
+          );
+        })}
+      </ul>
+      <footer>
+        <span class={live.connected ? "on" : "off"}>{live.connected ? "up to date" : "no connection"}</span>
+        <button onClick={theme.next} title="light, dark, or as the system (t)">{theme.theme}</button>
+      </footer>
+    </aside>
+  );
+}
+
+function Help({ close }) {
+  return (
+    <div class="help" role="dialog" aria-label="keys" onClick={close}>
+      <dl>{KEYS.map(([key, what]) => <div key={key}><dt><kbd>{key}</kbd></dt><dd>{what}</dd></div>)}</dl>
+    </div>
+  );
+}
+
+function useKeys(theme, setHelp) {
+  useEffect(() => {
+    const listen = (event) => {
+      const field = event.target.closest?.("input, select, textarea");
+      if (event.metaKey || event.ctrlKey || event.altKey) return;
+      if (field) {
+        if (event.key === "Escape") field.blur();
+        return;
+      }
+      const page = PAGES[Number(event.key) - 1];
+      if (page) go(href(page[0]));
+      else if (event.key === "?") setHelp((open) => !open);
+      else if (event.key === "t") theme.next();
+      else if (event.key === "/") {
+        const search = document.querySelector("input[type=search]");
+        if (search) {
+          event.preventDefault();
+          search.focus();
+        }
+      } else return;
+    };
+    addEventListener("keydown", listen);
+    return () => removeEventListener("keydown", listen);
+  }, [theme.theme]);
+}
+
+function App() {
+  const { page, query } = useAddress();
+  const live = useLive();
+  const theme = useTheme();
+  const [help, setHelp] = useState(false);
+  useKeys(theme, setHelp);
+  const { answer: runs, error } = useAnswer("runs", {}, [JSON.stringify(live.revisions)]);
+  const Page = HIDDEN[page] ?? PAGES.find(([path]) => path === page)?.[2];
+  useEffect(() => {
+    const title = PAGES.find(([path]) => path === (OWNER[page] ?? page))?.[1] ?? "";
+    document.title = `${query.get("run") || query.get("runs") || title} · Sightline`;
+  }, [page, query.toString()]);
+  if (!runs) return <p class="loading">{error ? error.message : "reading the runs …"}</p>;
+  if (!runs.length) return <p class="loading">no run here yet; one that appears will show</p>;
+  const shown = chosen(runs, query);
+  const run = runs.find((one) => one.key === query.get("run")) ?? shown[0];
+  return (
+    <>
+      <Sidebar runs={runs} shown={shown} page={page} live={live} theme={theme} />
+      <main>
+        {run.files_left > 0 && (
+          <p class="indexing">indexing: {whole(run.rollouts)} rollouts so far, {run.files_left} files to read</p>
+        )}
+        {Page ? (
+          <Page runs={runs} shown={shown} run={run} query={query} revisions={live.revisions} theme={theme.shown} />
+        ) : <p>There is no such page.</p>}
+      </main>
+      {help && <Help close={() => setHelp(false)} />}
+    </>
+  );
+}
+
+render(<App />, document.body);

@@ -1,0 +1,161 @@
+// A page of rollouts, filtered; nothing more than the page is ever fetched.
+import { useEffect, useState } from "preact/hooks";
+import { change, go, href } from "../address.jsx";
+import { useAnswer } from "../data.js";
+import { Bar, Failed, Link, OneRun, Pager, Picture, Verdict } from "../parts.jsx";
+import { count, fixed, short, whole, words } from "../spell.js";
+
+export const LIMIT = 50;
+const FILTERS = [
+  "step_from", "step_to", "reward_from", "reward_to", "verdict", "env", "split", "group", "file", "text",
+  "image", "sort",
+];
+const SORTS = {
+  newest: "newest first", oldest: "oldest first", reward_high: "highest reward", reward_low: "lowest reward",
+  mismatch: "largest mismatch", longest: "longest",
+};
+
+export function rolloutHref(run, row, more = {}) {
+  return href("rollout", { run, file: row.file, number: row.number, ...more });
+}
+
+export function RolloutsPage({ runs, run, query, revisions }) {
+  const { answer: facets } = useAnswer("facets", { run: run.key }, [revisions[run.key]]);
+  const filters = Object.fromEntries(FILTERS.map((name) => [name, query.get(name)]));
+  return (
+    <>
+      <header class="head">
+        <h1>Rollouts</h1>
+        <div class="tools"><OneRun runs={runs} run={run.key} /></div>
+      </header>
+      <Filters filters={filters} facets={facets} />
+      <RolloutTable run={run} filters={filters} page={Number(query.get("page") || 0)} revision={revisions[run.key]} />
+    </>
+  );
+}
+
+function Filters({ filters, facets }) {
+  const set = (name) => (event) => change({ [name]: event.target.value, page: null });
+  const [text, setText] = useState(filters.text ?? "");
+  useEffect(() => setText(filters.text ?? ""), [filters.text]);
+  useEffect(() => {
+    const wait = setTimeout(() => {
+      if (text !== (filters.text ?? "")) change({ text, page: null });
+    }, 250);
+    return () => clearTimeout(wait);
+  }, [text]);
+  const number = (name, title, step) => (
+    <input
+      type="number" step={step} placeholder={title} aria-label={`${words(name)}`} value={filters[name] ?? ""}
+      onChange={set(name)}
+    />
+  );
+  const pick = (name, title, table) => (
+    <select aria-label={title} value={filters[name] ?? ""} onChange={set(name)}>
+      <option value="">any {title}</option>
+      {Object.entries(table ?? {}).map(([value, num]) => (
+        value === "" ? null : <option key={value} value={value}>{words(value)} ({count(num)})</option>
+      ))}
+    </select>
+  );
+  const active = FILTERS.filter((name) => filters[name] && name !== "sort");
+  return (
+    <div class="filters" role="search">
+      <input
+        type="search" placeholder="text, tool call or id   /" aria-label="text" value={text}
+        onInput={(event) => setText(event.target.value)}
+      />
+      <fieldset><legend>steps</legend>{number("step_from", "from", 1)}–{number("step_to", "to", 1)}</fieldset>
+      <fieldset><legend>reward</legend>{number("reward_from", "from", 0.1)}–{number("reward_to", "to", 0.1)}</fieldset>
+      {pick("verdict", "verdict", facets?.verdicts)}
+      {Object.keys(facets?.envs ?? {}).length > 1 && pick("env", "environment", facets.envs)}
+      {pick("split", "split", facets?.splits)}
+      {facets?.evals.length > 0 && (
+        <select aria-label="evaluation" value={filters.file ?? ""} onChange={set("file")}>
+          <option value="">any file</option>
+          {facets.evals.map((name) => <option key={name} value={name}>{words(name.replace(".msgpack", ""))}</option>)}
+        </select>
+      )}
+      <select aria-label="order" value={filters.sort ?? "newest"} onChange={set("sort")}>
+        {Object.entries(SORTS).map(([name, title]) => <option key={name} value={name}>{title}</option>)}
+      </select>
+      {filters.group && <span class="chip">group {filters.group}</span>}
+      {filters.image && <span class="chip">image {filters.image.slice(0, 12)}</span>}
+      {active.length > 0 && (
+        <button onClick={() => change({ ...Object.fromEntries(active.map((n) => [n, null])), page: null })}>
+          clear
+        </button>
+      )}
+    </div>
+  );
+}
+
+export function RolloutTable({ run, filters, page, revision }) {
+  const { answer, error, stale } = useAnswer(
+    "rollouts", { run: run.key, ...filters, offset: page * LIMIT, limit: LIMIT }, [revision],
+  );
+  const [at, setAt] = useState(-1);
+  useEffect(() => setAt(-1), [page, JSON.stringify(filters)]);
+  useEffect(() => {
+    const listen = (event) => {
+      if (event.target.closest?.("input, select, textarea") || event.metaKey || event.ctrlKey) return;
+      const rows = answer?.rows ?? [];
+      if (event.key === "j") setAt((now) => Math.min(rows.length - 1, now + 1));
+      else if (event.key === "k") setAt((now) => Math.max(0, now - 1));
+      else if (event.key === "Enter" && rows[at]) go(rolloutHref(run.key, rows[at]));
+      else if (event.key === "n" && (page + 1) * LIMIT < answer?.total) change({ page: page + 1 }, { replace: false });
+      else if (event.key === "p" && page > 0) change({ page: page - 1 || null }, { replace: false });
+    };
+    addEventListener("keydown", listen);
+    return () => removeEventListener("keydown", listen);
+  }, [answer, at, page]);
+  useEffect(() => {
+    document.querySelector("tr.at")?.scrollIntoView({ block: "nearest" });
+  }, [at]);
+  if (!answer) return error ? <Failed error={error} /> : <p class="loading">reading …</p>;
+  const parts = [...new Set(answer.rows.flatMap((row) => Object.keys(row.rewards)))].slice(0, 4);
+  const high = Math.max(1, ...answer.rows.map((row) => row.reward ?? 0));
+  return (
+    <>
+      <Failed error={error} />
+      <Pager offset={page * LIMIT} limit={LIMIT} total={answer.total} noun="rollouts" />
+      <div class="scroll">
+        <table class={`rollouts ${stale ? "stale" : ""}`}>
+          <thead>
+            <tr>
+              <th>images</th><th>rollout</th><th class="num">step</th><th>verdict</th><th>reward</th>
+              {parts.map((name) => <th key={name} class="num part">{words(name)}</th>)}
+              <th class="num">advantage</th><th class="num">KL</th><th class="num">lag</th>
+              <th class="num">turns</th><th class="num">tokens</th><th>last answer</th>
+            </tr>
+          </thead>
+          <tbody>
+            {answer.rows.map((row, i) => (
+              <tr
+                key={`${row.file}/${row.number}`} class={i === at ? "at" : ""}
+                onClick={(event) => event.target.closest("a") || go(rolloutHref(run.key, row))}
+              >
+                <td class="thumbs">
+                  {row.thumbs.map((digest, k) => <Picture key={k} run={run.key} digest={digest} side={64} />)}
+                  {row.images > row.thumbs.length && <small>+{row.images - row.thumbs.length}</small>}
+                </td>
+                <td><Link to={rolloutHref(run.key, row)}>{row.trace_id}</Link></td>
+                <td class="num">{row.step ?? <small>{row.split}</small>}</td>
+                <td>{row.error ? <><Verdict name={row.verdict} /> <small class="bad">{row.error}</small></> : <Verdict name={row.verdict} />}</td>
+                <td><Bar value={row.reward} high={high} text={fixed(row.reward)} /></td>
+                {parts.map((name) => <td key={name} class="num part">{short(row.rewards[name] ?? null)}</td>)}
+                <td class={`num ${row.advantage > 0 ? "up" : row.advantage < 0 ? "down" : ""}`}>{fixed(row.advantage)}</td>
+                <td class="num">{short(row.kl)}</td>
+                <td class="num">{row.lag ?? "–"}</td>
+                <td class="num">{row.turns}{row.branches > 1 && <small title="branches"> /{row.branches}</small>}</td>
+                <td class="num">{whole(row.tokens)}</td>
+                <td class="answer">{row.answer}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+      {answer.total === 0 && <p class="empty">no rollout is like that</p>}
+    </>
+  );
+}

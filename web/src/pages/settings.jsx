@@ -1,0 +1,59 @@
+// The settings of runs, and where they differ.
+import { useEffect, useState } from "preact/hooks";
+import { change } from "../address.jsx";
+import { runColour } from "../chart.jsx";
+import { ask } from "../data.js";
+
+function flat(table, prefix = "") {
+  return Object.entries(table).flatMap(([name, value]) => (
+    value !== null && typeof value === "object" && !Array.isArray(value)
+      ? flat(value, `${prefix}${name}.`) : [[`${prefix}${name}`, JSON.stringify(value)]]
+  ));
+}
+
+export function SettingsPage({ shown, query }) {
+  const [settings, set] = useState({});
+  const keys = shown.map((run) => run.key).join();
+  useEffect(() => {
+    let current = true;
+    Promise.all(shown.map(async (run) => {
+      const { settings: found } = await ask("settings", { run: run.key }).catch(() => ({ settings: {} }));
+      return [run.key, Object.fromEntries(flat(found))];
+    })).then((pairs) => current && set(Object.fromEntries(pairs)));
+    return () => { current = false; };
+  }, [keys]);
+  const only = query.get("only") !== null;
+  const search = (query.get("text") ?? "").toLowerCase();
+  const names = [...new Set(Object.values(settings).flatMap(Object.keys))].sort();
+  const rows = names.map((name) => {
+    const values = shown.map((run) => settings[run.key]?.[name]);
+    return { name, values, differs: new Set(values).size > 1 };
+  });
+  const differing = rows.filter((row) => row.differs).length;
+  const visible = rows.filter((row) => (!only || row.differs) && (!search || row.name.includes(search) || row.values.some((v) => v?.toLowerCase().includes(search))));
+  return (
+    <>
+      <header class="head">
+        <h1>Settings</h1>
+        <div class="tools">
+          <input type="search" placeholder="setting or value   /" aria-label="setting" value={query.get("text") ?? ""} onInput={(event) => change({ text: event.target.value })} />
+          <label><input type="checkbox" checked={only} onChange={(event) => change({ only: event.target.checked ? "1" : null })} /> only differences</label>
+        </div>
+      </header>
+      <p class="words">{shown.length > 1 ? `${differing} of ${names.length} settings differ between ${shown.length} runs.` : `${names.length} settings. Choose a second run on the left to see where they differ.`}</p>
+      <div class="scroll">
+        <table class="rollouts settings">
+          <thead><tr><th>setting</th>{shown.map((run, i) => <th key={run.key}><i class="dot" style={{ background: runColour(i) }} />{run.key}</th>)}</tr></thead>
+          <tbody>
+            {visible.map((row) => (
+              <tr key={row.name} class={row.differs ? "differs" : ""}>
+                <th><small>{row.name.slice(0, row.name.lastIndexOf(".") + 1)}</small>{row.name.slice(row.name.lastIndexOf(".") + 1)}</th>
+                {row.values.map((value, i) => <td key={i}><code>{value ?? "–"}</code></td>)}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </>
+  );
+}

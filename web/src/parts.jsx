@@ -1,0 +1,89 @@
+// Small things that several pages show.
+import { useState } from "preact/hooks";
+import { Link, change } from "./address.jsx";
+import { short, whole, words } from "./spell.js";
+
+export function Verdict({ name }) {
+  if (!name) return <span class="verdict none">not judged</span>;
+  return <span class={`verdict v-${name.replace(/[^a-z_]/g, "")}`}>{words(name)}</span>;
+}
+
+export function State({ state, phase }) {
+  return <span class={`state s-${state}`}>{state === "live" && phase ? `live · ${phase}` : state}</span>;
+}
+
+/** A number with a bar behind it, from `low` to `high`. */
+export function Bar({ value, low = 0, high = 1, text }) {
+  if (value === null || value === undefined) return <span class="soft">–</span>;
+  const share = Math.max(0, Math.min(1, (value - low) / (high - low || 1)));
+  return (
+    <span class="bar">
+      <i style={{ width: `${100 * share}%` }} />
+      <b>{text ?? short(value)}</b>
+    </span>
+  );
+}
+
+export function Picture({ run, digest, side = 96, missing, alt = "", ...rest }) {
+  const [broken, setBroken] = useState(false);
+  if (missing || broken) {
+    return <span class="missing" title={digest}>image missing<small>{digest.slice(0, 12)}</small></span>;
+  }
+  return (
+    <img
+      loading="lazy" alt={alt} src={`/thumb/${encodeURIComponent(run)}/${digest}?side=${side}`}
+      onError={() => setBroken(true)} {...rest}
+    />
+  );
+}
+
+export function Pager({ offset, limit, total, noun }) {
+  const last = Math.max(0, Math.ceil(total / limit) - 1);
+  const page = Math.floor(offset / limit);
+  const to = (wanted) => change({ page: wanted || null }, { replace: false });
+  return (
+    <nav class="pager" aria-label="pages">
+      <button disabled={page <= 0} onClick={() => to(0)} title="first">«</button>
+      <button disabled={page <= 0} onClick={() => to(page - 1)} title="previous (p)">‹</button>
+      <span>
+        {total ? `${whole(offset + 1)}–${whole(Math.min(total, offset + limit))} of ` : ""}
+        {whole(total)} {noun}
+      </span>
+      <button disabled={page >= last} onClick={() => to(page + 1)} title="next (n)">›</button>
+      <button disabled={page >= last} onClick={() => to(last)} title="last">»</button>
+    </nav>
+  );
+}
+
+export function Problems({ list }) {
+  if (!list?.length) return null;
+  return (
+    <details class="problems" open={list.length < 4}>
+      <summary>{list.length === 1 ? "1 thing is" : `${list.length} things are`} missing, or could not be read</summary>
+      <ul>{list.map((problem) => <li key={problem}>{problem}</li>)}</ul>
+    </details>
+  );
+}
+
+export function Failed({ error }) {
+  return error ? <p class="failed" role="alert">{error.message}</p> : null;
+}
+
+export function Fact({ name, children, title }) {
+  return <div class="fact" title={title}><dt>{name}</dt><dd>{children}</dd></div>;
+}
+
+/** Chooses the one run that a page is about. */
+export function OneRun({ runs, run }) {
+  if (runs.length < 2) return null;
+  return (
+    <label class="pick">
+      run{" "}
+      <select value={run} onChange={(event) => change({ run: event.target.value, page: null }, { replace: false })}>
+        {runs.map((one) => <option key={one.key} value={one.key}>{one.key}</option>)}
+      </select>
+    </label>
+  );
+}
+
+export { Link };
