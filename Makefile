@@ -3,6 +3,7 @@
 PYTHON ?= python3
 SEED ?= 0
 FUZZ ?= 10000
+KILLS ?= 5
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -40,11 +41,11 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) demo demo-vllm tokenizers test fuzz test-loop test-ranks test-torchvision test-adapters test-vllm smoke check format docs wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) demo demo-vllm tokenizers test fuzz test-loop test-ranks chaos test-torchvision test-adapters test-vllm smoke check format docs wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
-	@echo "variables: PYTHON=$(PYTHON) SEED=$(SEED)"
+	@echo "variables: PYTHON=$(PYTHON) SEED=$(SEED) KILLS=$(KILLS)"
 
 $(VENV): $(STAMP)
 
@@ -87,6 +88,9 @@ test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
 
 test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending together
 	$(BIN)/python -m pytest tests/ranks $(if $(THOROUGH),,-m "not thorough")
+
+chaos: $(STAMP) ## SIGKILL at seeded moments of a run on 2 ranks (KILLS=5 SEED=0)
+	$(BIN)/python bench/chaos.py --kills $(KILLS) --seed $(SEED)
 
 test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
 	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/processors

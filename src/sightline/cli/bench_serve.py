@@ -1,7 +1,8 @@
 """`sightline bench serve`: tokens per second of the engines, over HTTP.
 
-Rollouts of several turns, a new image each turn, greedy. The same rollouts are played by
-transformers' `generate`, one request after another, in a process of its own.
+Rollouts of several turns, a new image each turn, greedy, so many at a time; at least `--rollouts`
+of them, and one for each that may play at once. The first are also played by transformers'
+`generate`, one request after another, in a process of its own.
 """
 
 from __future__ import annotations
@@ -12,12 +13,10 @@ import contextlib
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,8 +63,8 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
     parser.add_argument(
-        "--concurrency", type=int, nargs="+", default=[1, 4, 16], metavar="N",
-        help="rollouts at once; default: 1 4 16",
+        "--concurrency", type=int, nargs="+", default=[1, 16, 64], metavar="N",
+        help="rollouts at once; default: 1 16 64",
     )  # fmt: skip
     parser.add_argument("--rollouts", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=3, help="default: %(default)s")
@@ -147,6 +146,8 @@ def _baseline(args: argparse.Namespace, media: Path) -> Line:
     words = ["--baseline", str(media), "--model", str(args.model)]
     for name in ("rollouts", "turns", "max_tokens", "side", "repeats", "device", "dtype"):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    from sightline.launch.served import start
+
     done = start(["bench", "serve", *words], args.threads)
     out, _ = done.communicate()
     if done.returncode:
@@ -154,42 +155,21 @@ def _baseline(args: argparse.Namespace, media: Path) -> Line:
     return Line(*json.loads(out.splitlines()[-1]))
 
 
-@contextlib.contextmanager
 def serving(
     args: argparse.Namespace, media: Path, max_len: int, more: Sequence[str] = ()
-) -> Iterator[str]:
+) -> contextlib.AbstractContextManager[str]:
     """The address of a server in a process of its own."""
-    words = [str(args.model), "--media", str(media), "--port", "0", "--max-len", str(max_len)]
-    words += ["--threads", str(args.threads), "--device", args.device, "--dtype", args.dtype, *more]
-    process = start(["serve", *words], args.threads)
-    try:
-        assert process.stdout is not None
-        # An engine that is not ours may have something to say before.
-        listening = next((line for line in process.stdout if line.startswith("serving ")), "")
-        if not listening:
-            raise ProcessFailed("the server ended while it started", "see its output above")
-        yield listening.split()[-1]
-    finally:
-        process.terminate()
-        process.communicate()
+    from sightline.launch.served import served
 
-
-def start(words: list[str], threads: int) -> subprocess.Popen[str]:
-    from sightline.launch.processes import environment
-
-    return subprocess.Popen(
-        [sys.executable, "-m", "sightline", *words],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(threads),
-    )
+    words = ["--max-len", str(max_len), "--device", args.device, "--dtype", args.dtype, *more]
+    return served(args.model, media, words, args.threads)
 
 
 async def _repeat(
     args: argparse.Namespace, media: Path, name: str, answer: Answer, concurrency: int
 ) -> Line:
     """Plays the work a few times, with new images each time; the first, unmeasured, warms up."""
-    work = Work(args.rollouts, args.turns, args.max_tokens, args.side)
+    work = Work(max(args.rollouts, concurrency), args.turns, args.max_tokens, args.side)
     store, renderer = renderer_of(args.model, media)
     speeds, said = [], []
     for repeat in range(args.repeats + 1):
@@ -292,7 +272,7 @@ def _print(lines: list[Line], args: argparse.Namespace) -> None:
     from rich.table import Table
 
     table = Table(
-        title=f"{args.rollouts} rollouts of {args.turns} turns, {args.max_tokens} tokens and an "
+        title=f"rollouts of {args.turns} turns, {args.max_tokens} tokens and an "
         f"image of {args.side}x{args.side} a turn; {args.threads} compute thread(s)"
     )
     for column in ("", "tokens/s (median)", "least", "most", "times the baseline"):
@@ -305,5 +285,7 @@ def _print(lines: list[Line], args: argparse.Namespace) -> None:
     console = Console()
     console.width = max(console.width, 100)
     console.print(table)
-    same = all(line.said == lines[0].said for line in lines)
+    # Longer lines begin with the rollouts of the shorter ones.
+    common = len(lines[0].said)
+    same = all(line.said[:common] == lines[0].said for line in lines)
     console.print(f"all said the same tokens: {'yes' if same else 'no'}", highlight=False)

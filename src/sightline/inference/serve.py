@@ -54,8 +54,11 @@ class Parts:
         renderer = load_renderer(settings.model, store, family, images)
         return cls(settings, store, family, images, renderer)
 
-    def server(self, name: str, engine: Engine, make: Make) -> Server:
-        """The HTTP side of `engine`; `make` turns a checked request into the engine's own."""
+    def server(self, name: str, engine: Engine, make: Make, bans: bool = False) -> Server:
+        """The HTTP side of `engine`; `make` turns a checked request into the engine's own.
+
+        `bans` says whether the engine can ban ids that a request names.
+        """
         settings, family, renderer = self.settings, self.family, self.renderer
         door = Door(
             family,
@@ -63,6 +66,7 @@ class Parts:
             vocab_size=renderer.vocab_size,
             max_len=settings.max_len,
             models=frozenset({settings.model.name, str(settings.model)}),
+            bans=bans,
         )
         identity = {
             "model": settings.model.name,
@@ -105,7 +109,7 @@ def build_server(settings: ServeSettings) -> Server:
             for choice in range(params.n)
         ]
 
-    return parts.server("torch", engine, make)
+    return parts.server("torch", engine, make, bans=True)
 
 
 def seed_of(seed: int, choice: int) -> int:

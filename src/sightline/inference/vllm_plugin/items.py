@@ -91,7 +91,8 @@ class Items:
             return None
         handed = []
         for key in keys:
-            new: Any = None if self.cache.is_cached_item(key) else (made[key], [])
+            new: tuple[Any, list[Any]] | None
+            new = None if self.cache.is_cached_item(key) else (made[key], [])
             entry, _ = self.cache.get_and_update_item(new, key)
             handed.append(entry)
         return handed
