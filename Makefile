@@ -64,7 +64,7 @@ demo: $(STAMP) ## train a tiny model on a CPU, from nothing to a report (SEED=0)
 demo-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the demo half way, then on with vLLM as its server
 	$(BIN)/sightline model tiny models/tiny --seed $(SEED) --force
 	$(BIN)/sightline sft $(EXAMPLE)/warmup.toml run.seed=$(SEED)
-	$(BIN)/sightline rl $(EXAMPLE)/cpu.toml run.name=half run.seed=$(SEED) run.steps=20 \
+	$(BIN)/sightline rl $(EXAMPLE)/cpu.toml run.name=half run.seed=$(SEED) run.steps=16 \
 		trainer.schedule=constant eval.tasks=64
 	rm -rf models/half
 	cp -r "$$(ls -d runs/half-* | sort | tail -1)/checkpoints/final" models/half
