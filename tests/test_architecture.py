@@ -56,6 +56,7 @@ ADDRESSES = {
     "transformers": TORCH_ADDRESSES,
     "vllm": ("inference/vllm_plugin/*",),
     "zmq": ("transport/*",),
+    "peft": ("trainer/lora.py",),
     "PIL": ("media/decode.py", "families/*/vision.py", "envs/*", "monitor/*"),
 }
 ENVIRONMENT_READERS = ("launch/*", "cli/process.py", "envs/verifiers.py")

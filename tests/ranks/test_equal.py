@@ -30,6 +30,8 @@ class Found:
     metrics: dict[str, Any]
     scores: list[Any]
     nbytes: list[int]
+    ways: set[str]
+    """How blocks computed, other than plainly."""
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -79,6 +81,7 @@ def take_step(model: Path, size: int, out: Path, *words: str) -> Found:
         json.loads((out / "metrics.json").read_text()),
         json.loads((out / "scores.json").read_text()),
         [rank["bytes"] for rank in ranks],
+        {way for rank in ranks for way in rank["ways"]},
     )
 
 
@@ -100,6 +103,48 @@ def test_loss_and_every_gradient_are_those_of_one_rank(
         ours = together.metrics[name]
         assert (ours is None) == (value is None), name
         assert value is None or math.isclose(ours, value, rel_tol=1e-5, abs_tol=1e-7), name
+
+
+@pytest.mark.parametrize("way", ["recompute", "compile"])
+def test_blocks_that_compute_otherwise_give_the_same_gradients(
+    step: Callable[..., Found], way: str
+) -> None:
+    plain = step("qwen_vl", {}, 1)
+    other = step("qwen_vl", {}, 2, way)
+    assert other.ways == {way}, "it did compute otherwise"
+    assert other.gradients.keys() == plain.gradients.keys()
+    for name, gradient in plain.gradients.items():
+        off = float((other.gradients[name] - gradient).norm())
+        assert off <= 1e-5 * float(gradient.norm()) + 1e-9, (name, off, float(gradient.norm()))
+    assert math.isclose(other.metrics["loss"], plain.metrics["loss"], rel_tol=1e-5, abs_tol=1e-7)
+
+
+def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(
+    step: Callable[..., Found],
+) -> None:
+    plain, alone, together = (
+        step("qwen_vl", {}, size, *words)
+        for size, words in ((1, ()), (1, ("mixed",)), (2, ("mixed",)))
+    )
+    [whole] = plain.nbytes
+    for mixed in (alone, together):
+        assert sum(mixed.nbytes) == whole, "the shards are those of float32"
+        assert all(t.dtype == torch.float32 for t in mixed.tensors.values())
+        # bfloat16 has eight bits; a gradient that was taken in float32 would agree to the last.
+        off = _relative(mixed.gradients, plain.gradients)
+        assert 1e-4 < off < 0.1, off
+    assert _relative(together.gradients, alone.gradients) < 0.05
+    moved = {n for n, t in alone.tensors.items() if n.startswith("after.") and has_fine_bits(t)}
+    assert moved, "an update smaller than bfloat16 can hold is kept"
+
+
+def has_fine_bits(tensor: torch.Tensor) -> bool:
+    return not tensor.to(torch.bfloat16).float().equal(tensor)
+
+
+def _relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    off = sum(float((ours[name] - theirs[name]).square().sum()) for name in theirs)
+    return math.sqrt(off / sum(float(g.square().sum()) for g in theirs.values()))
 
 
 def test_scores_of_all_ranks_come_to_the_lead(step: Callable[..., Found]) -> None:
@@ -125,3 +170,31 @@ def test_a_frozen_tower_stays_as_it_is_on_all_ranks(step: Callable[..., Found]) 
     for name, gradient in alone.gradients.items():
         off = float((together.gradients[name] - gradient).norm())
         assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name
+
+
+def test_a_bad_image_costs_its_sample_on_all_ranks_alike(step: Callable[..., Found]) -> None:
+    """Loss, gradients and scores are those of the batch without the sample."""
+    without, lost = step("qwen_vl", {}, 1, "kept"), step("qwen_vl", {}, 2, "lost")
+    assert [(t, n) for t, n, _ in lost.scores] == [(t, n) for t, n, _ in without.scores]
+    assert len(without.scores) < len(step("qwen_vl", {}, 1).scores)
+    assert math.isclose(lost.metrics["loss"], without.metrics["loss"], rel_tol=1e-5)
+    for name, gradient in without.gradients.items():
+        off = float((lost.gradients[name] - gradient).norm())
+        assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name
+
+
+def test_adapters_train_and_merge_on_ranks_as_on_one(step: Callable[..., Found]) -> None:
+    """`one`: a single micro-batch, so that one rank shows images and the other has nothing."""
+    alone, together = step("qwen_vl", {}, 1, "lora"), step("qwen_vl", {}, 2, "lora", "one")
+    assert together.gradients.keys() == alone.gradients.keys()
+    assert all(".lora_" in name for name in alone.gradients)
+    assert any("visual" in name for name in alone.gradients)
+    for name, gradient in alone.gradients.items():
+        assert float(gradient.norm()) > 0, name
+        off = float((together.gradients[name] - gradient).norm())
+        assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name
+    plain = step("qwen_vl", {}, 1)
+    merged = {name for name in alone.tensors if name.startswith("after.")}
+    assert merged == {name for name in plain.tensors if name.startswith("after.")}
+    for name in merged:
+        torch.testing.assert_close(together.tensors[name], alone.tensors[name], atol=2e-3, rtol=0)

@@ -1,49 +1,43 @@
-"""`sightline export`: rollouts as parquet files, images inlined."""
+"""`sightline export`: a plain transformers checkpoint of a run, or of one of its checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
+from sightline import config
+from sightline.cli.config import kind_of
+from sightline.errors import ConfigError
+from sightline.monitor import RunDir
+
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "export",
-        help="write rollouts as parquet files, with their images",
-        description="Writes samples/step_N.parquet of a run: a row a rollout, each image once. "
-        "With --to the files are uploaded, and nothing is left here.",
+        help="write a run's checkpoint for transformers and vLLM",
+        description="Takes the newest whole checkpoint of a run, or the one that is named.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
-    parser.add_argument(
-        "--step", type=int, action="append", metavar="N", help="this step only; may be repeated"
-    )
-    parser.add_argument(
-        "--to", metavar="URL",
-        help="PUT the files below this address, or one file to this presigned url",
-    )  # fmt: skip
-    parser.add_argument(
-        "--header", action="append", default=[], metavar="NAME:VALUE", help="sent with an upload"
-    )
-    parser.add_argument("--max-mb", type=float, default=16.0, help="of one rollout's images")
+    parser.add_argument("source", type=Path, help="a run directory, or its checkpoints/step_N")
+    parser.add_argument("target", type=Path, help="folder to write")
+    parser.add_argument("--force", action="store_true", help="replace the folder if it is there")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from sightline.errors import ConfigError
-    from sightline.monitor import RunDir
-    from sightline.monitor.exports import export_run
+    from sightline.trainer.export import export_saved, find_checkpoint
 
-    headers = {}
-    for header in args.header:
-        name, colon, value = header.partition(":")
-        if not colon:
-            raise ConfigError(f"--header {header!r}", "write it NAME:VALUE")
-        headers[name.strip()] = value.strip()
-    most = int(args.max_mb * 1e6)
-    for name, found in export_run(RunDir(args.run_dir), args.step, args.to, headers, most):
-        print(
-            f"{name}: {found.rollouts} rollouts, {found.images} images, {found.nbytes:,} bytes"
-            + (f", {found.left_out} images left out" if found.left_out else "")
-            + (f", {len(found.problems)} traces not read" if found.problems else ""),
-            flush=True,
+    if args.target.exists() and not args.force:
+        raise ConfigError(f"{args.target} is there already", "name another, or say --force")
+    is_run = (args.source / "config.toml").is_file()
+    run_dir = RunDir(args.source if is_run else args.source.absolute().parents[1])
+    if not run_dir.config.is_file():
+        raise ConfigError(
+            f"{args.source} is neither a run nor a checkpoint of one",
+            "name the folder that holds config.toml, or its checkpoints/step_N",
         )
+    checkpoint = find_checkpoint(run_dir.checkpoints) if is_run else args.source
+    settings = config.load(kind_of(run_dir.config), run_dir.config)
+    args.target.parent.mkdir(parents=True, exist_ok=True)
+    export_saved(checkpoint, settings, args.target)
+    print(f"{checkpoint} -> {args.target}")
     return 0

@@ -30,6 +30,10 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--prefill-chunk", type=int, default=512, help="prompt tokens at once")
     parser.add_argument("--pixel-cache-mb", type=int, default=256, help="patches kept")
     parser.add_argument("--feature-cache-mb", type=int, default=256, help="image features kept")
+    parser.add_argument("--pixel-threads", type=int, default=0, help="0 follows the cores")
+    parser.add_argument("--max-waiting", type=int, default=4096, help="requests that may wait")
+    parser.add_argument("--max-waiting-mb", type=int, default=4096, help="their size in memory")
+    parser.add_argument("--keep-kv-over-updates", action="store_true", help="do not prefill again")
     parser.add_argument("--no-kv-reuse", action="store_true", help="forget a turn when it ends")
     parser.add_argument("--min-pixels", type=int, help="overrides the checkpoint's")
     parser.add_argument("--max-pixels", type=int, help="overrides the checkpoint's")
@@ -42,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             f"no engine {args.engine!r}", f"choose one that is available: {', '.join(ENGINES)}"
         )
     from sightline.inference.serve import serve
-    from sightline.inference.settings import ServeSettings
+    from sightline.inference.settings import ServeSettings, pick_pixel_threads
 
     bounds = {"min_pixels": args.min_pixels, "max_pixels": args.max_pixels}
     serve(
@@ -60,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
             pixel_cache_bytes=args.pixel_cache_mb * MEBIBYTE,
             feature_cache_bytes=args.feature_cache_mb * MEBIBYTE,
             reuse_kv=not args.no_kv_reuse,
+            pixel_threads=pick_pixel_threads(args.pixel_threads),
+            max_waiting=args.max_waiting,
+            max_waiting_bytes=args.max_waiting_mb * MEBIBYTE,
+            keep_kv_over_updates=args.keep_kv_over_updates,
             overrides={name: value for name, value in bounds.items() if value is not None},
             manifest=args.weights,
         )

@@ -28,8 +28,20 @@ class Inference(Section):
         json_schema_extra=FREE,
     )  # fmt: skip
     pixel_cache_mb: int = Field(
-        256, ge=0, description="Patches kept in memory.", json_schema_extra=FREE
+        256,
+        ge=0,
+        description="Processed images kept in memory, by either engine; 0 is off.",
+        json_schema_extra=FREE,
     )
     feature_cache_mb: int = Field(
         256, ge=0, description="Vision features kept in memory.", json_schema_extra=FREE
+    )
+    pixel_threads: int = Field(
+        0, ge=0, description="Threads that decode images; 0 follows the cores.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
+    keep_kv_over_updates: bool = Field(
+        False,
+        description="Whether an answer goes on over keys and values of older weights; it is "
+        "prefilled again where not. Tokens sampled so are counted.",
     )

@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -26,8 +26,7 @@ def load(kind: type[AnyFile], path: Path, overrides: Sequence[str] = ()) -> AnyF
         raise ConfigError(f"no run file at {path}", "check the path") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}", "mend the line that it names") from None
-    for override in overrides:
-        _apply(values, override)
+    apply_overrides(values, overrides)
     return check(kind, values, str(path))
 
 
@@ -36,6 +35,12 @@ def check(kind: type[AnyFile], values: dict[str, Any], where: str) -> AnyFile:
         return kind.model_validate(values)
     except ValidationError as error:
         raise _explain(kind, error, where) from None
+
+
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Puts `section.key=value` into the values of a file."""
+    for override in overrides:
+        _apply(values, override)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -58,6 +63,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
 def _explain(kind: type[Section], error: ValidationError, where: str) -> ConfigError:
     first = error.errors()[0]
     names = [str(part) for part in first["loc"]]
+    if not names:  # settings that each are well, and do not go together
+        said = first["msg"].removeprefix("Value error, ")
+        return ConfigError(f"{where}: {said}", "give settings that go together")
     key = _spell(names)
     if first["type"] == "extra_forbidden":
         known = _known_names(kind, names[:-1])
@@ -77,10 +85,15 @@ def _spell(names: list[str]) -> str:
 
 def _known_names(kind: type[BaseModel], names: list[str]) -> list[str]:
     for name in names:
-        inner = kind.model_fields[name].annotation
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        annotation = kind.model_fields[name].annotation
+        inner = [
+            one
+            for one in (annotation, *get_args(annotation))
+            if isinstance(one, type) and issubclass(one, BaseModel)
+        ]
+        if not inner:
             return []
-        kind = inner
+        kind = inner[0]
     return list(kind.model_fields)
 
 
@@ -88,6 +101,8 @@ def dump(file: Section) -> str:
     """The file as TOML, every setting spelled out."""
     lines: list[str] = []
     for section, values in file.model_dump().items():
+        if values is None:
+            continue
         lines.append(f"[{section}]")
         nested = {k: v for k, v in values.items() if isinstance(v, dict)}
         for name, value in values.items():

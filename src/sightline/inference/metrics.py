@@ -31,6 +31,7 @@ def totals(engine: Engine) -> dict[str, float]:
     return {
         **dataclasses.asdict(engine.counts),
         "busy_seconds": engine.busy.seconds,
+        "steps_replayed": engine.runner.num_replayed,
         "images_made": pixels.made,
         "images_failed": pixels.failed,
         "pixel_cache_hits": pixels.hits,
@@ -48,6 +49,7 @@ def now(engine: Engine) -> dict[str, float]:
     return {
         "running": engine.num_running,
         "waiting": engine.num_waiting,
+        "waiting_bytes": engine.waiting_bytes,
         "rows": scheduler.rows.num_rows,
         "rows_free": scheduler.rows.num_free,
         "rows_cached": len(scheduler.prefixes),

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from sightline.families import Family
 
 MEBIBYTE = 2**20
+
+
+def pick_pixel_threads(asked: int) -> int:
+    """0 follows the cores: decoding must keep up with a device, and leave the rest to others."""
+    return asked or max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 def turns_line(family: Family) -> str:
@@ -45,8 +51,11 @@ class ServeSettings:
     threads: int = 1
     """Compute threads."""
     pixel_threads: int = 1
+    """Threads that decode images."""
     max_waiting: int = 4096
-    """Requests without a row; one more is answered with 503."""
+    """Requests that wait; one more is answered with 503."""
+    max_waiting_bytes: int = 4096 * MEBIBYTE
+    """Of the prompts and the decoded images of requests that wait; likewise."""
     max_body_bytes: int = 64 * MEBIBYTE
     overrides: dict[str, int] = field(default_factory=dict)
     """Processor settings that win over the checkpoint's: min_pixels, max_pixels."""

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from sightline.config import Env, Model, RunFile, SftFile
-from sightline.envs.mix import build_environment
 from sightline.errors import ConfigError, DiskFull, FamilyError
 from sightline.families import Family, load_family
 from sightline.families.hub import find_checkpoint
 from sightline.inference.settings import turns_line
+from sightline.launch.elsewhere import describe_environment
 from sightline.launch.processes import find_port, num_cores, share_threads
 from sightline.media import MediaStore
 from sightline.monitor import RunDir
 from sightline.monitor.sinks.follow import check_sinks
+from sightline.trainer.conversations import show_images
 
 STATES_PER_CHECKPOINT = 3
 """Weights and the two moments of AdamW."""
@@ -34,9 +35,23 @@ def resolve_model(config: RunT) -> RunT:
     return config.model_copy(update={"model": model})
 
 
-def check_model(model: Model, env: Env) -> Family:
-    """The family of the checkpoint, which is whole, known, and sees if the environment shows."""
-    environment = build_environment(env)
+def check_model(model: Model, env: Env, python: str = "") -> Family:
+    """The family of the checkpoint, which is whole, known, and sees if the environment shows.
+
+    `python` is the interpreter that knows the environment, if this one need not.
+    """
+    environment = describe_environment(env, python)
+    return check_checkpoint(model, f"[env] {environment.name!r}", environment.shows_images)
+
+
+def check_conversations(config: SftFile) -> Family:
+    """Likewise, for the conversations of [data], whose first rows are read."""
+    assert config.data is not None
+    shows = show_images(config.data, config.run.seed)
+    return check_checkpoint(config.model, f"[data] {config.data.path}", shows)
+
+
+def check_checkpoint(model: Model, shown_by: str, shows_images: bool) -> Family:
     path = Path(model.path)
     if not path.is_dir():
         raise ConfigError(
@@ -48,14 +63,13 @@ def check_model(model: Model, env: Env) -> Family:
     try:
         family = load_family(path, **model.overrides())
     except FamilyError as error:
-        if not environment.shows_images:
+        if not shows_images:
             raise
         why = error.problem
-    if family is None or (environment.shows_images and not family.shows_images):
+    if family is None or (shows_images and not family.shows_images):
         raise ConfigError(
-            f"[env] {environment.name!r} shows images and [model] path = {model.path!r} cannot "
-            f"see: {why}",
-            "choose a vision-language checkpoint, or an environment without images",
+            f"{shown_by} shows images and [model] path = {model.path!r} cannot see: {why}",
+            "choose a vision-language checkpoint, or conversations without images",
         )
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
@@ -85,7 +99,11 @@ def check_disk(config: RunFile, run_dir: RunDir) -> None:
     # One more of each than is kept: the next is whole before the oldest goes.
     checkpoints = (config.trainer.keep_checkpoints + 1) * STATES_PER_CHECKPOINT
     published = config.orchestrator.max_lag + 2
-    batches = config.trainer.checkpoint_every + config.orchestrator.max_lag + 1
+    if config.trainer.keep_every:
+        checkpoints += config.run.steps // config.trainer.keep_every * STATES_PER_CHECKPOINT
+    # Where the newest checkpoint may turn out corrupt, the batches since the one before it stay.
+    spans = min(config.trainer.keep_checkpoints, 2)
+    batches = spans * config.trainer.checkpoint_every + config.orchestrator.max_lag + 1
     batch_bytes = (
         config.orchestrator.groups_per_step
         * config.orchestrator.group_size
@@ -121,7 +139,7 @@ def check_fit(config: RunFile) -> None:
 
 
 def check_run(config: RunFile, run_dir: RunDir) -> Family:
-    family = check_model(config.model, config.env)
+    family = check_model(config.model, config.env, config.rollout.python)
     check_sinks(config.monitor.sinks)
     share_threads(config, num_cores())
     check_fit(config)

@@ -41,6 +41,8 @@ class Spec:
     arguments: list[str]
     threads: int
     variables: dict[str, str] = field(default_factory=dict)
+    python: str = ""
+    """The interpreter; empty is the launcher's own."""
 
 
 @dataclass(frozen=True)
@@ -90,17 +92,27 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def find_port(host: str, port: int, setting: str) -> int:
-    """`port` if it is free, or any free one for 0."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"{setting} = {port} on {host}: {error.strerror}",
-                "stop what uses the port, or set 0 to take a free one",
-            ) from error
-        return int(probe.getsockname()[1])
+    """`port` if it is free, or for 0 any free one, which stays reserved.
+
+    Bound and never listened on, until this process ends: the system gives the port to nobody, and a
+    server that is told it can bind it.
+    """
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind((host, port))
+    except OSError as error:
+        probe.close()
+        raise ConfigError(
+            f"{setting} = {port} on {host}: {error.strerror}",
+            "stop what uses the port, or set 0 to take a free one",
+        ) from error
+    found = int(probe.getsockname()[1])
+    if port:
+        probe.close()
+    else:
+        probe.detach()
+    return found
 
 
 @dataclass
@@ -108,14 +120,20 @@ class Processes:
     """The processes of a run, each with its log file."""
 
     run_dir: RunDir
+    command: str = "rl"
+    """That which goes on with the run."""
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def resume(self) -> str:
+        return f"sightline {self.command} --resume {self.run_dir.path}"
 
     def start(self, spec: Spec) -> None:
         log = open(self.run_dir.logs / f"{spec.name}.log", "ab")  # noqa: SIM115
         _error_file(self.run_dir, spec.name).unlink(missing_ok=True)
         with log:
             self._running[spec.name] = subprocess.Popen(
-                [sys.executable, "-m", "sightline", *spec.arguments],
+                [spec.python or sys.executable, "-m", "sightline", *spec.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -177,7 +195,7 @@ class Processes:
         file = _error_file(self.run_dir, name)
         log = self.run_dir.logs / f"{name}.log"
         can_resume = self.run_dir.progress.parent.is_dir()
-        resume = f"then go on with `sightline rl --resume {self.run_dir.path}`" * can_resume
+        resume = f"then go on with `{self.resume}`" * can_resume
         if file.is_file():
             left = json.loads(file.read_text())
             fix = "; ".join(part for part in (left["fix"], resume) if part)
@@ -243,7 +261,7 @@ def watch(
             if signals.count > 1:
                 raise ProcessFailed(
                     "ended at once by a second signal",
-                    f"go on with `sightline rl --resume {processes.run_dir.path}`",
+                    f"go on with `{processes.resume}`",
                 )
             if signals.count and not told:
                 told = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -73,24 +73,31 @@ def _specs(config: RunFile, run_dir: RunDir) -> list[Spec]:
     host = config.inference.host
     hub = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'port of the hub')}"
     server = f"http://{host}:{find_port(host, config.inference.port, '[inference] port')}"
+    evaluates = config.eval.every > 0 and config.eval.tasks > 0
+    evaluator = f"http://{host}:{find_port(host, 0, 'port of the evaluator')}" if evaluates else ""
 
     def spec(name: str, count: int) -> Spec:
         words = ["process", name, str(run_dir.path), "--hub", hub, "--server", server]
         words += ["--threads", str(count), "--parent", str(os.getpid())]
+        words += ["--evaluator", evaluator] if evaluates else []
         return Spec(name, words, count)
 
     trainer = spec("trainer", max(1, threads.trainer // config.trainer.ranks))
-    workers = [spec(f"worker-{i}", 1) for i in range(config.rollout.workers)]
+    workers = [
+        replace(spec(f"worker-{i}", 1), python=config.rollout.python)
+        for i in range(config.rollout.workers)
+    ]
     return [
         spec("server", threads.server),
-        *_ranks(trainer, config.trainer.ranks),
+        *([spec("evaluator", 1)] if evaluates else []),
+        *trainer_specs(trainer, config.trainer.ranks),
         *workers,
         spec(LEADER, 1),
     ]
 
 
-def _ranks(trainer: Spec, num: int) -> list[Spec]:
-    """The trainer's processes: `trainer` is rank 0, `trainer-1` and so on the others."""
+def trainer_specs(trainer: Spec, num: int) -> list[Spec]:
+    """The trainer's processes: its own name is rank 0's, NAME-1 and so on are the others'."""
     if num == 1:
         return [trainer]
     here = "127.0.0.1"
@@ -99,7 +106,7 @@ def _ranks(trainer: Spec, num: int) -> list[Spec]:
     secret = {SECRET: secrets.token_hex(16)}
     found = []
     for rank in range(num):
-        name = f"trainer-{rank}" if rank else trainer.name
+        name = f"{trainer.name}-{rank}" if rank else trainer.name
         words = [*trainer.arguments, "--rank", str(rank), "--ranks", str(num)]
         words += ["--meet", meet, "--channel", channel]
         words[1] = name

@@ -16,7 +16,7 @@ from sightline.errors import ProcessFailed, WireError
 from sightline.media import MediaStore
 from sightline.monitor import EventLog, RunDir
 from sightline.orchestrator import loop
-from sightline.orchestrator.build import build
+from sightline.orchestrator.build import Built, build
 from sightline.orchestrator.evaluate import Evaluator
 from sightline.orchestrator.progress import Books
 from sightline.rollout.client import GenerateClient
@@ -90,29 +90,35 @@ class Switchboard:
                     )
 
 
-async def main(config: RunFile, run_dir: RunDir, media_root: Path, hub: str, server: str) -> None:
+async def main(
+    config: RunFile, run_dir: RunDir, media_root: Path, hub: str, server: str, evaluator: str = ""
+) -> None:
+    """`evaluator` is the address of the server that evaluates beside the run, if there is one."""
     events = EventLog(run_dir.metrics, "orchestrator")
     board = Switchboard(AsyncHub(hub))
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
     client = GenerateClient(server)
+    evaluating = GenerateClient(evaluator) if evaluator else None
     store = MediaStore(media_root, max_bytes=int(config.media.max_gb * 1e9))
     books = Books.open(run_dir, config.orchestrator.keep_batches)
-    built = build(config, run_dir, store, books, events, board, workers, client)
+    built = build(config, run_dir, store, books, events, board, workers, client, evaluating)
     board.on_played = built.parts.rollouts.played
     board.on_published = built.publish
     board.on_lost = built.parts.rollouts.lost
     board.on_held = built.parts.rollouts.dispatch.held
-    notes = BusyNotes(client, events)
+    notes = BusyNotes(client, events, built.caches)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
     async def job() -> None:
         events.write("state", phase="starting")
-        await client.wait_healthy()
+        for each in (client, evaluating):
+            if each is not None:
+                await each.wait_healthy()
         await board.wait_for({TRAINER, *workers})
         await _catch_up(board, books, built.parts)
-        await _train(config, books, built.parts, built.evaluator, events, stop)
+        await _train(config, built, events, stop)
         with contextlib.suppress(OSError, ValueError):
             await notes.take()
         await _finish(board, books, store, workers, events)
@@ -128,9 +134,12 @@ async def main(config: RunFile, run_dir: RunDir, media_root: Path, hub: str, ser
             _keep_time(books, before, began),
             notes.keep_taking(),
             _keep_room(store),
+            *([] if built.beside is None else [built.beside.keep_evaluating()]),
         )
     finally:
         await client.close()
+        if evaluating is not None:
+            await evaluating.close()
         board.hub.close()
 
 
@@ -142,15 +151,9 @@ async def _catch_up(board: Switchboard, books: Books, parts: loop.Parts) -> None
     await parts.policy.at_least(max(at, books.progress.step - parts.max_lag))
 
 
-async def _train(
-    config: RunFile,
-    books: Books,
-    parts: loop.Parts,
-    evaluator: Evaluator,
-    events: EventLog,
-    stop: asyncio.Event,
-) -> None:
+async def _train(config: RunFile, built: Built, events: EventLog, stop: asyncio.Event) -> None:
     """Evaluates, trains, evaluates; cut short, without loss, when `stop` is set."""
+    books, parts, evaluator = built.books, built.parts, built.evaluator
 
     async def whole() -> None:
         last = config.run.steps
@@ -158,8 +161,12 @@ async def _train(
         events.write("state", phase="training")
         await loop.run(parts, range(books.progress.step + 1, last + 1))
         await parts.policy.at_least(last)
+        if built.beside is not None:
+            await built.beside.drain()
         await parts.rollouts.cancel()
         await _evaluate(evaluator, books, events, "final", last, exchange=True)
+        if built.beside is not None:
+            await built.beside.consider_final(last)
 
     stopping = asyncio.ensure_future(stop.wait())
     working = asyncio.ensure_future(whole())
@@ -240,6 +247,8 @@ class BusyNotes:
 
     client: GenerateClient
     events: EventLog
+    caches: dict[str, dict[str, float]]
+    """Filled with what the server tells of its caches."""
     since: float = field(default_factory=time.time)
 
     async def keep_taking(self) -> None:
@@ -253,8 +262,36 @@ class BusyNotes:
         now = time.time()
         stats = json.loads(await self.client.get(f"/sightline/v1/stats?since={self.since}"))
         self.since = now
+        self.caches.update(server_caches(stats.get("totals", {}), stats.get("now", {})))
         if stats.get("busy"):
             self.events.write("busy", intervals=stats["busy"])
+
+
+def server_caches(totals: dict[str, float], now: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Hits, misses, evictions and bytes of each cache that the server has, since its start."""
+    names = {
+        "server_pixels": (
+            ("pixel_cache_hits", "pixel_cache_joined"), "images_made", "pixel_cache_evicted",
+            "pixel_cache_bytes",
+        ),
+        "server_features": (
+            ("feature_cache_hits",), "images_encoded", "feature_cache_evicted",
+            "feature_cache_bytes",
+        ),
+        "server_prefix_tokens": (
+            ("cached_tokens",), "computed_tokens", "rows_evicted", "kv_bytes",
+        ),
+    }  # fmt: skip
+    return {
+        cache: {
+            "hits": sum(totals.get(name, 0) for name in hits),
+            "misses": totals[misses],
+            "evictions": totals.get(evictions, 0),
+            "bytes": now.get(size, 0),
+        }
+        for cache, (hits, misses, evictions, size) in names.items()
+        if misses in totals
+    }
 
 
 async def _first_of(job: Awaitable[None], *helpers: Awaitable[None]) -> None:

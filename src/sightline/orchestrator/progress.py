@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from sightline.errors import ResumeRefused
 from sightline.monitor import RunDir
 from sightline.trace import Trace, write_traces
 from sightline.wire.control import Announce
@@ -37,6 +38,9 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     """Samples that bad media cost at the trainer, by step; a step that is replayed counts once."""
     evals: dict[str, float] = {}
     """The measure of each evaluation that was played, by its name."""
+    best_step: int = 0
+    """Whose weights stand in checkpoints/best; 0 for none."""
+    best_measure: float = 0.0
     seconds: float = 0.0
     """Spent so far, over all sittings."""
     schema: int = 1
@@ -97,6 +101,11 @@ class Books:
         found = []
         for later in range(step + 1, self.progress.step + 1):
             path = self.run_dir.batch(later)
+            if not path.is_file():
+                raise ResumeRefused(
+                    f"{path} is gone, and the trainer's checkpoint is of step {step}",
+                    "restore the newer checkpoint, or the batch, from a copy",
+                )
             found.append(Announce(later, str(path.resolve()), digest_of(path.read_bytes())))
         return found
 

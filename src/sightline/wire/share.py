@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sightline.wire.micro_batch import MicroBatch
+from sightline.wire.weights import WeightFile
 
 ENDED_BY_ANOTHER = 3
 """Exit status of a rank that ends because another failed; the launcher reports the other."""
@@ -27,6 +28,8 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"
     """One a round, None for an empty one; every rank has as many."""
     shows: list[bool]
     """Whether some rank shows an image in the round: then all go through the vision tower."""
+    held_out: bool = False
+    """To be evaluated with the weights after `step`; nothing is learnt from it."""
 
 
 class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="taken"):
@@ -34,6 +37,14 @@ class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="taken"
 
     rank: int
     step: int
+
+
+class Wrote(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wrote"):
+    """A rank to rank 0: its file of the checkpoint of `step` is on the disk."""
+
+    rank: int
+    step: int
+    file: WeightFile
 
 
 class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failed"):
@@ -47,7 +58,7 @@ class Over(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="over"):
     """Rank 0 to a rank: no share follows."""
 
 
-RankMessage = Hello | Share | Taken | Failed | Over
+RankMessage = Hello | Share | Taken | Wrote | Failed | Over
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RankMessage)

@@ -85,6 +85,7 @@ class Engine:
             self._event.set,
         )
         self._inbox: deque[Request] = deque()
+        self._submitted_bytes = 0
         self._swaps: deque[_Swap] = deque()
         self._cancels: deque[Request] = deque()
         # Reentrant: a signal may call `stop` in the middle of `submit`, on the same thread.
@@ -114,22 +115,35 @@ class Engine:
         return len(self._inbox) + len(self.scheduler.waiting) + len(self.scheduler.loading)
 
     @property
+    def waiting_bytes(self) -> int:
+        return self._submitted_bytes - self.scheduler.begun_bytes
+
+    @property
     def num_running(self) -> int:
         return len(self.scheduler.running)
 
     def submit(self, requests: list[Request]) -> None:
-        if self.num_waiting + len(requests) > self._settings.max_waiting:
-            raise refusal(
-                "overloaded",
-                f"{self.num_waiting} requests wait, {self._settings.max_waiting} may",
-                "try again, or send fewer at once",
-                503,
-            )
+        self._check_room(requests)
         with self._lock:
             if self._is_stopping:
                 raise _stopping()
+            for request in requests:
+                request.waiting_bytes = request.nbytes
+                self._submitted_bytes += request.waiting_bytes
             self._inbox.extend(requests)
         self._event.set()
+
+    def _check_room(self, requests: list[Request]) -> None:
+        """A request that would wait alone is always taken."""
+        most, most_bytes = self._settings.max_waiting, self._settings.max_waiting_bytes
+        more = sum(request.nbytes for request in requests)
+        if self.num_waiting + len(requests) > most:
+            full = f"{self.num_waiting} requests wait, {most} may"
+        elif self.num_waiting and self.waiting_bytes + more > most_bytes:
+            full = f"requests of {self.waiting_bytes} bytes wait, {most_bytes} may"
+        else:
+            return
+        raise refusal("overloaded", full, "try again, or send fewer at once")
 
     def cancel(self, request: Request) -> None:
         self._cancels.append(request)
@@ -154,9 +168,9 @@ class Engine:
         except EngineError:
             raise
         except SightlineError as error:
-            raise EngineError(error.problem, error.fix, "weights", 422) from error
+            raise refusal("weights", error.problem, error.fix) from error
         except OSError as error:
-            raise refusal("weights", str(error), "let the server read the weights", 422) from error
+            raise refusal("weights", str(error), "let the server read the weights") from error
         return manifest
 
     # --- the loop
@@ -282,7 +296,7 @@ class Engine:
 
 
 def _stopping() -> EngineError:
-    return refusal("stopping", "the server is ending", "send the request to another server", 503)
+    return refusal("stopping", "the server is ending", "send the request to another server")
 
 
 def _not_finite() -> EngineError:
@@ -290,5 +304,4 @@ def _not_finite() -> EngineError:
         "not_finite",
         "the model's logits are not numbers",
         "check the weights that were published last",
-        500,
     )

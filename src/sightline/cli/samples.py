@@ -1,0 +1,49 @@
+"""`sightline samples`: rollouts as parquet files, images inlined."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "samples",
+        help="write rollouts as parquet files, with their images",
+        description="Writes samples/step_N.parquet of a run: a row a rollout, each image once. "
+        "With --to the files are uploaded, and nothing is left here.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument(
+        "--step", type=int, action="append", metavar="N", help="this step only; may be repeated"
+    )
+    parser.add_argument(
+        "--to", metavar="URL",
+        help="PUT the files below this address, or one file to this presigned url",
+    )  # fmt: skip
+    parser.add_argument(
+        "--header", action="append", default=[], metavar="NAME:VALUE", help="sent with an upload"
+    )
+    parser.add_argument("--max-mb", type=float, default=16.0, help="of one rollout's images")
+
+
+def run(args: argparse.Namespace) -> int:
+    from sightline.errors import ConfigError
+    from sightline.monitor import RunDir
+    from sightline.monitor.exports import export_run
+
+    headers = {}
+    for header in args.header:
+        name, colon, value = header.partition(":")
+        if not colon:
+            raise ConfigError(f"--header {header!r}", "write it NAME:VALUE")
+        headers[name.strip()] = value.strip()
+    most = int(args.max_mb * 1e6)
+    for name, found in export_run(RunDir(args.run_dir), args.step, args.to, headers, most):
+        print(
+            f"{name}: {found.rollouts} rollouts, {found.images} images, {found.nbytes:,} bytes"
+            + (f", {found.left_out} images left out" if found.left_out else "")
+            + (f", {len(found.problems)} traces not read" if found.problems else ""),
+            flush=True,
+        )
+    return 0
