@@ -160,6 +160,9 @@ class Learner:
                     (micro_batch.batch, self._backward(micro_batch, ready.step, sums, laps))
                 )
         looked = self._probe(ready)
+        if looked is not None:
+            laps.seconds["probe"] = 0.0
+            laps.end("probe")
         self.pulse.mark(f"the update of step {ready.step}")
         norm = self.update(ready.step)
         metrics = self._metrics(ready, sum_over_ranks(sums, self.ranks.size))

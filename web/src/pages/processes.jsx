@@ -9,7 +9,7 @@ import { ago, bytes, whole, words } from "../spell.js";
 const CHARTS = [
   ["Rollouts under way", { in_flight: "in flight", waiting: "waiting", groups_ahead: "groups ahead" }],
   ["Bytes in flight", { bytes_in_flight: "bytes" }],
-  ["Seconds of the trainer", { "seconds.wait": "wait", "seconds.materialize": "images", "seconds.compute": "compute", "seconds.publish": "publish" }],
+  ["Seconds of the trainer", { "seconds.wait": "wait", "seconds.materialize": "images", "seconds.compute": "compute", "seconds.forward": "forward", "seconds.backward": "backward", "seconds.optimizer": "optimizer", "seconds.probe": "probe", "seconds.publish": "publish" }],
   ["Images shown and stored", { images_shown: "shown", images_stored: "stored" }],
 ];
 
