@@ -147,7 +147,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt $(wildcard tests/vllm/en
 		-c $(VLLM_VENV)/constraints.txt $(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
-	cp tests/vllm/environment/* \
+	cp tests/vllm/environment/*.py tests/vllm/environment/*.pth \
 		"$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
 
