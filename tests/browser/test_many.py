@@ -80,7 +80,7 @@ def test_a_hundred_thousand_rollouts_page_without_loading_more_than_a_page(
         asked = traffic.take()
         bytes_asked = sum(sum(sizes) for kind, sizes in asked.items() if kind != "thumb")
         print(f"{how}: {time.monotonic() - began:.2f} s, {bytes_asked:,} bytes beside thumbnails")
-        assert set(asked) <= {"rollouts", "thumb", "facets"}, asked
+        assert set(asked) <= {"rollouts", "thumb", "facets", "static"}, asked
         assert len(asked["rollouts"]) <= 2 and max(asked["rollouts"]) < MOST_JSON
 
 
@@ -93,4 +93,5 @@ def test_a_rollout_of_many_costs_itself(page: Page, serve: Serve, many: Path) ->
     expect(page.locator(".token.sampled").first).to_be_visible()
     asked = traffic.take()
     assert sum(asked["rollout"]) < 30_000
-    assert set(asked) <= {"rollout", "tokens", "media"}
+    # Thumbnails of the list may still be on their way, and so may the icon of the page.
+    assert set(asked) <= {"rollout", "tokens", "media", "thumb", "static"}
