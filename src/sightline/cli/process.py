@@ -112,30 +112,35 @@ def _train(args: argparse.Namespace, file: RunFile, run_dir: RunDir) -> None:
 
 
 def _serve(file: RunFile, media_root: Path, server: str, threads: int) -> None:
-    from sightline.inference.serve import serve
     from sightline.inference.settings import MEBIBYTE, ServeSettings, pick_pixel_threads
 
     host, _, port = server.removeprefix("http://").rpartition(":")
-    settings = file.inference
-    serve(
-        ServeSettings(
-            model=Path(file.model.path),
-            media_roots=(media_root,),
-            host=host,
-            port=int(port),
-            device=settings.device,
-            dtype=file.model.dtype,
-            max_rows=settings.max_rows,
-            max_len=settings.max_len,
-            prefill_chunk=settings.prefill_chunk,
-            pixel_cache_bytes=settings.pixel_cache_mb * MEBIBYTE,
-            feature_cache_bytes=settings.feature_cache_mb * MEBIBYTE,
-            keep_kv_over_updates=settings.keep_kv_over_updates,
-            threads=threads,
-            pixel_threads=pick_pixel_threads(settings.pixel_threads),
-            overrides=file.model.overrides(),
-        )
+    wanted = file.inference
+    settings = ServeSettings(
+        model=Path(file.model.path),
+        media_roots=(media_root,),
+        host=host,
+        port=int(port),
+        device=wanted.device,
+        dtype=file.model.dtype,
+        max_rows=wanted.max_rows,
+        max_len=wanted.max_len,
+        prefill_chunk=wanted.prefill_chunk,
+        pixel_cache_bytes=wanted.pixel_cache_mb * MEBIBYTE,
+        feature_cache_bytes=wanted.feature_cache_mb * MEBIBYTE,
+        threads=threads,
+        pixel_threads=pick_pixel_threads(wanted.pixel_threads),
+        overrides=file.model.overrides(),
+        keep_kv_over_updates=wanted.keep_kv_over_updates,
     )
+    if wanted.engine == "vllm":
+        from sightline.launch.vllm_server import become_vllm, find_python
+
+        become_vllm(settings, find_python(wanted.python))
+    else:
+        from sightline.inference.serve import serve
+
+        serve(settings)
 
 
 def _end_with(parent: int) -> None:

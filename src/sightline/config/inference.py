@@ -10,7 +10,13 @@ from sightline.config.section import FREE, Section
 
 
 class Inference(Section):
-    engine: Literal["torch"] = Field("torch", description="Which engine serves.")
+    engine: Literal["torch", "vllm"] = Field(
+        "torch", description="Which engine serves: the embedded one, or vLLM."
+    )
+    python: str = Field(
+        "", description="Interpreter that has vLLM and sightline; empty is this one.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
     host: str = Field("127.0.0.1", description="Address to bind.", json_schema_extra=FREE)
     port: int = Field(0, ge=0, le=65535, description="0 takes a free one.", json_schema_extra=FREE)
     device: str = Field("auto", description="cpu, cuda or auto.")

@@ -62,6 +62,9 @@ class Media(Section):
         description="Share of a batch's samples that bad media may cost.",
         json_schema_extra=FREE,
     )
+    allow_unproven: bool = Field(
+        False, description="Train on samples whose engine gives no digest of its pixels."
+    )
 
 
 class EnvShare(Section):

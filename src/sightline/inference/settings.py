@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from sightline.families import Family
 
@@ -63,3 +66,12 @@ class ServeSettings:
     """Weights to begin with; without it the checkpoint's own, as version 0."""
     keep_kv_over_updates: bool = False
     """Whether keys and values of old weights stay in use after an update."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For a process that is started with it."""
+        found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
+        return found
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> ServeSettings:
+        return msgspec.convert(values, cls, dec_hook=lambda kind, value: kind(value))

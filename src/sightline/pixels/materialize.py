@@ -52,6 +52,17 @@ class PixelCounts:
     oversized: int = 0
     bytes_held: int = 0
 
+    def totals(self) -> dict[str, float]:
+        """What only grows, by the names of metrics."""
+        return {
+            "images_made": self.made,
+            "images_failed": self.failed,
+            "pixel_cache_hits": self.hits,
+            "pixel_cache_joined": self.joined,
+            "pixel_cache_evicted": self.evicted,
+            "pixel_cache_oversized": self.oversized,
+        }
+
 
 @dataclass
 class Materializer:

@@ -135,10 +135,10 @@ class Learner:
     """Around the sharded model; None where one rank holds all of it."""
     reference_whole: Whole | None = None
     pulse: Pulse = field(default_factory=Pulse)
-    probe_every: int = 0
-    """Steps between two looks at whether the model looks; 0 is never."""
     imitates: bool = False
     """Supervised: the tokens are to be said, whoever said them first."""
+    probe_every: int = 0
+    """Steps between two looks at whether the model looks; 0 is never."""
     banned: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -185,16 +185,12 @@ class Learner:
         return None
 
     def score(self, ready: ReadyMicroBatch) -> np.ndarray:
-        """The logprobs (S,) of the trained tokens."""
-        batch = ready.batch
+        """The logprobs (S,) of the trained tokens; nothing is learnt."""
         with torch.no_grad():
-            hidden = hidden_of(self.forward, ready, self.family, self.device)
-            tokens = _tensor(batch.token_ids.numpy()[batch.trained.numpy()], self.device).long()
-            return (
-                chosen_logprobs(self.forward, hidden, tokens, self.banned, batch.temperature)
-                .cpu()
-                .numpy()
-            )
+            logprobs = self.within(self._logprobs, ready)
+        if self.whole is not None:
+            self.whole.reshard()  # without a backward pass nothing else does
+        return logprobs.cpu().numpy()
 
     @torch.no_grad()
     def evaluate(self, ready: ReadyBatch) -> tuple[float, float]:

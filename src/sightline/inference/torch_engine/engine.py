@@ -12,6 +12,7 @@ Waits for: a submission, an update, a cancellation or pixels, and only when no r
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 import traceback
@@ -27,6 +28,8 @@ import torch
 from sightline.compute.weights import adopt_into, read_weights
 from sightline.errors import EngineError, SightlineError
 from sightline.families import Family, Forward
+from sightline.inference.busy import Busy
+from sightline.inference.engine import Deliver
 from sightline.inference.errors import refusal, typed
 from sightline.inference.settings import ServeSettings
 from sightline.inference.torch_engine.plan import Plan, make_plan
@@ -36,12 +39,10 @@ from sightline.inference.torch_engine.rows import Rows
 from sightline.inference.torch_engine.runner import Runner
 from sightline.inference.torch_engine.scheduler import Scheduler
 from sightline.inference.torch_engine.scoring import score_prompts
-from sightline.inference.torch_engine.stats import Busy, Counts
+from sightline.inference.torch_engine.stats import Counts
 from sightline.inference.torch_engine.vision import FeatureCache
 from sightline.pixels import Materializer
 from sightline.wire.weights import Manifest
-
-Deliver = Callable[[list[Request]], None]
 
 
 @dataclass(slots=True)
@@ -109,6 +110,7 @@ class Engine:
     def join(self, timeout_s: float) -> None:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+        self.materializer.close()
 
     @property
     def num_waiting(self) -> int:
@@ -172,6 +174,33 @@ class Engine:
         except OSError as error:
             raise refusal("weights", str(error), "let the server read the weights") from error
         return manifest
+
+    def totals(self) -> dict[str, float]:
+        features = self.features
+        return {
+            **dataclasses.asdict(self.counts),
+            "busy_seconds": self.busy.seconds,
+            "steps_replayed": self.runner.num_replayed,
+            **self.materializer.counts.totals(),
+            "images_encoded": features.encoded,
+            "feature_cache_hits": features.hits,
+            "feature_cache_evicted": features.evicted,
+        }
+
+    def now(self) -> dict[str, float]:
+        return {
+            "running": self.num_running,
+            "waiting": self.num_waiting,
+            "waiting_bytes": self.waiting_bytes,
+            "rows": self.scheduler.rows.num_rows,
+            "rows_free": self.scheduler.rows.num_free,
+            "rows_cached": len(self.scheduler.prefixes),
+            "kv_bytes": self.runner.nbytes,
+            "pixel_cache_bytes": self.materializer.counts.bytes_held,
+            "feature_cache_bytes": self.features.bytes_held,
+            "version": self.manifest.version,
+            "vision_version": self.manifest.vision_version,
+        }
 
     # --- the loop
 
