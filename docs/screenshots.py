@@ -23,6 +23,9 @@ from sightline.monitor.dashboard.synthetic import write_run
 SIZE = {"width": 1280, "height": 800}
 FOLDER = Path(__file__).parent / "screens"
 MOST_BYTES = 150_000
+SETTLED = """() => !document.querySelector(".loading, .stale") && [...document.images].every(
+    (image) => image.complete || image.getBoundingClientRect().top > innerHeight)"""
+"""Everything in sight is there."""
 
 
 def shots(demo: str, many: str) -> dict[str, tuple[str, str]]:
@@ -80,7 +83,8 @@ def main() -> None:
                 page.set_default_timeout(120_000)
                 page.goto(address + path)
                 page.locator("main h1").wait_for()
-                page.wait_for_timeout(4000)
+                page.wait_for_function(SETTLED)
+                page.wait_for_timeout(1500)
                 save(page, name)
                 page.close()
             browser.close()

@@ -301,6 +301,19 @@ def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaSto
     asyncio.run(main())
 
 
+def test_prometheus_scrapes_the_door_without_a_key(tiny_model: Path, store: MediaStore) -> None:
+    async def rollout(chat: Chat) -> float:
+        root = chat.base_url.removesuffix("/v1")
+        async with aiohttp.ClientSession() as session, session.get(f"{root}/metrics") as answer:
+            assert answer.headers["content-type"].startswith("text/plain")
+            text = await answer.text()
+        assert "# TYPE sightline_agent_requests_total counter\n" in text
+        assert "sightline_agent_rollouts 1\n" in text and chat.api_key not in text
+        return 1.0
+
+    assert not play(tiny_model, store, rollout).error
+
+
 def test_a_key_that_no_rollout_has_opens_nothing(tiny_model: Path, store: MediaStore) -> None:
     async def rollout(chat: Chat) -> float:
         for key in ("", "sk-wrong", chat.api_key + "x", chat.api_key[:-1]):

@@ -35,7 +35,7 @@ export function ImagesPage({ runs, run, query, revisions }) {
             {whole(answer.shown)} times an image was shown; {whole(answer.total)} are distinct, {bytes(answer.nbytes)} in all,
             each stored once.{answer.missing ? <b class="bad"> {whole(answer.missing)} are in no store.</b> : ""}
           </p>
-          <Pager offset={page * LIMIT} limit={LIMIT} total={answer.total} noun="images" />
+          <Pager offset={answer.offset} limit={LIMIT} total={answer.total} noun="images" />
           <ul class="gallery">
             {answer.rows.map((row) => (
               <li key={row.digest}>

@@ -118,7 +118,7 @@ export function RolloutTable({ run, filters, page, revision }) {
   return (
     <>
       <Failed error={error} />
-      <Pager offset={page * LIMIT} limit={LIMIT} total={answer.total} noun="rollouts" />
+      <Pager offset={answer.offset} limit={LIMIT} total={answer.total} noun="rollouts" />
       <div class="scroll">
         <table class={`rollouts ${stale ? "stale" : ""}`}>
           <thead>
