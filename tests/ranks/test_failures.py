@@ -12,6 +12,9 @@ from loop.conftest import SMALL
 from loop.jobs import EXAMPLES, Job, ledger, live_processes, sightline, summary
 from safetensors.torch import load_file
 
+from sightline.monitor import read_events
+from sightline.monitor.events import by_step
+
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 FAULTS = Path(__file__).parent / "faults"
@@ -85,6 +88,19 @@ def test_a_killed_rank_ends_all_and_the_run_resumes(home: Path, victim: str) -> 
     assert not list(job.run_dir.weights.glob("*.1")), "replayed weights are bit-equal"
 
 
+@pytest.mark.parametrize("victim", ["trainer", "trainer-1"])
+def test_a_stopped_rank_is_found_and_the_run_ends(home: Path, victim: str) -> None:
+    job = Job(home, *RUN, "trainer.stuck_after_s=10", "run.steps=1000")
+    job.wait_for_step(2)
+    os.kill(job.pid_of(victim), signal.SIGSTOP)
+    said = job.output(timeout_s=240)
+    assert job.process.returncode == 2
+    # The launcher finds it by its heartbeat, unless a rank that waits for it is first.
+    found = f"{victim} gave no sign of life" in said or "for another rank in" in said
+    assert found, said[-2000:]
+    assert not live_processes(job.run_dir)
+
+
 def test_a_run_goes_on_with_another_number_of_ranks(home: Path) -> None:
     job = Job(home, *RUN)
     job.wait_for_step(3)
@@ -104,3 +120,14 @@ def test_a_run_goes_on_with_another_number_of_ranks(home: Path) -> None:
     sightline("rl", "--plain", "--resume", job.run_dir.path, "trainer.ranks=1", cwd=home)
     assert [step for step, _ in ledger(job.run_dir)] == list(range(1, STEPS + 1))
     assert summary(job.run_dir)["reward_final"] is not None
+
+
+def test_weights_that_are_sent_are_those_that_sample(home: Path) -> None:
+    job = Job(home, *RUN, "trainer.publish=broadcast", "orchestrator.probe_every=1")
+    said = job.output(timeout_s=600)
+    assert job.process.returncode == 0, said[-3000:]
+    assert not list(job.run_dir.weights.rglob("*.safetensors")), "no file between them"
+    trained = by_step(read_events(job.run_dir.metrics), "train")
+    measured = [event.values["mismatch_kl"] for event in trained.values()]
+    found = [kl for kl in measured if kl is not None]
+    assert len(found) > 1 and max(found) < 1e-5, measured

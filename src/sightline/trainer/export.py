@@ -43,12 +43,6 @@ def export_checkpoint(
     os.rename(part, target)
 
 
-def help_export(model: torch.nn.Module) -> None:
-    """What the other ranks do while rank 0 exports: they hand over their shards."""
-    for _ in each_whole(dict(model.named_parameters()), whole_tensor):
-        pass
-
-
 def export_saved(checkpoint: Path, settings: Model, target: Path) -> None:
     """The checkpoint folder at `checkpoint`, checked against its manifest, as a plain one."""
     manifest = read_manifest(checkpoint)

@@ -9,17 +9,15 @@ from pathlib import Path
 import msgspec
 import torch
 
-from sightline.compute.tensor_file import each_whole
-from sightline.compute.weights import write_weights
 from sightline.families import Forward
 from sightline.monitor import EventLog, RunDir
 from sightline.pixels import Materializer
-from sightline.trainer.export import export_checkpoint, help_export
+from sightline.trainer.export import export_checkpoint
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner, Stepped
 from sightline.trainer.ledger import Ledger
+from sightline.trainer.publish import Publisher, help_gather
 from sightline.trainer.saver import Saver
-from sightline.trainer.shard import whole_tensor
 from sightline.wire.control import Control, Finished, Published
 from sightline.wire.file import write_atomic
 
@@ -35,8 +33,9 @@ class Keeper:
     source: Path
     """The checkpoint folder that the run started from."""
     train_vision: bool
+    publisher: Publisher
     dtype: torch.dtype
-    """Of published weights, and of what is exported."""
+    """Of what is exported."""
     materializer: Materializer
     published: Published | None = None
 
@@ -49,13 +48,8 @@ class Keeper:
         self.ledger.add(ready.step, ready.digest)
 
     def publish(self, step: int) -> None:
-        path, manifest = write_weights(
-            self.run_dir.weights,
-            dict(self._forward.model.named_parameters()),
-            version=step,
-            vision_version=step if self.train_vision else 0,
-            gather=whole_tensor,
-            dtype=self.dtype,
+        path, manifest = self.publisher.publish(
+            dict(self._forward.model.named_parameters()), step, step if self.train_vision else 0
         )
         self.published = Published(
             version=step,
@@ -64,6 +58,9 @@ class Keeper:
             metrics={},
             checkpoint_step=self.saver.checkpoints.covered,
         )
+
+    def deliver(self) -> None:
+        self.publisher.deliver(dict(self._forward.model.named_parameters()))
 
     def checkpoint(self, step: int, last: bool = False) -> None:
         self.saver.save(step, self._forward.model, self.learner.optimizer, last)
@@ -125,13 +122,18 @@ class Follower:
 
     learner: Learner
     saver: Saver
+    sends: bool
+    """Whether weights are sent, after they were announced."""
 
     def record(self, ready: ReadyBatch, stepped: Stepped) -> None:
         pass
 
     def publish(self, step: int) -> None:
-        for _ in each_whole(dict(self.learner.forward.model.named_parameters()), whole_tensor):
-            pass
+        help_gather(dict(self.learner.forward.model.named_parameters()))
+
+    def deliver(self) -> None:
+        if self.sends:
+            help_gather(dict(self.learner.forward.model.named_parameters()))
 
     def checkpoint(self, step: int, last: bool = False) -> None:
         self.saver.save(step, self.learner.forward.model, self.learner.optimizer, last)
@@ -146,4 +148,4 @@ class Follower:
 
     def finish(self, step: int) -> None:
         if step > 0:
-            help_export(self.learner.forward.model)
+            help_gather(dict(self.learner.forward.model.named_parameters()))
