@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 from loop.jobs import Job, ledger, live_processes, summary
 
-from .test_failures import RUN, STEPS
-
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+STEPS = 4
 
 
 class TorchrunJob(Job):
@@ -29,8 +28,8 @@ class TorchrunJob(Job):
         )  # fmt: skip
 
 
-def test_two_ranks_of_torchrun_train_a_run(home: Path) -> None:
-    job = TorchrunJob(home, *RUN[:-1], "trainer.ranks=1")
+def test_two_ranks_of_torchrun_train_a_run(quick_home: Path) -> None:
+    job = TorchrunJob(quick_home, "run.toml", "trainer.ranks=1")
     said = job.output(timeout_s=600)
     assert job.process.returncode == 0, said[-3000:]
     assert [step for step, _ in ledger(job.run_dir)] == list(range(1, STEPS + 1))
@@ -40,13 +39,13 @@ def test_two_ranks_of_torchrun_train_a_run(home: Path) -> None:
     assert not live_processes(job.run_dir)
 
 
-def test_a_rank_of_torchrun_that_dies_ends_all(home: Path) -> None:
-    job = TorchrunJob(home, *RUN)
+def test_a_rank_of_torchrun_that_dies_ends_all(quick_home: Path) -> None:
+    job = TorchrunJob(quick_home, "run.toml", "run.steps=1000")
     job.wait_for_step(2)
     [pid] = [
         int(folder.name)
         for folder in Path("/proc").iterdir()
-        if folder.name.isdigit() and _is_rank_1(folder, home)
+        if folder.name.isdigit() and _is_rank_1(folder, quick_home)
     ]
     os.kill(pid, signal.SIGKILL)
     said = job.output(timeout_s=120)

@@ -15,6 +15,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -68,6 +69,14 @@ def end_with(own: int, failed: Failed) -> None:
     words = f"rank {own} ends because rank {failed.rank} failed: {failed.problem}"
     print(words, file=sys.stderr, flush=True)
     os._exit(ENDED_BY_ANOTHER)
+
+
+def crash(channel: Lead | Follow, error: Exception) -> None:
+    """Ends this process because its own end of the channel failed, which nobody waits for."""
+    channel.fail(f"{type(error).__name__}: {error}")
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 class Lead:
@@ -150,14 +159,17 @@ class Lead:
             return left
 
     def _listen(self) -> None:
-        while True:
-            found = self._hub.receive()
-            assert found is not None
-            peer, data = found
-            message = wire.decode(data)
-            with self._changed:
-                self._note(peer, message)
-                self._changed.notify_all()
+        try:
+            while True:
+                found = self._hub.receive()
+                assert found is not None
+                peer, data = found
+                message = wire.decode(data)
+                with self._changed:
+                    self._note(peer, message)
+                    self._changed.notify_all()
+        except Exception as error:  # the other ranks are told, and this one ends
+            crash(self, error)
 
     def _note(self, peer: str, message: RankMessage) -> None:
         if isinstance(message, Hello):
@@ -219,25 +231,30 @@ class Follow:
         self._spoke.close()
 
     def _listen(self) -> None:
-        while True:
-            data = self._spoke.receive()
-            assert data is not None
-            message = wire.decode(data)
-            if isinstance(message, (Share, Over)):
-                self._check_step(message)
-            if isinstance(message, Share):
-                self._step = message.step
-                self._shares.put(message)
-                self._send(Taken(self._ranks.rank, message.step))
-            elif isinstance(message, Over):
-                self._shares.put(None)
-            elif isinstance(message, Failed):
-                self._end(self._ranks.rank, message)
-            else:
-                raise WireError(
-                    f"rank {self._ranks.rank} was sent a {type(message).__name__}",
-                    "this is a bug; report it",
-                )
+        try:
+            while True:
+                data = self._spoke.receive()
+                assert data is not None
+                self._take(wire.decode(data))
+        except Exception as error:  # the other ranks are told, and this one ends
+            crash(self, error)
+
+    def _take(self, message: RankMessage) -> None:
+        if isinstance(message, (Share, Over)):
+            self._check_step(message)
+        if isinstance(message, Share):
+            self._step = message.step
+            self._shares.put(message)
+            self._send(Taken(self._ranks.rank, message.step))
+        elif isinstance(message, Over):
+            self._shares.put(None)
+        elif isinstance(message, Failed):
+            self._end(self._ranks.rank, message)
+        else:
+            raise WireError(
+                f"rank {self._ranks.rank} was sent a {type(message).__name__}",
+                "this is a bug; report it",
+            )
 
     def _check_step(self, message: Share | Over) -> None:
         """Nothing between rank 0 and this one was lost, or came twice."""
