@@ -12,6 +12,7 @@
     ├── FamilyError               a checkpoint that no family knows, or a family cannot serve
     ├── FingerprintMismatch       two processes hold different processor settings
     ├── PixelMismatch             sampler and trainer made different pixels
+    ├── PixelsUnproven            a sampler that cannot say which pixels it saw
     ├── Misaligned                data that must line up does not (tokens, slots, arrays, versions)
     ├── WireError                 a message of another schema, or with unknown fields
     ├── EngineError               an inference server refused or failed a request
@@ -30,6 +31,10 @@ sink, at a server's door, around a rank's step and in the CLI's main.
 
 from __future__ import annotations
 
+import re
+
+_PATH = re.compile(r"(\w+(?:\[(?:\d+|\.\.\.)\]|\.\w+)*): ")
+
 
 class SightlineError(Exception):
     """A `problem` with its values and a `fix` to try; both survive pickling."""
@@ -44,6 +49,12 @@ class SightlineError(Exception):
     @property
     def fix(self) -> str:
         return str(self.args[1])
+
+    @property
+    def path(self) -> str:
+        """The JSON path that the problem begins with, such as `messages[3].role`; or empty."""
+        found = _PATH.match(self.problem)
+        return found[1] if found else ""
 
     def __str__(self) -> str:
         return f"{self.problem}\n  fix: {self.fix}"
@@ -96,6 +107,10 @@ class FingerprintMismatch(SightlineError, ValueError):
 
 class PixelMismatch(SightlineError, ValueError):
     """The trainer's pixels are not the ones the sampler used."""
+
+
+class PixelsUnproven(SightlineError):
+    """The sampler gave no digest of the pixels that it used."""
 
 
 class Misaligned(SightlineError, ValueError):

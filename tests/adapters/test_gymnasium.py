@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters.conftest import check_trace
+from adapters.conftest import check_trace, command, server_python
 
 from sightline.envs import load_environment
 from sightline.errors import ConfigError
@@ -129,3 +132,64 @@ def test_what_cannot_be_played_is_refused_at_load(args: dict[str, Any], says: st
         register_dark()
     with pytest.raises(ConfigError, match=says):
         make(**args)
+
+
+WHOLE_RUN = """
+[run]
+name = "lake"
+steps = 2
+
+[model]
+path = "{model}"
+
+[env]
+name = "gymnasium"
+
+[env.args]
+id = "FrozenLake-v1"
+longest_side = 64
+actions = {{ "1" = 0, "2" = 1, "3" = 2, "4" = 3 }}
+
+[rollout]
+python = "{python}"
+max_tokens = 8
+max_turns = 12
+
+[orchestrator]
+groups_per_step = 2
+group_size = 4
+
+[trainer]
+kl_weight = 0.01
+
+[inference]
+max_len = 4096
+
+[eval]
+tasks = 4
+"""
+
+
+def test_a_whole_run_trains_on_a_package_that_only_its_workers_have(
+    model: Path, tmp_path: Path
+) -> None:
+    absent = subprocess.run([server_python(), "-c", "import gymnasium"], capture_output=True)
+    assert absent.returncode != 0, "the project's environment has no gymnasium"
+    file = tmp_path / "lake.toml"
+    file.write_text(WHOLE_RUN.format(model=model, python=sys.executable))
+    words = command("rl", "--plain", file)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "runs" / "lake-001"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 2
+    assert summary["images_shown"] > 0 and summary["bad_media"] == 0
+
+
+def test_without_that_interpreter_the_same_run_file_is_refused(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "lake.toml"
+    file.write_text(WHOLE_RUN.format(model=model, python=""))
+    words = command("rl", "--plain", file)
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and not (tmp_path / "runs").exists()
+    assert "gymnasium" in done.stderr and "fix:" in done.stderr

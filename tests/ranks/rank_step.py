@@ -1,6 +1,6 @@
 """One rank of a trainer that takes one step and writes what came of it.
 
-python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT [fail|frozen|...]
+python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT [frozen|lora|lost|kept|one]
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ torch.set_num_threads(1)
 
 import making  # noqa: E402
 
+from sightline.compute.tensor_file import each_whole  # noqa: E402
+from sightline.config import Lora  # noqa: E402
 from sightline.media import MediaStore  # noqa: E402
 from sightline.message import assistant, user  # noqa: E402
 from sightline.pack import Cost  # noqa: E402
 from sightline.pixels import Materializer  # noqa: E402
 from sightline.trainer.build import build_learner  # noqa: E402
 from sightline.trainer.feed import Preparer, ReadyBatch  # noqa: E402
+from sightline.trainer.lora import merging, plain_parameters  # noqa: E402
 from sightline.trainer.ranks import Follow, Lead, Ranks  # noqa: E402
 from sightline.trainer.sft import sample_of  # noqa: E402
 from sightline.trainer.shard import whole_tensor  # noqa: E402
@@ -44,13 +47,16 @@ def main() -> None:
         activation_checkpointing="recompute" in words,
         compile="aot_eager" if "compile" in words else "",
     )
+    lora = Lora(rank=4, vision_targets=("*",)) if "lora" in words else Lora()
     dtype = "bfloat16" if "mixed" in words else "float32"
     settings = making.model_config(model, train_vision=not frozen, dtype=dtype)
-    learner = build_learner(settings, trainer, store, 10, ranks)
+    learner = build_learner(settings, trainer, store, 10, ranks, lora=lora)
     # The reference is the model itself, and a KL of nothing proves nothing.
     with torch.no_grad():
-        for parameter in learner.forward.model.parameters():
+        for name, parameter in learner.forward.model.named_parameters():
             parameter.mul_(1.01)
+            if "lora_B" in name:
+                parameter.add_(0.01)  # at zero, A would have no gradient
     counts = watch_blocks(learner.forward.blocks())
     ready = next(iter(feed(learner, ranks, model, store)))
     found: dict[str, torch.Tensor] = {}
@@ -66,9 +72,8 @@ def main() -> None:
 
     learner.update = note  # type: ignore[method-assign]
     stepped = learner.step(ready)
-    after = {
-        f"after.{n}": whole_tensor(p.detach()) for n, p in learner.forward.model.named_parameters()
-    }
+    plain, gather = plain_parameters(learner.forward.model), merging(learner.forward.model)
+    after = {f"after.{name}": whole for name, whole in each_whole(plain, gather)}
     local = sum(_local_bytes(p) for p in learner.forward.model.parameters())
     (out / f"rank{rank}.json").write_text(json.dumps({"bytes": local, "ways": ways(counts)}))
     if ranks.is_lead:
@@ -114,15 +119,29 @@ def feed(learner, ranks, model, store):  # type: ignore[no-untyped-def]
         follow = Follow(ranks)
         follow.hello()
         return ShareFeed(follow, materializer, len(family.positions(1, ())[0]), 1)
-    batch = Batch(1, samples(model, store))
-    ready = Preparer(family, materializer, Cost(160, 4096), 0.0).prepare(batch, "digest")
-    assert len(ready.micro_batches) >= 3, len(ready.micro_batches)
+    batch = Batch(1, with_loss(samples(model, store), store))
+    limit = Cost(1 << 20, 1 << 20) if "one" in sys.argv else Cost(160, 4096)
+    ready = Preparer(family, materializer, limit, 0.5).prepare(batch, "digest")
+    assert len(ready.dropped) == ("lost" in sys.argv) * 1
+    num = len(ready.micro_batches)
+    assert num == 1 if "one" in sys.argv else num >= 3, num
     if ranks.size == 1:
         return [ready]
     lead = Lead(ranks)
     lead.gather()
     given: ReadyBatch = Spread(lead, ranks.size)(ready)
     return [given]
+
+
+def with_loss(made, store):  # type: ignore[no-untyped-def]
+    """`lost`: an image of one sample goes; `kept`: that sample does, and the image stays."""
+    shown = Counter(item.ref.digest for sample in made for item in sample.items)
+    once = next(digest for digest, count in shown.items() if count == 1)
+    if "lost" in sys.argv:
+        store.path(once).unlink()
+    if "kept" in sys.argv:
+        made = [s for s in made if all(item.ref.digest != once for item in s.items)]
+    return made
 
 
 def samples(model: Path, store: MediaStore):  # type: ignore[no-untyped-def]

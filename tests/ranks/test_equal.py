@@ -170,3 +170,31 @@ def test_a_frozen_tower_stays_as_it_is_on_all_ranks(step: Callable[..., Found]) 
     for name, gradient in alone.gradients.items():
         off = float((together.gradients[name] - gradient).norm())
         assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name
+
+
+def test_a_bad_image_costs_its_sample_on_all_ranks_alike(step: Callable[..., Found]) -> None:
+    """Loss, gradients and scores are those of the batch without the sample."""
+    without, lost = step("qwen_vl", {}, 1, "kept"), step("qwen_vl", {}, 2, "lost")
+    assert [(t, n) for t, n, _ in lost.scores] == [(t, n) for t, n, _ in without.scores]
+    assert len(without.scores) < len(step("qwen_vl", {}, 1).scores)
+    assert math.isclose(lost.metrics["loss"], without.metrics["loss"], rel_tol=1e-5)
+    for name, gradient in without.gradients.items():
+        off = float((lost.gradients[name] - gradient).norm())
+        assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name
+
+
+def test_adapters_train_and_merge_on_ranks_as_on_one(step: Callable[..., Found]) -> None:
+    """`one`: a single micro-batch, so that one rank shows images and the other has nothing."""
+    alone, together = step("qwen_vl", {}, 1, "lora"), step("qwen_vl", {}, 2, "lora", "one")
+    assert together.gradients.keys() == alone.gradients.keys()
+    assert all(".lora_" in name for name in alone.gradients)
+    assert any("visual" in name for name in alone.gradients)
+    for name, gradient in alone.gradients.items():
+        assert float(gradient.norm()) > 0, name
+        off = float((together.gradients[name] - gradient).norm())
+        assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name
+    plain = step("qwen_vl", {}, 1)
+    merged = {name for name in alone.tensors if name.startswith("after.")}
+    assert merged == {name for name in plain.tensors if name.startswith("after.")}
+    for name in merged:
+        torch.testing.assert_close(together.tensors[name], alone.tensors[name], atol=2e-3, rtol=0)

@@ -34,6 +34,13 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--rollouts", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=100, help="default: %(default)s")
+    parser.add_argument(
+        "--agents",
+        type=int,
+        default=4,
+        help="rollouts of the second part, played by agents that send their history with every "
+        "request; 0 leaves it out; default: %(default)s",
+    )
     parser.add_argument("--width", type=int, default=1280, help="default: %(default)s")
     parser.add_argument("--height", type=int, default=720, help="default: %(default)s")
     parser.add_argument(
@@ -56,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
     with work_folder(args.dir) as folder:
         measured = measure(args, folder)
+        at_door = measure_door(args, folder) if args.agents else []
     console = Console()
     # Rows that are cut or folded cannot be compared: a narrow terminal wraps them itself.
     console.width = max(console.width, TABLE_WIDTH)
@@ -63,25 +71,40 @@ def run(args: argparse.Namespace) -> int:
         console.print(table)
     for line in closing_lines(measured):
         console.print(line, highlight=False, soft_wrap=True)
+    if at_door:
+        console.print(door_table(at_door))
     if args.plot:
         write_plots(measured, args.plot)
+        if at_door:
+            write_door_plot(at_door, args.plot)
         console.print(f"charts: {args.plot}", highlight=False)
-    return 1 if any(_encoded_images(figures) for figures in measured) else 0
+    return 1 if any(_encoded_images(figures) for figures in (*measured, *at_door)) else 0
 
 
 def measure(args: argparse.Namespace, folder: Path) -> list[Figures]:
+    _check(args)
+    if args.model is None:
+        args.model = write_tiny(folder / "model")
+    return [_play(args, args.rollouts, turns, folder) for turns in turn_counts(args.turns)]
+
+
+def measure_door(args: argparse.Namespace, folder: Path) -> list[Figures]:
+    """The same with programs that play through the door, and send all images every turn."""
+    return [_play(args, args.agents, turns, folder, True) for turns in turn_counts(args.turns)]
+
+
+def _play(
+    args: argparse.Namespace, rollouts: int, turns: int, folder: Path, at_door: bool = False
+) -> Figures:
     from sightline.launch.rehearsal import Plan, rehearse
 
-    _check(args)
-    model = args.model or write_tiny(folder / "model")
-    measured = []
-    for turns in turn_counts(args.turns):
-        plan = Plan(args.rollouts, turns, args.width, args.height)
-        print(f"{args.rollouts} rollouts of {turns} turns at {args.width}x{args.height}")
-        figures = rehearse(plan, model, folder / f"turns_{turns}", _progress(plan.num_turns))
-        print(f"  {plan.num_turns:,} turns in {figures.seconds:.0f} s", flush=True)
-        measured.append(figures)
-    return measured
+    plan = Plan(rollouts, turns, args.width, args.height, at_door=at_door)
+    by = " by agents at the door" * at_door
+    print(f"{rollouts} rollouts of {turns} turns at {args.width}x{args.height}{by}")
+    place = folder / f"{'door' if at_door else 'turns'}_{turns}"
+    figures = rehearse(plan, args.model, place, _progress(plan.num_turns))
+    print(f"  {plan.num_turns:,} turns in {figures.seconds:.0f} s", flush=True)
+    return figures
 
 
 def turn_counts(turns: int) -> list[int]:
@@ -109,7 +132,8 @@ def work_folder(kept: Path | None) -> Iterator[Path]:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name, least in (("rollouts", 2), ("turns", 1), ("width", 32), ("height", 32)):
+    least_of = {"rollouts": 2, "turns": 1, "width": 32, "height": 32}
+    for name, least in (least_of | {"agents": 2} if args.agents else least_of).items():
         if getattr(args, name) < least:
             raise ConfigError(f"--{name} {getattr(args, name)}", f"take at least {least}")
 
@@ -194,6 +218,42 @@ def cpu_table(measured: list[Figures]) -> Table:
     for label, of in CPU:
         table.add_row(label, *_cells(measured, of, 1e-3))
     return table
+
+
+AT_DOOR: tuple[tuple[str, Measure, float], ...] = (
+    ("agent -> door, new images, KB", lambda f: f.first_sent, 1e3),
+    ("agent -> door, the history again, KB", lambda f: f.from_agents - f.first_sent, 1e3),
+    ("door -> agent, answers, KB", lambda f: f.to_agents, 1e3),
+    ("worker -> store, new images, KB", lambda f: f.stored, 1e3),
+    ("CPU, reading what agents send, ms", lambda f: f.door_cpu_s, 1e-3),
+    ("CPU, making the requests, ms", lambda f: f.request_cpu_s, 1e-3),
+    (
+        "CPU, all else of the worker, ms",
+        lambda f: f.cpu_s["worker-0"] - f.request_cpu_s - f.door_cpu_s,
+        1e-3,
+    ),
+)
+
+
+def door_table(measured: list[Figures]) -> Table:
+    title = f"{measured[0].plan.rollouts} agents at the door, a turn"
+    table = _table(title, measured)
+    table.add_column("growth", justify="right", no_wrap=True)
+    for label, of, unit in AT_DOOR:
+        table.add_row(label, *_cells(measured, of, unit))
+    return table
+
+
+def write_door_plot(measured: list[Figures], folder: Path) -> None:
+    from sightline.monitor.chart import Series, line_chart
+
+    points = [(f.plan.turns, (f.from_agents - f.first_sent) / f.plan.num_turns / MB)
+              for f in measured]  # fmt: skip
+    svg = line_chart(
+        "MB a turn that agents send again, by turns", [Series("agent -> door, history", points)],
+        y_range=(0.0, 0.0), width=720, height=300,
+    )  # fmt: skip
+    (folder / "bench_rollout_door.svg").write_text(svg)
 
 
 def write_plots(measured: list[Figures], folder: Path) -> None:

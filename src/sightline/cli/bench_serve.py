@@ -1,7 +1,8 @@
-"""`sightline bench serve`: tokens per second of the embedded engine, over HTTP.
+"""`sightline bench serve`: tokens per second of the engines, over HTTP.
 
-Rollouts of several turns, a new image each turn, greedy. The same rollouts are played by
-transformers' `generate`, one request after another, in a process of its own.
+Rollouts of several turns, a new image each turn, greedy, so many at a time; at least `--rollouts`
+of them, and one for each that may play at once. The first are also played by transformers'
+`generate`, one request after another, in a process of its own.
 """
 
 from __future__ import annotations
@@ -12,12 +13,10 @@ import contextlib
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,8 +63,8 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
     parser.add_argument(
-        "--concurrency", type=int, nargs="+", default=[1, 4, 16], metavar="N",
-        help="rollouts at once; default: 1 4 16",
+        "--concurrency", type=int, nargs="+", default=[1, 16, 64], metavar="N",
+        help="rollouts at once; default: 1 16 64",
     )  # fmt: skip
     parser.add_argument("--rollouts", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=3, help="default: %(default)s")
@@ -75,6 +74,10 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument(
+        "--vllm", default="", metavar="PYTHON",
+        help="also measure vLLM, served by this interpreter",
+    )  # fmt: skip
     parser.add_argument("--baseline", type=Path, help=argparse.SUPPRESS)
 
 
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         asyncio.run(_play_baseline(args, args.baseline))
         return 0
     with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        args.model = args.model or _write_tiny(Path(folder) / "model")
+        args.model = args.model or write_tiny(Path(folder) / "model")
         lines = measure(args, Path(folder) / "media")
     _print(lines, args)
     return 0
@@ -92,13 +95,20 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, media: Path) -> list[Line]:
     lines = [_baseline(args, media)]
-    with _server(args, media) as address:
-        for concurrency in args.concurrency:
-            lines.append(asyncio.run(_engine(args, media, address, concurrency)))
+    servers: dict[str, list[str]] = {"engine": []}
+    if args.vllm:
+        servers["vLLM"] = ["--engine", "vllm", "--python", args.vllm]
+    for name, more in servers.items():
+        with serving(args, media, MAX_LEN, more) as address:
+            for num in args.concurrency:
+                title = f"{name}, {num} at once"
+                lines.append(asyncio.run(_engine(args, media, address, num, title)))
     return lines
 
 
-async def _engine(args: argparse.Namespace, media: Path, address: str, concurrency: int) -> Line:
+async def _engine(
+    args: argparse.Namespace, media: Path, address: str, concurrency: int, title: str
+) -> Line:
     from sightline.rollout.client import GenerateClient
     from sightline.wire.generate import GenerateRequest, SamplingParams
 
@@ -110,7 +120,7 @@ async def _engine(args: argparse.Namespace, media: Path, address: str, concurren
         return (await client.generate(request)).choices[0].token_ids
 
     try:
-        return await _repeat(args, media, f"engine, {concurrency} at once", answer, concurrency)
+        return await _repeat(args, media, title, answer, concurrency)
     finally:
         await client.close()
 
@@ -120,7 +130,7 @@ async def _play_baseline(args: argparse.Namespace, media: Path) -> None:
     from sightline.families import load_family
     from sightline.inference.torch_engine.plain import PlainGenerate
 
-    store, renderer = _renderer(args.model, media)
+    store, renderer = renderer_of(args.model, media)
     family = load_family(args.model)
     plain = PlainGenerate(args.model, family, args.device, args.dtype, renderer.pad_token_ids)
 
@@ -136,46 +146,31 @@ def _baseline(args: argparse.Namespace, media: Path) -> Line:
     words = ["--baseline", str(media), "--model", str(args.model)]
     for name in ("rollouts", "turns", "max_tokens", "side", "repeats", "device", "dtype"):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    done = _start(["bench", "serve", *words], args.threads)
+    from sightline.launch.served import start
+
+    done = start(["bench", "serve", *words], args.threads)
     out, _ = done.communicate()
     if done.returncode:
         raise ProcessFailed("the baseline failed", "see its output above")
     return Line(*json.loads(out.splitlines()[-1]))
 
 
-@contextlib.contextmanager
-def _server(args: argparse.Namespace, media: Path) -> Iterator[str]:
-    words = [str(args.model), "--media", str(media), "--port", "0", "--max-len", str(MAX_LEN)]
-    words += ["--threads", str(args.threads), "--device", args.device, "--dtype", args.dtype]
-    process = _start(["serve", *words], args.threads)
-    try:
-        assert process.stdout is not None
-        first = process.stdout.readline().split()
-        if not first:
-            raise ProcessFailed("the server ended while it started", "see its output above")
-        yield first[-1]
-    finally:
-        process.terminate()
-        process.communicate()
+def serving(
+    args: argparse.Namespace, media: Path, max_len: int, more: Sequence[str] = ()
+) -> contextlib.AbstractContextManager[str]:
+    """The address of a server in a process of its own."""
+    from sightline.launch.served import served
 
-
-def _start(words: list[str], threads: int) -> subprocess.Popen[str]:
-    from sightline.launch.processes import environment
-
-    return subprocess.Popen(
-        [sys.executable, "-m", "sightline", *words],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(threads),
-    )
+    words = ["--max-len", str(max_len), "--device", args.device, "--dtype", args.dtype, *more]
+    return served(args.model, media, words, args.threads)
 
 
 async def _repeat(
     args: argparse.Namespace, media: Path, name: str, answer: Answer, concurrency: int
 ) -> Line:
     """Plays the work a few times, with new images each time; the first, unmeasured, warms up."""
-    work = Work(args.rollouts, args.turns, args.max_tokens, args.side)
-    store, renderer = _renderer(args.model, media)
+    work = Work(max(args.rollouts, concurrency), args.turns, args.max_tokens, args.side)
+    store, renderer = renderer_of(args.model, media)
     speeds, said = [], []
     for repeat in range(args.repeats + 1):
         # A seed that no other line has used: no line finds the images of another in a cache.
@@ -226,7 +221,7 @@ async def _rollout(renderer: Renderer, refs: Sequence[Any], answer: Answer) -> l
     return said
 
 
-def _renderer(model: Path, media: Path) -> tuple[Any, Renderer]:
+def renderer_of(model: Path, media: Path) -> tuple[Any, Renderer]:
     from sightline.families import load_renderer
     from sightline.media import MediaStore
 
@@ -238,11 +233,11 @@ def _images(store: Any, work: Work, seed: str) -> list[list[Any]]:
     """A ref for each turn of each rollout, no two alike."""
     rng = random.Random(seed)
     return [
-        [store.put(_noise(rng, work.side)) for _ in range(work.turns)] for _ in range(work.rollouts)
+        [store.put(noise(rng, work.side)) for _ in range(work.turns)] for _ in range(work.rollouts)
     ]
 
 
-def _noise(rng: random.Random, side: int) -> bytes:
+def noise(rng: random.Random, side: int) -> bytes:
     """A PNG of random pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -259,7 +254,7 @@ def _noise(rng: random.Random, side: int) -> bytes:
     )
 
 
-def _write_tiny(folder: Path) -> Path:
+def write_tiny(folder: Path) -> Path:
     from sightline.families import registry
 
     registry.write_tiny(registry.first_family(), folder, seed=0)
@@ -277,7 +272,7 @@ def _print(lines: list[Line], args: argparse.Namespace) -> None:
     from rich.table import Table
 
     table = Table(
-        title=f"{args.rollouts} rollouts of {args.turns} turns, {args.max_tokens} tokens and an "
+        title=f"rollouts of {args.turns} turns, {args.max_tokens} tokens and an "
         f"image of {args.side}x{args.side} a turn; {args.threads} compute thread(s)"
     )
     for column in ("", "tokens/s (median)", "least", "most", "times the baseline"):
@@ -290,5 +285,7 @@ def _print(lines: list[Line], args: argparse.Namespace) -> None:
     console = Console()
     console.width = max(console.width, 100)
     console.print(table)
-    same = all(line.said == lines[0].said for line in lines)
+    # Longer lines begin with the rollouts of the shorter ones.
+    common = len(lines[0].said)
+    same = all(line.said[:common] == lines[0].said for line in lines)
     console.print(f"all said the same tokens: {'yes' if same else 'no'}", highlight=False)

@@ -19,6 +19,7 @@ from sightline.errors import ConfigError
 if TYPE_CHECKING:
     from sightline.rollout.play import Player
     from sightline.rollout.stalls import StallMeter
+    from sightline.wire.control import Played
 
 HOST = "127.0.0.1"
 TARGET_MS = 50.0
@@ -97,8 +98,9 @@ async def measure(args: argparse.Namespace, folder: Path) -> Measured:
         idle, _ = await _metered(asyncio.sleep(args.idle_s))
         known, _ = await _metered(_play_all(player, args.rollouts, "known"))
         began = time.monotonic()
-        loaded, broken = await _metered(_play_all(player, args.rollouts, "new"))
+        loaded, played = await _metered(_play_all(player, args.rollouts, "new"))
         seconds = time.monotonic() - began
+        broken = _errors(played)
         num_images = player.store.count() - len(pages)
     finally:
         await player.close()
@@ -188,16 +190,19 @@ def _player(
     )
 
 
-async def _play_all(player: Player, rollouts: int, split: str) -> list[str]:
-    """The errors of rollouts that broke."""
-    from sightline.trace import decode
+async def _play_all(player: Player, rollouts: int, split: str) -> list[Played]:
     from sightline.wire.control import Play
 
     playing = []
     for i in range(rollouts):
         playing.append(asyncio.create_task(player.play(Play(f"{split}{i}", "g", i, split, i, 1.0))))
         await asyncio.sleep(0)  # a worker too takes its plays one by one
-    played = await asyncio.gather(*playing)
+    return await asyncio.gather(*playing)
+
+
+def _errors(played: list[Played]) -> list[str]:
+    from sightline.trace import decode
+
     return [trace.error for one in played if (trace := decode(one.trace)).error]
 
 

@@ -22,7 +22,7 @@ INTRODUCTION = """\
 
 Made by `sightline config schema`. A run file is TOML; each key stands in the section of its
 heading. On the command line, `section.key=value` after the file wins over it. `sightline rl`
-reads every section but [sft], `sightline sft` reads {sft}.
+reads every section but {only_sft}; `sightline sft` reads {sft}.
 A key marked "free" may change when a run is resumed; any other is refused by name.
 """
 
@@ -69,7 +69,9 @@ def kind_of(path: Path) -> type[config.RunFile] | type[config.SftFile]:
 def markdown() -> str:
     """Every setting, a table for each section."""
     sft = ", ".join(f"[{section}]" for section in config.SftFile.model_fields)
-    lines = [INTRODUCTION.format(sft=sft).rstrip()]
+    only = config.SftFile.model_fields.keys() - config.RunFile.model_fields.keys()
+    only_sft = " and ".join(f"[{section}]" for section in sorted(only))
+    lines = [INTRODUCTION.format(sft=sft, only_sft=only_sft).rstrip()]
     for section, kind in sections():
         lines += ["", f"## [{section}]", "", "| key | type | default | resume | meaning |"]
         lines.append("|---|---|---|---|---|")
@@ -84,8 +86,7 @@ def markdown() -> str:
 def sections() -> Iterator[tuple[str, type[BaseModel]]]:
     fields = {**config.RunFile.model_fields, **config.SftFile.model_fields}
     for name, field in fields.items():
-        assert isinstance(field.annotation, type)
-        yield name, field.annotation
+        yield name, config.section_of(field.annotation)
 
 
 def spell_type(field: FieldInfo) -> str:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from sightline import config
-from sightline.config import RunFile
+from sightline.cli.config import kind_of
 from sightline.errors import ConfigError
 from sightline.monitor import RunDir
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
             "name the folder that holds config.toml, or its checkpoints/step_N",
         )
     checkpoint = find_checkpoint(run_dir.checkpoints) if is_run else args.source
-    settings = config.load(RunFile, run_dir.config).model
+    settings = config.load(kind_of(run_dir.config), run_dir.config)
     args.target.parent.mkdir(parents=True, exist_ok=True)
     export_saved(checkpoint, settings, args.target)
     print(f"{checkpoint} -> {args.target}")

@@ -32,7 +32,10 @@ def each_whole(
     Wide elements come first, so that each tensor of a file is aligned.
     """
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
-        yield name, gather(tensors[name].detach())
+        with torch.no_grad():
+            whole = gather(tensors[name]).detach()
+        yield name, whole
+        del whole  # before the next one is gathered
 
 
 def write_tensors(

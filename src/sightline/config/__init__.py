@@ -7,12 +7,14 @@ other would break exactness, and is refused by name.
 
 from __future__ import annotations
 
-from sightline.config.files import RunFile, SftFile, check_resume, settings
+from sightline.config.files import AnyRun, RunFile, SftFile, check_resume, section_of, settings
 from sightline.config.inference import Inference
 from sightline.config.load import check, dump, load
+from sightline.config.lora import Lora
 from sightline.config.section import FREE, Section
 from sightline.config.sections import (
     MIX,
+    Data,
     Env,
     EnvShare,
     Eval,
@@ -27,12 +29,15 @@ from sightline.config.sections import (
 from sightline.config.trainer import Trainer
 
 __all__ = [
+    "AnyRun",
+    "Data",
     "Env",
     "EnvShare",
     "Eval",
     "FREE",
     "Filters",
     "Inference",
+    "Lora",
     "MIX",
     "Media",
     "Model",
@@ -48,5 +53,6 @@ __all__ = [
     "check_resume",
     "dump",
     "load",
+    "section_of",
     "settings",
 ]

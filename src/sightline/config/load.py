@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -63,6 +63,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
 def _explain(kind: type[Section], error: ValidationError, where: str) -> ConfigError:
     first = error.errors()[0]
     names = [str(part) for part in first["loc"]]
+    if not names:  # settings that each are well, and do not go together
+        said = first["msg"].removeprefix("Value error, ")
+        return ConfigError(f"{where}: {said}", "give settings that go together")
     key = _spell(names)
     if first["type"] == "extra_forbidden":
         known = _known_names(kind, names[:-1])
@@ -82,10 +85,15 @@ def _spell(names: list[str]) -> str:
 
 def _known_names(kind: type[BaseModel], names: list[str]) -> list[str]:
     for name in names:
-        inner = kind.model_fields[name].annotation
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        annotation = kind.model_fields[name].annotation
+        inner = [
+            one
+            for one in (annotation, *get_args(annotation))
+            if isinstance(one, type) and issubclass(one, BaseModel)
+        ]
+        if not inner:
             return []
-        kind = inner
+        kind = inner[0]
     return list(kind.model_fields)
 
 
@@ -93,6 +101,8 @@ def dump(file: Section) -> str:
     """The file as TOML, every setting spelled out."""
     lines: list[str] = []
     for section, values in file.model_dump().items():
+        if values is None:
+            continue
         lines.append(f"[{section}]")
         nested = {k: v for k, v in values.items() if isinstance(v, dict)}
         for name, value in values.items():

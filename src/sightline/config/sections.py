@@ -50,12 +50,20 @@ class Media(Section):
     http_hosts: tuple[str, ...] = Field(
         (), description="Hosts that http(s) images may come from; none by default."
     )
+    on_bad: Literal["drop_sample", "stop"] = Field(
+        "drop_sample",
+        description="Whether a bad image costs the samples that show it, or ends the run.",
+        json_schema_extra=FREE,
+    )
     max_bad_fraction: float = Field(
         0.1,
         ge=0,
         le=1,
         description="Share of a batch's samples that bad media may cost.",
         json_schema_extra=FREE,
+    )
+    allow_unproven: bool = Field(
+        False, description="Train on samples whose engine gives no digest of its pixels."
     )
 
 
@@ -88,6 +96,10 @@ class Env(Section):
 class Rollout(Section):
     workers: int = Field(
         0, ge=0, description="Environment worker processes; 0 follows cores and rollouts.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
+    python: str = Field(
+        "", description="Interpreter of the workers, where [env] is installed; empty, the run's.",
         json_schema_extra=FREE,
     )  # fmt: skip
     worker_max_gb: float = Field(
@@ -166,8 +178,34 @@ class Eval(Section):
         256, ge=0, description="Held-out tasks played before the first and after the last step."
     )
     temperature: float = Field(1.0, ge=0, description="Of sampling in evaluation.")
+    every: int = Field(
+        0, ge=0,
+        description="Also after every so many steps, on a server of its own; 0 is never. The best "
+        "checkpoint is kept.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
+
+
+class Data(Section):
+    """Conversations in place of an environment's demonstrations."""
+
+    path: str = Field(..., description="JSONL or parquet file, or folder of datasets.save_to_disk.")
+    part: str = Field("", description="Which one, where the folder holds several.")
+    messages: str = Field("messages", description="Column of the messages.")
+    images: str = Field(
+        "images", description="Column of images, for parts that name no source of their own."
+    )
+    eval: float = Field(
+        0.0, ge=0, lt=1, description="Share of the rows that never train; their loss is measured."
+    )
 
 
 class Sft(Section):
     output: str = Field(..., description="Folder that the trained checkpoint is written to.")
     batch_size: int = Field(64, ge=1, description="Conversations of one step.")
+    eval_every: int = Field(
+        0,
+        ge=0,
+        description="Steps between evaluations; 0 is before the first and after the last alone.",
+        json_schema_extra=FREE,
+    )

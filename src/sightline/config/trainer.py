@@ -41,6 +41,9 @@ class Trainer(Section):
     kl_weight: float = Field(
         0.0, ge=0, description="Weight of the KL to the starting checkpoint; 0 loads none."
     )
+    max_sequence: int = Field(
+        0, ge=0, description="Longer samples are cut, never through an image; 0 cuts none."
+    )
     micro_batch_tokens: int = Field(8192, ge=1, description="Most tokens of a micro-batch.")
     micro_batch_patches: int = Field(
         65536, ge=1, description="Most image patches of a micro-batch."

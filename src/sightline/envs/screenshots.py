@@ -12,9 +12,11 @@ import random
 import zlib
 from functools import cached_property
 
+import aiohttp
 from PIL import Image, ImageDraw, ImageFont
 
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
+from sightline.errors import EnvironmentFailed
 from sightline.message import user
 
 PAPER, INK = 250, 20
@@ -31,21 +33,51 @@ class Screenshots(Environment):
     name = "screenshots"
 
     def __init__(
-        self, turns: int = 50, width: int = 1280, height: int = 720, photo: float = PHOTO
+        self,
+        turns: int = 50,
+        width: int = 1280,
+        height: int = 720,
+        photo: float = PHOTO,
+        agent: str = "",
     ) -> None:
-        """`photo` is the share of a page that is noise, of which PNG saves nothing."""
+        """`photo` is the share of a page that is noise, of which PNG saves nothing.
+
+        With `agent`, the address of a program elsewhere, that one plays, through `base_url`.
+        """
         self.turns = turns
         self.width = width
         self.height = height
         self.photo = photo
+        self.agent = agent
 
     def task(self, index: int, split: str) -> Task:
         return Task(index, split)
 
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
-        for turn in range(self.turns):
+        if self.agent:
+            await self._send_agent(chat)
+        for turn in range(0 if self.agent else self.turns):
             await chat.send([user(f"page {turn}", chat.put(self.draw(chat.rng)))])
         return Outcome(reward=chat.rng.random())
+
+    async def _send_agent(self, chat: Chat) -> None:
+        errand = {
+            "base_url": chat.base_url,
+            "api_key": chat.api_key,
+            "seed": chat.rng.randrange(1 << 31),
+            "turns": self.turns,
+            "width": self.width,
+            "height": self.height,
+        }
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
+            session.post(self.agent, json=errand) as answer,
+        ):
+            if answer.status != 200:
+                raise EnvironmentFailed(
+                    f"the agent at {self.agent} gave up: {await answer.text()}",
+                    "look at the policy's log",
+                )
 
     def draw(self, rng: random.Random) -> bytes:
         """A page as PNG. Drawn in 256 colours: several times cheaper than in RGB."""

@@ -52,6 +52,9 @@ class TaskFile:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def count(self, split: str) -> int:
+        return len(self._numbers.get(split, ()))
+
     def pick(self, index: int, split: str) -> int:
         """The number of the row that is task `index` of a split; they come round again."""
         numbers = self._numbers.get(split)

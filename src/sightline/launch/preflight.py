@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from sightline.config import Env, Model, RunFile, SftFile
-from sightline.envs.mix import build_environment
 from sightline.errors import ConfigError, DiskFull, FamilyError
 from sightline.families import Family, load_family
 from sightline.families.hub import find_checkpoint
+from sightline.families.registry import load_serving
 from sightline.inference.settings import turns_line
+from sightline.launch.elsewhere import describe_environment
 from sightline.launch.processes import find_port, num_cores, share_threads
+from sightline.launch.vllm_server import check_python
 from sightline.media import MediaStore
 from sightline.monitor import RunDir
+from sightline.trainer.conversations import show_images
 
 STATES_PER_CHECKPOINT = 3
 """Weights and the two moments of AdamW."""
@@ -33,9 +36,23 @@ def resolve_model(config: RunT) -> RunT:
     return config.model_copy(update={"model": model})
 
 
-def check_model(model: Model, env: Env) -> Family:
-    """The family of the checkpoint, which is whole, known, and sees if the environment shows."""
-    environment = build_environment(env)
+def check_model(model: Model, env: Env, python: str = "") -> Family:
+    """The family of the checkpoint, which is whole, known, and sees if the environment shows.
+
+    `python` is the interpreter that knows the environment, if this one need not.
+    """
+    environment = describe_environment(env, python)
+    return check_checkpoint(model, f"[env] {environment.name!r}", environment.shows_images)
+
+
+def check_conversations(config: SftFile) -> Family:
+    """Likewise, for the conversations of [data], whose first rows are read."""
+    assert config.data is not None
+    shows = show_images(config.data, config.run.seed)
+    return check_checkpoint(config.model, f"[data] {config.data.path}", shows)
+
+
+def check_checkpoint(model: Model, shown_by: str, shows_images: bool) -> Family:
     path = Path(model.path)
     if not path.is_dir():
         raise ConfigError(
@@ -47,14 +64,13 @@ def check_model(model: Model, env: Env) -> Family:
     try:
         family = load_family(path, **model.overrides())
     except FamilyError as error:
-        if not environment.shows_images:
+        if not shows_images:
             raise
         why = error.problem
-    if family is None or (environment.shows_images and not family.shows_images):
+    if family is None or (shows_images and not family.shows_images):
         raise ConfigError(
-            f"[env] {environment.name!r} shows images and [model] path = {model.path!r} cannot "
-            f"see: {why}",
-            "choose a vision-language checkpoint, or an environment without images",
+            f"{shown_by} shows images and [model] path = {model.path!r} cannot see: {why}",
+            "choose a vision-language checkpoint, or conversations without images",
         )
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
@@ -115,6 +131,11 @@ def check_fit(config: RunFile) -> None:
             f"[inference] max_len = {config.inference.max_len}",
             "raise max_len, or lower max_tokens",
         )
+    if config.trainer.publish == "broadcast" and config.eval.every > 0:
+        raise ConfigError(
+            '[trainer] publish = "broadcast" sends to one server, and [eval] every needs another',
+            'set publish = "files", or every = 0',
+        )
     for root in config.media.file_roots:
         if not Path(root).is_absolute():
             raise ConfigError(
@@ -123,10 +144,24 @@ def check_fit(config: RunFile) -> None:
             )
 
 
+def check_engine(config: RunFile, family: Family) -> None:
+    """The engine is there, and can serve what the family is."""
+    if config.inference.engine == "vllm":
+        load_serving(config.model.path, family)
+        check_python(config.inference.python)
+    elif config.inference.python:
+        raise ConfigError(
+            f"[inference] python = {config.inference.python!r} with the embedded engine, which "
+            "runs in this interpreter",
+            'remove it, or set engine = "vllm"',
+        )
+
+
 def check_run(config: RunFile, run_dir: RunDir) -> Family:
-    family = check_model(config.model, config.env)
+    family = check_model(config.model, config.env, config.rollout.python)
     share_threads(config, num_cores())
     check_fit(config)
+    check_engine(config, family)
     find_port(config.inference.host, config.inference.port, "[inference] port")
     check_disk(config, run_dir)
     return family

@@ -41,6 +41,8 @@ class Spec:
     arguments: list[str]
     threads: int
     variables: dict[str, str] = field(default_factory=dict)
+    python: str = ""
+    """The interpreter; empty is the launcher's own."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +122,20 @@ class Processes:
     """The processes of a run, each with its log file."""
 
     run_dir: RunDir
+    command: str = "rl"
+    """That which goes on with the run."""
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def resume(self) -> str:
+        return f"sightline {self.command} --resume {self.run_dir.path}"
 
     def start(self, spec: Spec) -> None:
         log = open(self.run_dir.logs / f"{spec.name}.log", "ab")  # noqa: SIM115
         _error_file(self.run_dir, spec.name).unlink(missing_ok=True)
         with log:
             self._running[spec.name] = subprocess.Popen(
-                [sys.executable, "-m", "sightline", *spec.arguments],
+                [spec.python or sys.executable, "-m", "sightline", *spec.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -189,7 +197,7 @@ class Processes:
         file = _error_file(self.run_dir, name)
         log = self.run_dir.logs / f"{name}.log"
         can_resume = self.run_dir.progress.parent.is_dir()
-        resume = f"then go on with `sightline rl --resume {self.run_dir.path}`" * can_resume
+        resume = f"then go on with `{self.resume}`" * can_resume
         if file.is_file():
             left = json.loads(file.read_text())
             fix = "; ".join(part for part in (left["fix"], resume) if part)
@@ -255,7 +263,7 @@ def watch(
             if signals.count > 1:
                 raise ProcessFailed(
                     "ended at once by a second signal",
-                    f"go on with `sightline rl --resume {processes.run_dir.path}`",
+                    f"go on with `{processes.resume}`",
                 )
             if signals.count and not told:
                 told = True

@@ -33,6 +33,7 @@ from sightline.media import MediaStore
 from sightline.monitor import RunDir
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.scripted import COUNTS_PATH, PolicyCounts, count_encoded_images
+from sightline.rollout.scripted_agent import AGENT_PATH
 from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke
 from sightline.wire import MediaItem, control
 from sightline.wire.control import Announce, Finish, Finished, Held, Play, Played, Published, Ready
@@ -55,6 +56,8 @@ class Plan:
     width: int
     height: int
     max_tokens: int = 32
+    at_door: bool = False
+    """Whether a program elsewhere plays, which sends its whole history with every request."""
 
     @property
     def group_size(self) -> int:
@@ -113,6 +116,10 @@ class Figures:
     """CPU time of each process from the first rollout to the end of the step."""
     request_cpu_s: float = 0.0
     """Of the worker's, what it took to make the generate requests."""
+    door_cpu_s: float = 0.0
+    """Of the worker's, what it took to read the requests of agents."""
+    from_agents: int = 0
+    to_agents: int = 0
     policy: PolicyCounts = field(default_factory=PolicyCounts)
     to_worker: int = 0
     to_orchestrator: int = 0
@@ -128,6 +135,11 @@ class Figures:
     resent: Resent = field(default_factory=Resent)
     seconds: float = 0.0
 
+    @property
+    def first_sent(self) -> int:
+        """Of what agents sent, the images that were new, in base64."""
+        return base64_bytes(self.stored)
+
 
 def rehearse(
     plan: Plan, model: Path, folder: Path, on_turns: Callable[[int], None] = lambda turns: None
@@ -135,16 +147,20 @@ def rehearse(
     """Plays `plan` in `folder`; `on_turns` hears how many turns were played so far."""
     run_dir = RunDir(folder)
     run_dir.make()
-    run_dir.config.write_text(dump(_run_file(plan, model)))
+    server = f"http://{HOST}:{find_port(HOST, 0, 'port of the policy')}"
+    run_dir.config.write_text(dump(_run_file(plan, model, server)))
     processes = Processes(run_dir)
     try:
-        return asyncio.run(_Rehearsal(plan, model, run_dir, processes, on_turns).run())
+        return asyncio.run(_Rehearsal(plan, model, run_dir, processes, on_turns, server).run())
     finally:
         processes.kill()
 
 
-def _run_file(plan: Plan, model: Path) -> RunFile:
-    args = {"turns": plan.turns, "width": plan.width, "height": plan.height}
+def _run_file(plan: Plan, model: Path, server: str) -> RunFile:
+    args: dict[str, object] = {
+        "turns": plan.turns, "width": plan.width, "height": plan.height,
+        "agent": server + AGENT_PATH if plan.at_door else "",
+    }  # fmt: skip
     size = plan.group_size
     values = {
         "run": {"name": "rehearsal", "steps": 1},
@@ -169,6 +185,7 @@ class _Rehearsal:
     run_dir: RunDir
     processes: Processes
     on_turns: Callable[[int], None]
+    server: str
 
     def __post_init__(self) -> None:
         self.figures = Figures(self.plan)
@@ -176,7 +193,6 @@ class _Rehearsal:
         self.hub, self.tap = (
             f"tcp://{HOST}:{find_port(HOST, 0, 'port of a channel')}" for _ in range(2)
         )
-        self.server = f"http://{HOST}:{find_port(HOST, 0, 'port of the policy')}"
         self._starts: dict[str, int] = {}
         self._cpu_starts: dict[str, float] = {}
 
@@ -256,6 +272,9 @@ class _Rehearsal:
                 self.figures.to_orchestrator += len(data)
             if isinstance(message, Played):
                 self.figures.request_cpu_s = message.wire["request_cpu_us"] / 1e6
+                self.figures.door_cpu_s = message.wire["agent_cpu_us"] / 1e6
+                self.figures.from_agents = message.wire["agent_sent_bytes"]
+                self.figures.to_agents = message.wire["agent_received_bytes"]
             self.figures.encoded_images += count_encoded_images(data)
             await upper.send(data)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -33,7 +33,6 @@ from sightline.monitor.console import LiveView
 from sightline.monitor.report import write_report
 from sightline.monitor.summary import print_summary, summarize
 from sightline.wire.file import write_atomic
-from sightline.wire.share import name_of_rank
 
 LEADER = "orchestrator"
 
@@ -82,16 +81,23 @@ def _specs(config: RunFile, run_dir: RunDir, place: Place | None) -> list[Spec]:
     host = config.inference.host
     hub = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'port of the hub')}"
     server = f"http://{host}:{find_port(host, config.inference.port, '[inference] port')}"
+    evaluates = config.eval.every > 0 and config.eval.tasks > 0
+    evaluator = f"http://{host}:{find_port(host, 0, 'port of the evaluator')}" if evaluates else ""
 
     def spec(name: str, count: int) -> Spec:
         words = ["process", name, str(run_dir.path), "--hub", hub, "--server", server]
         words += ["--threads", str(count), "--parent", str(os.getpid())]
+        words += ["--evaluator", evaluator] if evaluates else []
         return Spec(name, words, count)
 
     trainer = spec("trainer", max(1, threads.trainer // config.trainer.ranks))
-    workers = [spec(f"worker-{i}", 1) for i in range(config.rollout.workers)]
+    workers = [
+        replace(spec(f"worker-{i}", 1), python=config.rollout.python)
+        for i in range(config.rollout.workers)
+    ]
     return [
         spec("server", threads.server),
+        *([spec("evaluator", 1)] if evaluates else []),
         *_ranks(trainer, config, run_dir, place),
         *workers,
         spec(LEADER, 1),
@@ -117,7 +123,7 @@ def _ranks(trainer: Spec, config: RunFile, run_dir: RunDir, place: Place | None)
 
 
 def trainer_specs(trainer: Spec, settings: Trainer) -> list[Spec]:
-    """The trainer's processes: `trainer` is rank 0, `trainer-1` and so on the others."""
+    """The trainer's processes: its own name is rank 0's, NAME-1 and so on are the others'."""
     if settings.ranks == 1:
         return [trainer]
     here = settings.address
@@ -127,7 +133,7 @@ def trainer_specs(trainer: Spec, settings: Trainer) -> list[Spec]:
     num = settings.ranks
     found = []
     for rank in range(num):
-        name = name_of_rank(rank)
+        name = f"{trainer.name}-{rank}" if rank else trainer.name
         words = [*trainer.arguments, "--rank", str(rank), "--ranks", str(num)]
         words += ["--meet", meet, "--channel", channel]
         words[1] = name

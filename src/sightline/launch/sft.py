@@ -1,4 +1,4 @@
-"""A supervised warm-up, in one process with all cores."""
+"""Supervised training, in one process with all cores, or in several ranks that share them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,24 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sightline.config import SftFile, dump
-from sightline.launch.claim import claim_run_dir
-from sightline.launch.preflight import check_model, check_store, packing_line, resolve_model
+from sightline import config as config_module
+from sightline.config import SftFile, check_resume, dump
+from sightline.errors import ResumeRefused
+from sightline.families import Family
+from sightline.launch.claim import check_pinned, claim_run_dir, locked, pin_model
+from sightline.launch.preflight import (
+    check_conversations,
+    check_model,
+    check_store,
+    packing_line,
+    resolve_model,
+)
 from sightline.launch.processes import Processes, Signals, Spec, num_cores, watch
+from sightline.launch.rl import trainer_specs
 from sightline.monitor import RunDir
-from sightline.monitor.events import by_step, read_events
+from sightline.monitor.events import EventTail
+from sightline.wire.event import Event
+from sightline.wire.file import write_atomic
 
 NAME = "sft"
 EVERY_STEPS = 20
@@ -20,35 +32,82 @@ EVERY_STEPS = 20
 
 def start_sft(config: SftFile) -> RunDir:
     config = resolve_model(config)
-    family = check_model(config.model, config.env)
+    family = _check(config)
     run_dir = claim_run_dir(config.run.dir, config.run.name)
+    with locked(run_dir):
+        pin_model(run_dir, Path(config.model.path))
+        return _run(config, run_dir, family)
+
+
+def resume_sft(path: Path, overrides: list[str]) -> RunDir:
+    """Goes on with a run that was stopped or killed, from its last checkpoint."""
+    run_dir = RunDir(path)
+    if not run_dir.config.is_file():
+        raise ResumeRefused(f"{path} is no run directory", "name the folder that holds config.toml")
+    old = config_module.load(SftFile, run_dir.config)
+    new = config_module.load(SftFile, run_dir.config, overrides)
+    check_resume(old, new)
+    family = _check(new)
+    with locked(run_dir):
+        check_pinned(run_dir, Path(new.model.path))
+        return _run(new, run_dir, family)
+
+
+def _check(config: SftFile) -> Family:
+    if config.env is not None:
+        return check_model(config.model, config.env)
+    return check_conversations(config)
+
+
+def _run(config: SftFile, run_dir: RunDir, family: Family) -> RunDir:
     check_store(Path(config.media.root or run_dir.media), config.media.max_gb)
-    for folder in (run_dir.logs, Path(config.sft.output).parent):
+    for folder in (run_dir.logs, run_dir.checkpoints, Path(config.sft.output).parent):
         folder.mkdir(parents=True, exist_ok=True)
-    run_dir.config.write_text(dump(config))
-    threads = config.trainer.threads or num_cores()
-    processes = Processes(run_dir)
+    write_atomic(run_dir.config, dump(config).encode())
+    processes = Processes(run_dir, command="sft")
     console = Console()
     console.print(packing_line(family), highlight=False, soft_wrap=True)
-    printed = 0
-
-    def show() -> None:
-        nonlocal printed
-        for step, event in by_step(read_events(run_dir.metrics), "sft").items():
-            last = step == config.run.steps
-            if step > printed and (step % EVERY_STEPS == 0 or last):
-                loss = event.values["loss"]
-                console.print(f"sft step {step:4d}/{config.run.steps}  loss {loss:.4f}")
-                printed = step
-
+    view = _View(run_dir, config.run.steps, console)
     try:
         with Signals() as signals:
-            words = ["process", NAME, str(run_dir.path), "--parent", str(os.getpid())]
-            processes.start(Spec(NAME, words, threads))
-            watch(processes, NAME, show, signals)
-        show()
+            for spec in _specs(config, run_dir):
+                processes.start(spec)
+            stopped = watch(processes, NAME, view.update, signals)
+        view.update()
     finally:
         processes.kill()
     print(f"run: {run_dir.path}")
-    print(f"checkpoint: {config.sft.output}")
+    if stopped:
+        print(f"stopped; go on with `{processes.resume}`")
+    else:
+        print(f"checkpoint: {config.sft.output}")
     return run_dir
+
+
+def _specs(config: SftFile, run_dir: RunDir) -> list[Spec]:
+    threads = max(1, (config.trainer.threads or num_cores()) // config.trainer.ranks)
+    words = ["process", NAME, str(run_dir.path), "--parent", str(os.getpid())]
+    return trainer_specs(Spec(NAME, words, threads), config.trainer)
+
+
+class _View:
+    """A line every so many steps, and one for each evaluation."""
+
+    def __init__(self, run_dir: RunDir, steps: int, console: Console) -> None:
+        self._tail = EventTail(run_dir.metrics)
+        self._steps, self._console = steps, console
+
+    def update(self) -> None:
+        for event in self._tail.read():
+            if words := self._words(event):
+                self._console.print(words, highlight=False)
+
+    def _words(self, event: Event) -> str:
+        step, loss = event.step, event.values.get("loss")
+        if loss is None:
+            return ""
+        if event.kind == "sft_eval":
+            return f"held out, after step {step:4d}  loss {loss:.4f}"
+        if event.kind == "sft" and (step % EVERY_STEPS == 0 or step == self._steps):
+            return f"sft step {step:4d}/{self._steps}  loss {loss:.4f}"
+        return ""

@@ -1,8 +1,9 @@
 """Samples to micro-batches: what one forward pass holds, and what it costs."""
 
 from sightline.pack.average import Average
+from sightline.pack.bins import pack
 from sightline.pack.cost import Cost
-from sightline.pack.flat import pack
 from sightline.pack.spread import empty_micro_batch, spread
+from sightline.pack.truncate import truncate
 
-__all__ = ["Average", "Cost", "empty_micro_batch", "pack", "spread"]
+__all__ = ["Average", "Cost", "empty_micro_batch", "pack", "spread", "truncate"]

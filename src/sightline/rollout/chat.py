@@ -220,6 +220,7 @@ class RolloutChat:
             )
 
     async def _call(self, turn: Turn, max_tokens: int) -> Answered:
+        await self.client.pace.turn()
         self._check_room(turn)
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -251,6 +252,7 @@ class RolloutChat:
             )
         message = await asyncio.to_thread(self.renderer.parse, choice.token_ids)
         async with self.one_at_a_time:
+            await self.client.pace.turn()
             node = turn.commit(
                 completion_ids=choice.token_ids,
                 logprobs=[entry.logprob for entry in choice.logprobs.content],

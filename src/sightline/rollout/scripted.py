@@ -12,6 +12,7 @@ import random
 import msgspec
 from aiohttp import web
 
+from sightline.rollout.scripted_agent import AGENT_PATH, play
 from sightline.wire.generate import (
     Choice,
     GenerateRequest,
@@ -66,6 +67,7 @@ class ScriptedPolicy:
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/sightline/v1/adopt", self._adopt)
         app.router.add_get("/sightline/v1/stats", self._stats)
+        app.router.add_post(AGENT_PATH, play)
         app.router.add_get(COUNTS_PATH, self._counts)
         app.router.add_get("/health", self._health)
         return app

@@ -10,9 +10,9 @@ import torch
 
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.model import DTYPES, load_model, pick_device
-from sightline.config import Model, RunFile, Trainer
+from sightline.config import Lora, Media, Model, RunFile, SftFile, Trainer
 from sightline.errors import ResumeRefused
-from sightline.families import load_family, load_renderer
+from sightline.families import Family, load_family, load_renderer
 from sightline.media import MediaStore
 from sightline.monitor import EventLog, RunDir
 from sightline.pack import Average, Cost
@@ -24,7 +24,8 @@ from sightline.trainer.keeper import Follower, Keeper
 from sightline.trainer.learner import Learner
 from sightline.trainer.ledger import Ledger, read_ledger
 from sightline.trainer.loop import Parts
-from sightline.trainer.optimizer import build_optimizer
+from sightline.trainer.lora import NO_ADAPTERS, add_adapters
+from sightline.trainer.optimizer import build_optimizer, freeze_vision
 from sightline.trainer.publish import Files, Publisher, Sent
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
@@ -50,7 +51,14 @@ def device_of(name: str, ranks: Ranks) -> torch.device:
 
 
 def build_learner(
-    model: Model, trainer: Trainer, store: MediaStore, steps: int, ranks: Ranks = ALONE
+    model: Model,
+    trainer: Trainer,
+    store: MediaStore,
+    steps: int,
+    ranks: Ranks = ALONE,
+    imitates: bool = False,
+    lora: Lora = NO_ADAPTERS,
+    seed: int = 0,
 ) -> Learner:
     device = device_of(trainer.device, ranks)
     master = model.dtype if trainer.master_dtype == "model" else "float32"
@@ -61,6 +69,10 @@ def build_learner(
     renderer = load_renderer(model.path, store, family)
     forward = load_model(model.path, family, str(device), master)
     forward.model.train()
+    if lora.rank:
+        add_adapters(forward, lora, model.train_vision, seed)
+    elif not model.train_vision:
+        freeze_vision(forward)
     wrap_blocks(forward, trainer.activation_checkpointing, trainer.compile)
     reference = None
     if trainer.kl_weight > 0:
@@ -75,7 +87,7 @@ def build_learner(
     return Learner(
         forward=forward,
         reference=reference,
-        optimizer=build_optimizer(forward, trainer, model.train_vision),
+        optimizer=build_optimizer(forward, trainer),
         family=family,
         config=trainer,
         steps=steps,
@@ -85,6 +97,32 @@ def build_learner(
         ranks=ranks,
         whole=whole,
         reference_whole=reference_whole,
+        imitates=imitates,
+    )
+
+
+def learner_of(
+    config: RunFile | SftFile, store: MediaStore, ranks: Ranks, imitates: bool = False
+) -> Learner:
+    return build_learner(
+        config.model, config.trainer, store, config.run.steps, ranks, imitates, config.lora,
+        config.run.seed,
+    )  # fmt: skip
+
+
+def build_preparer(
+    media: Media, trainer: Trainer, family: Family, store: MediaStore, sampled: bool = True
+) -> Preparer:
+    """`sampled` is false for conversations that no sampler saw: there is no digest to ask for."""
+    return Preparer(
+        family=family,
+        materializer=Materializer(family, store, trainer.pixel_cache_mb * MEGABYTE),
+        limit=Cost(trainer.micro_batch_tokens, trainer.micro_batch_patches),
+        max_bad_fraction=media.max_bad_fraction,
+        allows_unproven=media.allow_unproven or not sampled,
+        average=Average(trainer.loss_average, trainer.loss_constant),
+        on_bad=media.on_bad,
+        max_sequence=trainer.max_sequence,
     )
 
 
@@ -98,18 +136,13 @@ def build(
 ) -> Parts:
     """Of rank 0, which hears the orchestrator; with `lead` it hands out what the others compute."""
     store = MediaStore(Path(config.media.root or run_dir.media))
-    learner = build_learner(config.model, config.trainer, store, config.run.steps, ranks)
+    learner = learner_of(config, store, ranks)
     events = EventLog(run_dir.metrics, "trainer")
-    saver, chosen = _saver(config, run_dir, learner, alone if lead is None else from_all(lead))
+    deliver = alone if lead is None else from_all(lead)
+    saver, chosen = build_saver(config, run_dir, learner, deliver)
     _check_fallback(chosen, run_dir, events)
     saver.checkpoints.clear()
-    preparer = Preparer(
-        family=learner.family,
-        materializer=Materializer(learner.family, store, config.trainer.pixel_cache_mb * MEGABYTE),
-        limit=Cost(config.trainer.micro_batch_tokens, config.trainer.micro_batch_patches),
-        max_bad_fraction=config.media.max_bad_fraction,
-        average=Average(config.trainer.loss_average, config.trainer.loss_constant),
-    )
+    preparer = build_preparer(config.media, config.trainer, learner.family, store)
     tell = lead.fail if lead is not None else lambda problem: None
     learner.pulse = Pulse(config.trainer.stuck_after_s, tell, run_dir.beat(name_of_rank(0)))
     keeper = Keeper(
@@ -142,8 +175,8 @@ def _publisher(config: RunFile, run_dir: RunDir) -> Publisher:
     return Sent(run_dir.weights, dtype, Broadcaster(config.trainer.address))
 
 
-def _saver(
-    config: RunFile,
+def build_saver(
+    config: RunFile | SftFile,
     run_dir: RunDir,
     learner: Learner,
     deliver: Callable[[int, WeightFile], list[WeightFile] | None],
@@ -180,8 +213,8 @@ def _keep_all(ready: ReadyBatch) -> ReadyBatch:
 def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follow) -> Parts:
     """Of a rank other than 0."""
     store = MediaStore(Path(config.media.root or run_dir.media))
-    learner = build_learner(config.model, config.trainer, store, config.run.steps, ranks)
-    saver, chosen = _saver(config, run_dir, learner, to_lead(follow))
+    learner = learner_of(config, store, ranks)
+    saver, chosen = build_saver(config, run_dir, learner, to_lead(follow))
     beat = run_dir.beat(name_of_rank(ranks.rank))
     learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail, beat)
     family = learner.family

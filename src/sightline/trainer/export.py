@@ -11,15 +11,25 @@ from safetensors import safe_open
 from transformers.core_model_loading import revert_weight_conversion
 
 from sightline.compute.model import load_model
-from sightline.compute.tensor_file import each_whole, write_tensors
-from sightline.config import Model
+from sightline.compute.tensor_file import as_it_is, each_whole, write_tensors
+from sightline.config import RunFile, SftFile
 from sightline.errors import ConfigError
 from sightline.families import load_family
 from sightline.trainer.checkpoint import Checkpoints, check_file, read_manifest
-from sightline.trainer.shard import whole_tensor
+from sightline.trainer.lora import (
+    add_adapters,
+    hand_over,
+    hand_over_adapters,
+    has_adapters,
+    merging,
+    plain_parameters,
+    save_adapters,
+)
 from sightline.trainer.snapshot import Shards, restore_model
 
 WEIGHTS_FILE = "model.safetensors"
+ADAPTERS = "adapter"
+"""Folder, in the checkpoint that they are merged into, of the adapters alone."""
 
 
 def export_checkpoint(
@@ -32,26 +42,38 @@ def export_checkpoint(
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and "index.json" not in file.name:
             shutil.copy2(file, part / file.name)
-    weights: dict[str, torch.Tensor] = dict(model.named_parameters())
-    weights |= buffers_of(model)
+    weights = plain_parameters(model) | buffers_of(model)
+    gather = merging(model)
     if not weights.keys() <= (known := _names_in(source)) and known:
         # In memory transformers may hold tensors joined that files hold apart, experts say.
-        whole = {name: tensor.cpu() for name, tensor in each_whole(weights, whole_tensor)}
-        weights = revert_weight_conversion(model, whole)
-    write_tensors(part / WEIGHTS_FILE, weights, whole_tensor, dtype, {"format": "pt"})
+        whole = {name: tensor.cpu() for name, tensor in each_whole(weights, gather)}
+        weights, gather = revert_weight_conversion(model, whole), as_it_is
+    write_tensors(part / WEIGHTS_FILE, weights, gather, dtype, {"format": "pt"})
+    if has_adapters(model):
+        save_adapters(model, part / ADAPTERS, source)
     shutil.rmtree(target, ignore_errors=True)
     os.rename(part, target)
 
 
-def export_saved(checkpoint: Path, settings: Model, target: Path) -> None:
+def help_export(model: torch.nn.Module) -> None:
+    """What the other ranks do while rank 0 exports: they hand over their shards."""
+    hand_over(model)
+    if has_adapters(model):
+        hand_over_adapters(model)
+
+
+def export_saved(checkpoint: Path, config: RunFile | SftFile, target: Path) -> None:
     """The checkpoint folder at `checkpoint`, checked against its manifest, as a plain one."""
     manifest = read_manifest(checkpoint)
     for file in manifest.files:
         check_file(checkpoint, file)
+    settings = config.model
     family = load_family(settings.path, **settings.overrides())
-    model = load_model(settings.path, family, "cpu", settings.dtype).model
-    restore_model(Shards(checkpoint / file.name for file in manifest.files), model)
-    export_checkpoint(Path(settings.path), target, model)
+    forward = load_model(settings.path, family, "cpu", settings.dtype)
+    if config.lora.rank:
+        add_adapters(forward, config.lora, settings.train_vision, config.run.seed)
+    restore_model(Shards(checkpoint / file.name for file in manifest.files), forward.model)
+    export_checkpoint(Path(settings.path), target, forward.model)
 
 
 def find_checkpoint(root: Path) -> Path:

@@ -13,20 +13,24 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import numpy as np
 
-from sightline.errors import MediaError, Misaligned, PixelMismatch
+from sightline.errors import MediaError, Misaligned
 from sightline.families import Family
-from sightline.pack import Average, Cost, pack
+from sightline.pack import Average, Cost, pack, truncate
 from sightline.pixels import Materializer, Pixels
+from sightline.trainer.bad_media import BadMedia, Dropped, Policy, count_reasons, named
+from sightline.wire import MediaItem
 from sightline.wire.control import Announce
-from sightline.wire.micro_batch import MicroBatch
-from sightline.wire.sample import Batch, Sample, digest_of
+from sightline.wire.micro_batch import MicroBatch, PackedItem
+from sightline.wire.sample import Batch, digest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +50,24 @@ class ReadyBatch:
     num_samples: int
     num_slots: int
     num_images: int
-    bad: dict[str, int]
-    """Samples that bad media cost, by reason."""
     materialize_s: float
+    dropped: list[Dropped] = field(default_factory=list)
+    """Samples that bad media cost."""
+    truncated: dict[str, int] = field(default_factory=dict)
+    """Samples beyond `[trainer] max_sequence`: cut, or left out and why."""
+    held_out: bool = False
+    """To be evaluated; nothing is learnt from it."""
+    is_last: bool = False
+    """Whether the evaluation ends with it."""
     waited_s: float = 0.0
     """How long the loop stood still for it."""
     num_made: int = 0
     """Of the distinct images, those that were materialized; the others came from the cache."""
+
+    @property
+    def bad(self) -> dict[str, int]:
+        """Samples that bad media cost, by reason."""
+        return count_reasons(self.dropped)
 
 
 @dataclass
@@ -63,87 +78,102 @@ class Preparer:
     materializer: Materializer
     limit: Cost
     max_bad_fraction: float
+    allows_unproven: bool = False
+    """Whether samples train whose sampler gave no digest of its pixels."""
     average: Average = field(default_factory=Average)
+    on_bad: Literal["drop_sample", "stop"] = "drop_sample"
+    max_sequence: int = 0
+    """In tokens; 0 is any length."""
 
-    def prepare(self, batch: Batch, digest: str) -> ReadyBatch:
+    def prepare(self, batch: Batch, digest: str, lost: Sequence[Dropped] = ()) -> ReadyBatch:
+        """`lost` are samples that bad media has already cost; they count with the others."""
+        truncated: dict[str, int] = {}
+        if self.max_sequence:
+            fitting, counts = truncate(batch.samples, self.max_sequence)
+            batch, truncated = Batch(batch.step, fitting), dict(counts)
         began = time.monotonic()
         made_before = self.materializer.counts.made
-        pixels, problems = self._materialize(batch)
-        kept, bad = self._keep(batch, pixels, problems)
+        made, problems = self._materialize(batch)
+        policy = Policy(self.on_bad, self.max_bad_fraction, self.allows_unproven)
+        kept, dropped = policy.keep(batch, made, problems, self.materializer.store, lost)
         spent = time.monotonic() - began
         packs = pack(kept, batch.step, self.family, self.limit, self.average)
-        ready = [ReadyMicroBatch(p, self._patches(p, pixels)) for p in packs]
         return ReadyBatch(
             step=batch.step,
             digest=digest,
-            micro_batches=ready,
+            micro_batches=[_ready(packed, made) for packed in packs],
             num_samples=len(kept),
             num_slots=sum(len(sample.slots) for sample in kept),
-            num_images=len(pixels),
-            bad=dict(bad),
+            num_images=len({item.key for sample in kept for item in sample.items}),
             materialize_s=spent,
+            dropped=dropped,
+            truncated=truncated,
             num_made=self.materializer.counts.made - made_before,
         )
 
-    def _materialize(self, batch: Batch) -> tuple[dict[str, Pixels], dict[str, MediaError]]:
-        items = {item.key: item for sample in batch.samples for item in sample.items}
-        flights = {key: self.materializer.submit(item) for key, item in items.items()}
-        pixels: dict[str, Pixels] = {}
-        problems: dict[str, MediaError] = {}
-        for key, flight in flights.items():
+    def _materialize(
+        self, batch: Batch
+    ) -> tuple[dict[MediaItem, Pixels], dict[MediaItem, BadMedia]]:
+        # By the whole item: one that lies about its image fails alone.
+        wanted = {item: sample for sample in batch.samples for item in sample.items}
+        flights: dict[MediaItem, Future[Pixels]] = {}
+        made: dict[MediaItem, Pixels] = {}
+        problems: dict[MediaItem, BadMedia] = {}
+        for item in wanted:
             try:
-                pixels[key] = flight.result()
+                flights[item] = self.materializer.submit(item)
+            except Misaligned as error:
+                problems[item] = error
+        for item, flight in flights.items():
+            try:
+                made[item] = flight.result()
             except MediaError as error:
                 if isinstance(error.__cause__, OSError):
                     # A disk that fails may heal; a replay would then train on other samples.
-                    raise
-                problems[key] = error
-        return pixels, problems
-
-    def _keep(
-        self, batch: Batch, pixels: dict[str, Pixels], problems: dict[str, MediaError]
-    ) -> tuple[list[Sample], Counter[str]]:
-        kept: list[Sample] = []
-        bad: Counter[str] = Counter()
-        last: Exception | None = None
-        for sample in batch.samples:
-            problem = _problem_of(sample, pixels, problems)
-            if problem is None:
-                kept.append(sample)
-            else:
-                bad[type(problem).__name__] += 1
-                last = problem
-        if last is not None and bad.total() > self.max_bad_fraction * len(batch.samples):
-            raise MediaError(
-                f"step {batch.step}: bad media cost {bad.total()} of {len(batch.samples)} samples "
-                f"({dict(bad)}), more than [media] max_bad_fraction = {self.max_bad_fraction} "
-                f"allows. The last: {last}",
-                "mend the store (`sightline media verify`), or raise the budget",
-            )
-        return kept, bad
-
-    @staticmethod
-    def _patches(packed: MicroBatch, pixels: dict[str, Pixels]) -> np.ndarray | None:
-        if not packed.items:
-            return None
-        return np.concatenate([pixels[entry.item.key].patches for entry in packed.items])
+                    store, sample = self.materializer.store, wanted[item]
+                    raise named(error, sample.trace_id, batch.step, item, store) from error
+                problems[item] = error
+        return made, problems
 
 
-def _problem_of(
-    sample: Sample, pixels: dict[str, Pixels], problems: dict[str, MediaError]
-) -> MediaError | PixelMismatch | None:
-    for item in sample.items:
-        if item.key in problems:
-            return problems[item.key]
-    for slot in sample.slots:
-        made = pixels[sample.items[slot.item].key]
-        if slot.pixel_digest is not None and slot.pixel_digest != made.digest:
-            return PixelMismatch(
-                f"trace {sample.trace_id}: the sampler saw pixels {slot.pixel_digest} of image "
-                f"{sample.items[slot.item].ref.digest[:12]}, the trainer made {made.digest}",
-                "run the same Pillow and the same processor settings on both sides",
-            )
-    return None
+def _ready(packed: MicroBatch, made: dict[MediaItem, Pixels]) -> ReadyMicroBatch:
+    """With its pixels, and the digests that every other process has to come to."""
+    if not packed.items:
+        return ReadyMicroBatch(packed, None)
+    pixels = [made[entry.item] for entry in packed.items]
+    items = [
+        PackedItem(entry.item, one.digest, entry.wanted_by)
+        for entry, one in zip(packed.items, pixels, strict=True)
+    ]
+    patches = np.concatenate([one.patches for one in pixels])
+    return ReadyMicroBatch(msgspec.structs.replace(packed, items=items), patches)
+
+
+class Ahead:
+    """Iterates over batches that a thread makes ready, one ahead; it begins with the first."""
+
+    def __init__(self, batches: Iterable[ReadyBatch]) -> None:
+        self._batches = batches
+        self._ready: queue.Queue[ReadyBatch | BaseException | None] = queue.Queue(maxsize=1)
+
+    def __iter__(self) -> Iterator[ReadyBatch]:
+        threading.Thread(target=self._run, daemon=True, name="feed").start()
+        while True:
+            began = time.monotonic()
+            ready = self._ready.get()
+            if isinstance(ready, BaseException):
+                raise ready
+            if ready is None:
+                return
+            yield replace(ready, waited_s=time.monotonic() - began)
+
+    def _run(self) -> None:
+        try:
+            for ready in self._batches:
+                self._ready.put(ready)
+            self._ready.put(None)
+        except BaseException as error:  # the loop raises it again, in the main thread
+            self._ready.put(error)
 
 
 class Feed:
@@ -160,27 +190,14 @@ class Feed:
         self._spread = spread
         self._preparer = preparer
         self._next_step = next_step
-        self._ready: queue.Queue[ReadyBatch | BaseException | None] = queue.Queue(maxsize=1)
-        self._thread = threading.Thread(target=self._run, daemon=True, name="feed")
-        self._thread.start()
+        self._ahead = Ahead(self._batches())
 
     def __iter__(self) -> Iterator[ReadyBatch]:
-        while True:
-            began = time.monotonic()
-            ready = self._ready.get()
-            if isinstance(ready, BaseException):
-                raise ready
-            if ready is None:
-                return
-            yield _waited(ready, time.monotonic() - began)
+        return iter(self._ahead)
 
-    def _run(self) -> None:
-        try:
-            while (announced := self._announcements()) is not None:
-                self._ready.put(self._read(announced))
-            self._ready.put(None)
-        except BaseException as error:  # the loop raises it again, in the main thread
-            self._ready.put(error)
+    def _batches(self) -> Iterator[ReadyBatch]:
+        while (announced := self._announcements()) is not None:
+            yield self._read(announced)
 
     def _read(self, announced: Announce) -> ReadyBatch:
         if announced.step != self._next_step:
@@ -196,7 +213,3 @@ class Feed:
             )
         self._next_step += 1
         return self._spread(self._preparer.prepare(Batch.from_bytes(data), announced.digest))
-
-
-def _waited(ready: ReadyBatch, seconds: float) -> ReadyBatch:
-    return replace(ready, waited_s=seconds)

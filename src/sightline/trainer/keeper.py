@@ -12,11 +12,12 @@ import torch
 from sightline.families import Forward
 from sightline.monitor import EventLog, RunDir
 from sightline.pixels import Materializer
-from sightline.trainer.export import export_checkpoint
+from sightline.trainer.export import export_checkpoint, help_export
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner, Stepped
 from sightline.trainer.ledger import Ledger
-from sightline.trainer.publish import Publisher, help_gather
+from sightline.trainer.lora import hand_over
+from sightline.trainer.publish import Publisher
 from sightline.trainer.saver import Saver
 from sightline.wire.control import Control, Finished, Published
 from sightline.wire.file import write_atomic
@@ -49,7 +50,7 @@ class Keeper:
 
     def publish(self, step: int) -> None:
         path, manifest = self.publisher.publish(
-            dict(self._forward.model.named_parameters()), step, step if self.train_vision else 0
+            self._forward.model, step, step if self.train_vision else 0
         )
         self.published = Published(
             version=step,
@@ -60,7 +61,7 @@ class Keeper:
         )
 
     def deliver(self) -> None:
-        self.publisher.deliver(dict(self._forward.model.named_parameters()))
+        self.publisher.deliver(self._forward.model)
 
     def checkpoint(self, step: int, last: bool = False) -> None:
         self.saver.save(step, self._forward.model, self.learner.optimizer, last)
@@ -73,9 +74,9 @@ class Keeper:
         metrics["hidden_share"] = (
             1 - visible / ready.materialize_s if ready.materialize_s > 0 else None
         )
-        metrics["bad_media"] = float(sum(ready.bad.values()))
+        metrics["bad_media"] = float(len(ready.dropped))
         metrics["images_made"] = float(ready.num_made)
-        metrics["images_from_cache"] = float(ready.num_images - ready.num_made)
+        metrics["images_from_cache"] = float(max(ready.num_images - ready.num_made, 0))
         seconds = {
             "wait": ready.waited_s,
             "materialize": ready.materialize_s,
@@ -91,8 +92,10 @@ class Keeper:
         }
         self.events.write(
             "train", ready.step, **metrics, seconds=seconds, busy=list(busy), bad=ready.bad,
-            pixels=asdict(counts), caches={"trainer_pixels": cache},
+            truncated=ready.truncated, pixels=asdict(counts), caches={"trainer_pixels": cache},
         )  # fmt: skip
+        for lost in ready.dropped:
+            self.events.write("bad_media", ready.step, **asdict(lost))
         self.announce(metrics)
 
     def announce(self, metrics: dict[str, float | None] | None = None) -> None:
@@ -129,11 +132,11 @@ class Follower:
         pass
 
     def publish(self, step: int) -> None:
-        help_gather(dict(self.learner.forward.model.named_parameters()))
+        hand_over(self.learner.forward.model)
 
     def deliver(self) -> None:
         if self.sends:
-            help_gather(dict(self.learner.forward.model.named_parameters()))
+            hand_over(self.learner.forward.model)
 
     def checkpoint(self, step: int, last: bool = False) -> None:
         self.saver.save(step, self.learner.forward.model, self.learner.optimizer, last)
@@ -148,4 +151,4 @@ class Follower:
 
     def finish(self, step: int) -> None:
         if step > 0:
-            help_gather(dict(self.learner.forward.model.named_parameters()))
+            help_export(self.learner.forward.model)

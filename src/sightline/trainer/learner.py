@@ -15,16 +15,17 @@ import numpy as np
 import torch
 
 from sightline.compute.attention import pattern_of
-from sightline.compute.logprobs import chunked_log_softmax
+from sightline.compute.logprobs import chosen_logprobs
 from sightline.config import Trainer
 from sightline.errors import Misaligned
 from sightline.families import Family, Forward
 from sightline.trainer import loss as losses
-from sightline.trainer.checks import check_micro_batch
+from sightline.trainer.checks import check_features, check_micro_batch, check_patches
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
 from sightline.trainer.optimizer import lr_scale, set_learning_rate
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import Ranks
+from sightline.trainer.score import Scored, Scorer
 from sightline.trainer.shard import Whole, gather_to_lead, sum_over_ranks, whole_tensor
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, Origin
@@ -75,22 +76,18 @@ def hidden_of(
     positions = torch.from_numpy(batch.positions.numpy().astype(np.int64)).to(device)[:, None]
     features = places = None
     blank = None
+    check_patches(batch, ready.patches)
     if ready.patches is None and ready.shows:
         blank = _encode_blank(forward, device)
     if ready.patches is not None:
         patches = torch.from_numpy(ready.patches).to(device)
         encoded = forward.encode(patches, [entry.item.grid for entry in batch.items])
         index, where = _places(batch, family)
-        wanted = sum(family.num_tokens(entry.item) for entry in batch.items)
-        if len(encoded) != wanted:
-            raise Misaligned(
-                f"micro-batch of step {batch.step}: {len(encoded)} features for {wanted} "
-                "visual tokens",
-                "the family's num_tokens and its vision tower disagree",
-            )
+        check_features(batch, len(encoded), family)
         features = encoded[torch.from_numpy(index).to(device)]
         places = torch.from_numpy(where).to(device)
-    pattern = pattern_of(batch.subtree_end.numpy(), device)
+    dtype = next(forward.model.parameters()).dtype
+    pattern = pattern_of(batch.subtree_end.numpy(), device, dtype)
     hidden = forward.hidden(token_ids, positions, features, places, pattern)[0]
     if blank is not None:
         hidden = hidden + 0.0 * blank.to(hidden.dtype)
@@ -135,6 +132,8 @@ class Learner:
     """Around the sharded model; None where one rank holds all of it."""
     reference_whole: Whole | None = None
     pulse: Pulse = field(default_factory=Pulse)
+    imitates: bool = False
+    """Supervised: the tokens are to be said, whoever said them first."""
     banned: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -164,6 +163,28 @@ class Learner:
         everyone = gather_to_lead(scored, self.ranks)
         scores = _scores(ready.step, [one for rank in everyone for one in rank])
         return Stepped(metrics, scores, laps.seconds)
+
+    @torch.no_grad()
+    def evaluate(self, ready: ReadyBatch) -> tuple[float, float]:
+        """The summed -log pi of the trained tokens, and how many they are; nothing is learnt."""
+        sums = {"nll": 0.0, "tokens": 0.0}
+        for number, micro_batch in enumerate(ready.micro_batches, start=1):
+            self.pulse.mark(f"micro-batch {number} of the evaluation after step {ready.step}")
+            check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
+            if len(micro_batch.batch.trained) or self.ranks.size > 1:
+                logprobs = self.within(self._logprobs, micro_batch)
+                sums["nll"] -= float(logprobs.double().sum())
+                sums["tokens"] += len(logprobs)
+        if self.whole is not None:
+            self.whole.reshard()  # without a backward pass nothing else does
+        total = sum_over_ranks(sums, self.ranks.size)
+        return total["nll"], total["tokens"]
+
+    def _logprobs(self, ready: ReadyMicroBatch) -> torch.Tensor:
+        batch = ready.batch
+        hidden = hidden_of(self.forward, ready, self.family, self.device)
+        tokens = _tensor(batch.token_ids.numpy()[batch.trained.numpy()], self.device).long()
+        return chosen_logprobs(self.forward, hidden, tokens, self.banned, batch.temperature)
 
     def _backward(
         self, ready: ReadyMicroBatch, step: int, sums: dict[str, float], laps: Laps
@@ -208,27 +229,15 @@ class Learner:
         advantages = _tensor(batch.advantages.numpy(), self.device)
         weight = _tensor(batch.loss_weight.numpy(), self.device)
         own = _tensor(batch.versions.numpy(), self.device) == step - 1
-        chosen = [hidden.new_zeros(0, dtype=torch.float32)]
-        kls = [hidden.new_zeros(0, dtype=torch.float32)]
-        for part, log_p in chunked_log_softmax(
-            self.forward, hidden, self.banned, batch.temperature
-        ):
-            logprobs = log_p.gather(-1, tokens[part, None]).squeeze(-1)
-            if self.reference is not None and reference is not None:
-                with torch.no_grad():
-                    logits = self.reference.logits(reference[part]).float()
-                    logits = logits.index_fill(-1, self.banned, float("-inf"))
-                    log_q = torch.log_softmax(logits / batch.temperature, dim=-1)
-                kls.append(losses.exact_kl(log_p, log_q, self.banned))
-            _measure(sums, log_p, logprobs, old[part], own[part], self.banned)
-            chosen.append(logprobs)
-        logprobs = torch.cat(chosen)
+        scorer = Scorer(self.forward, self.reference, self.banned, batch.temperature)
+        scored = scorer.score(hidden, tokens, reference)
+        logprobs = scored.logprobs
+        _measure(sums, scored, old, own)
         token_loss, held = self._policy_loss(logprobs, old, advantages, batch)
         sums["clipped"] += float(held.sum())
-        if self.reference is not None:
-            kl = torch.cat(kls)
-            token_loss = token_loss + self.config.kl_weight * kl
-            sums["kl_ref"] += float(kl.detach().sum())
+        if scored.kl is not None:
+            token_loss = token_loss + self.config.kl_weight * scored.kl
+            sums["kl_ref"] += float(scored.kl.detach().sum())
         total = (token_loss * weight).sum()
         if self.ranks.size > 1:
             # Also where nothing trains: every parameter needs a gradient on every rank.
@@ -242,6 +251,8 @@ class Learner:
         advantages: torch.Tensor,
         batch: MicroBatch,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.imitates:
+            return losses.imitation_loss(logprobs)
         bounds = (self.config.clip_low, self.config.clip_high)
         match self.config.loss:
             case "ppo":
@@ -292,22 +303,16 @@ class Learner:
 
 
 def _within(whole: Whole | None, function: Callable[..., T], *args: Any) -> T:
-    result: T = function(*args) if whole is None else whole(function, *args)
+    # Nothing as an argument: FSDP on a GPU hands on copies, and sums are to come back.
+    result: T = function(*args) if whole is None else whole(lambda: function(*args))
     return result
 
 
-def _measure(
-    sums: dict[str, float],
-    log_p: torch.Tensor,
-    logprobs: torch.Tensor,
-    old: torch.Tensor,
-    own: torch.Tensor,
-    banned: torch.Tensor,
-) -> None:
+def _measure(sums: dict[str, float], scored: Scored, old: torch.Tensor, own: torch.Tensor) -> None:
     with torch.no_grad():
-        kl = losses.mismatch_kl(logprobs, old)
-        sums["tokens"] += len(logprobs)
-        sums["entropy"] += float(losses.entropy(log_p, banned).sum())
+        kl = losses.mismatch_kl(scored.logprobs, old)
+        sums["tokens"] += len(kl)
+        sums["entropy"] += float(scored.entropy.sum())
         sums["fresh_tokens"] += float(own.sum())
         sums["older_tokens"] += float((~own).sum())
         sums["fresh_kl"] += float(kl[own].sum())

@@ -10,6 +10,11 @@ from __future__ import annotations
 import torch
 
 
+def imitation_loss(logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """-log pi of each token (S,): supervised training, where nothing is held."""
+    return -logprobs, torch.zeros_like(logprobs)
+
+
 def clipped_policy_loss(
     logprobs: torch.Tensor,
     old_logprobs: torch.Tensor,

@@ -11,15 +11,19 @@ from sightline.config import Trainer
 from sightline.families import Forward
 
 
-def build_optimizer(forward: Forward, config: Trainer, train_vision: bool) -> torch.optim.AdamW:
-    """AdamW over what trains; matrices decay, vectors do not. A frozen tower has no gradient."""
-    vision = [parameter for _, parameter in forward.vision_parameters()]
-    for parameter in vision:
-        parameter.requires_grad_(train_vision)
-    seen = {id(parameter) for parameter in vision}
-    text = [p for p in forward.model.parameters() if p.requires_grad and id(p) not in seen]
+def freeze_vision(forward: Forward) -> None:
+    for _, parameter in forward.vision_parameters():
+        parameter.requires_grad_(False)
+
+
+def build_optimizer(forward: Forward, config: Trainer) -> torch.optim.AdamW:
+    """AdamW over what trains; matrices decay, vectors do not."""
+    seen = {id(parameter) for _, parameter in forward.vision_parameters()}
+    trained = [p for p in forward.model.parameters() if p.requires_grad]
+    text = [p for p in trained if id(p) not in seen]
+    vision = [p for p in trained if id(p) in seen]
     groups = _groups(text, config.lr, config.weight_decay)
-    if train_vision:
+    if vision:
         groups += _groups(vision, config.vision_lr or config.lr, config.weight_decay)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 

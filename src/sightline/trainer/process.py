@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sightline.config import RunFile
+from sightline.config import RunFile, SftFile
 from sightline.errors import WireError
 from sightline.monitor import RunDir
-from sightline.trainer import loop
+from sightline.trainer import loop, sft
 from sightline.trainer.build import build, build_follower
 from sightline.trainer.ranks import Follow, Lead, Ranks
 from sightline.transport.zmq_channel import Spoke
@@ -65,6 +65,24 @@ def follow(config: RunFile, run_dir: RunDir, ranks: Ranks) -> None:
             parts.keeper.deliver()
         loop.run(parts)
     channel.close()
+
+
+def imitate(config: SftFile, run_dir: RunDir, ranks: Ranks) -> None:
+    """Supervised training, as any rank: there is no orchestrator to hear."""
+    if not ranks.is_lead:
+        channel = Follow(ranks)
+        with _telling(channel):
+            parts = sft.build_follower(config, run_dir, ranks, channel)
+            channel.hello(parts.first_step)
+            sft.run(parts)
+        channel.close()
+        return
+    lead = Lead(ranks) if ranks.size > 1 else None
+    with _telling(lead):
+        parts = sft.build(config, run_dir, ranks, lead)
+        if lead is not None:
+            lead.gather(parts.first_step)
+        sft.run(parts)
 
 
 @contextmanager

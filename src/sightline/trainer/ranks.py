@@ -258,7 +258,8 @@ class Follow:
 
     def _check_step(self, message: Share | Over) -> None:
         """Nothing between rank 0 and this one was lost, or came twice."""
-        expected = self._step + isinstance(message, Share)
+        is_next = isinstance(message, Share) and not message.held_out
+        expected = self._step + is_next
         if message.step != expected:
             kind = type(message).__name__
             problem = f"rank {self._ranks.rank} was sent {kind} {message.step}, not {expected}"

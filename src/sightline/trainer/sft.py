@@ -1,106 +1,84 @@
-"""A supervised warm-up: demonstrations of an environment, through the same packing and forward.
+"""Supervised training: conversations to imitate, through the same packing, ranks and forward.
 
-Only what the assistant says is trained.
+    source --conversations--> feed (own thread): render, materialize, pack --ready k--> loop
+
+Only what the assistant says is trained. A batch is a function of its step, so that what is
+needed to go on after a kill is a checkpoint and nothing else.
 """
 
 from __future__ import annotations
 
-import random
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from sightline.compute.logprobs import chosen_logprobs
 from sightline.compute.model import DTYPES
 from sightline.config import SftFile
-from sightline.envs import Environment
 from sightline.envs.mix import build_environment
-from sightline.envs.protocol import Tools
+from sightline.errors import MediaError, MessageError
 from sightline.families import load_renderer
 from sightline.media import MediaStore
 from sightline.message import Message
 from sightline.monitor import EventLog, RunDir
-from sightline.pack import Cost
 from sightline.pixels import Materializer
 from sightline.render import Renderer
-from sightline.trainer.build import MEGABYTE, build_learner
-from sightline.trainer.checks import check_micro_batch
-from sightline.trainer.export import export_checkpoint
-from sightline.trainer.feed import Preparer, ReadyBatch, ReadyMicroBatch
-from sightline.trainer.learner import Learner, hidden_of
+from sightline.render.protocol import Tools
+from sightline.trainer.bad_media import Dropped
+from sightline.trainer.build import MEGABYTE, build_preparer, build_saver, learner_of
+from sightline.trainer.conversations import (
+    HELD_OUT,
+    TRAIN,
+    Demonstrations,
+    Source,
+    open_conversations,
+)
+from sightline.trainer.export import export_checkpoint, help_export
+from sightline.trainer.feed import Ahead, Preparer, ReadyBatch
+from sightline.trainer.learner import Learner, Stepped
+from sightline.trainer.pulse import Pulse
+from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
+from sightline.trainer.saver import Saver, alone, from_all, to_lead
+from sightline.trainer.spread import ShareFeed, Spread
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
 
 
 @dataclass
-class Parts:
-    env: Environment
+class Batches:
+    """Conversations as batches; the same step has the same one, in every process."""
+
+    source: Source
     renderer: Renderer
-    store: MediaStore
-    learner: Learner
     preparer: Preparer
-    events: EventLog
-    config: SftFile
+    size: int
 
+    def of_step(self, step: int) -> ReadyBatch:
+        return self._prepare(step, range((step - 1) * self.size, step * self.size), TRAIN)
 
-def build(config: SftFile, run_dir: RunDir) -> Parts:
-    store = MediaStore(Path(config.media.root or run_dir.media))
-    learner = build_learner(config.model, config.trainer, store, config.run.steps)
-    return Parts(
-        env=build_environment(config.env),
-        renderer=load_renderer(
-            config.model.path, store, learner.family, number_pictures=config.model.number_pictures
-        ),
-        store=store,
-        learner=learner,
-        preparer=Preparer(
-            learner.family,
-            Materializer(learner.family, store, config.trainer.pixel_cache_mb * MEGABYTE),
-            Cost(config.trainer.micro_batch_tokens, config.trainer.micro_batch_patches),
-            max_bad_fraction=0.0,
-        ),
-        events=EventLog(run_dir.metrics, "trainer"),
-        config=config,
-    )
+    def held_out(self, step: int) -> Iterator[ReadyBatch]:
+        """All that is held out, to be evaluated after `step`."""
+        num = self.source.num_held_out
+        for first in range(0, num, self.size):
+            stop = min(first + self.size, num)
+            ready = self._prepare(step, range(first, stop), HELD_OUT)
+            yield replace(ready, held_out=True, is_last=stop == num)
 
-
-def run(parts: Parts) -> None:
-    """Trains for the steps of the file and writes the checkpoint that it names."""
-    config = parts.config
-    for step in range(1, config.run.steps + 1):
-        began = time.monotonic()
-        ready = parts.preparer.prepare(_batch(parts, step), digest="")
-        loss = _step(parts.learner, ready)
-        parts.events.write(
-            "sft", step, loss=loss, seconds=time.monotonic() - began, steps_total=config.run.steps
-        )
-    export_checkpoint(
-        Path(config.model.path),
-        Path(config.sft.output),
-        parts.learner.forward.model,
-        DTYPES[config.model.dtype],
-    )
-
-
-def _batch(parts: Parts, step: int) -> Batch:
-    size = parts.config.sft.batch_size
-    samples = []
-    for i in range((step - 1) * size, step * size):
-        # Not the string that an environment seeds a task with: the same draws would leak it.
-        rng = random.Random(f"{parts.config.run.seed}:demonstration:{i}")
-        task = parts.env.task(i, "sft")
-        samples.append(
-            sample_of(
-                parts.env.demonstration(task, parts.store.put, rng),
-                parts.renderer,
-                f"sft.{i}",
-                parts.env.tools,
-            )
-        )
-    return Batch(step, samples)
+    def _prepare(self, step: int, indices: Iterable[int], split: str) -> ReadyBatch:
+        samples, lost = [], []
+        for index in indices:
+            try:
+                found = self.source.conversation(index, split)
+            except MediaError as error:
+                if self.preparer.on_bad == "stop":
+                    raise
+                name = self.source.name(index, split)
+                lost.append(Dropped(name, "", type(error).__name__, error.problem))
+                continue
+            samples.append(sample_of(found.messages, self.renderer, found.name, found.tools))
+        return self.preparer.prepare(Batch(step, samples), "", lost)
 
 
 def sample_of(
@@ -108,6 +86,8 @@ def sample_of(
 ) -> Sample:
     """A conversation made trainable: the assistant's own tokens, with advantage 1."""
     rendered = renderer.render(messages, tools, generation_prompt=False)
+    if not rendered.trained:
+        raise MessageError(f"{name}: nothing that the assistant says", "leave it out")
     trained = np.concatenate([np.arange(s.start, s.stop) for s in rendered.trained])
     items = list({slot.item.key: slot.item for slot in rendered.slots}.values())
     places = {item.key: i for i, item in enumerate(items)}
@@ -130,25 +110,138 @@ def sample_of(
     )
 
 
-def _step(learner: Learner, ready: ReadyBatch) -> float:
-    learner.optimizer.zero_grad(set_to_none=True)
-    total = 0.0
-    for micro_batch in ready.micro_batches:
-        batch = micro_batch.batch
-        check_micro_batch(batch, learner.family, learner.pad_ids, learner.vocab_size)
-        loss = learner.within(_loss, learner, micro_batch)
-        loss.backward()
-        total += float(loss.detach())
-    learner.update(ready.step)
-    return total
+@dataclass
+class Keeper:
+    """What outlasts the process: checkpoints, metrics, and the model at the end."""
+
+    config: SftFile
+    learner: Learner
+    saver: Saver
+    events: EventLog | None
+    """None on ranks other than 0, which hand over their shards and write nothing."""
+    nll: float = 0.0
+    tokens: float = 0.0
+
+    def report(self, ready: ReadyBatch, stepped: Stepped, seconds: float) -> None:
+        if self.events is None:
+            return
+        shown = ("loss", "lr", "grad_norm", "tokens", "trained_tokens", "samples", "images")
+        self.events.write(
+            "sft", ready.step, **{name: stepped.metrics[name] for name in shown},
+            bad=ready.bad, truncated=ready.truncated, seconds=seconds, waited_s=ready.waited_s,
+            steps_total=self.config.run.steps,
+        )  # fmt: skip
+        for lost in ready.dropped:
+            self.events.write("bad_media", ready.step, **asdict(lost))
+
+    def evaluated(self, step: int, nll: float, tokens: float, is_last: bool) -> None:
+        self.nll, self.tokens = self.nll + nll, self.tokens + tokens
+        if is_last and self.events is not None:
+            loss = self.nll / self.tokens if self.tokens else None
+            self.events.write("sft_eval", step, loss=loss, trained_tokens=self.tokens)
+            self.nll = self.tokens = 0.0
+
+    def checkpoint(self, step: int, last: bool = False) -> None:
+        self.saver.save(step, self.learner.forward.model, self.learner.optimizer, last)
+
+    def finish(self) -> None:
+        model = self.learner.forward.model
+        if self.events is None:
+            help_export(model)
+        else:
+            settings, target = self.config.model, Path(self.config.sft.output)
+            export_checkpoint(Path(settings.path), target, model, DTYPES[settings.dtype])
 
 
-def _loss(learner: Learner, ready: ReadyMicroBatch) -> torch.Tensor:
-    batch = ready.batch
-    hidden = hidden_of(learner.forward, ready, learner.family, learner.device)
-    tokens = torch.from_numpy(batch.token_ids.numpy()[batch.trained.numpy()].astype(np.int64))
-    weight = torch.from_numpy(batch.loss_weight.numpy().copy()).to(learner.device)
-    logprobs = chosen_logprobs(
-        learner.forward, hidden, tokens.to(learner.device), learner.banned, 1.0
+@dataclass
+class Parts:
+    feed: Iterable[ReadyBatch]
+    learner: Learner
+    keeper: Keeper
+    first_step: int
+    batches: Batches | None = None
+    """Where they come from; None on ranks other than 0."""
+
+
+def run(parts: Parts) -> None:
+    """Trains for the steps of the file and writes the checkpoint that it names."""
+    step, steps = parts.first_step, parts.keeper.config.run.steps
+    for ready in parts.feed:
+        began = time.monotonic()
+        if ready.held_out:
+            nll, tokens = parts.learner.evaluate(ready)
+            parts.keeper.evaluated(ready.step, nll, tokens, ready.is_last)
+        else:
+            stepped = parts.learner.step(ready)
+            step = ready.step
+            parts.keeper.report(ready, stepped, time.monotonic() - began)
+            parts.keeper.checkpoint(step, last=step == steps)
+        parts.learner.pulse.rest()
+    parts.keeper.finish()
+
+
+def build(
+    config: SftFile, run_dir: RunDir, ranks: Ranks = ALONE, lead: Lead | None = None
+) -> Parts:
+    """Of rank 0; with `lead` it hands out what the others compute."""
+    store = MediaStore(Path(config.media.root or run_dir.media))
+    learner = learner_of(config, store, ranks, imitates=True)
+    deliver = alone if lead is None else from_all(lead)
+    saver, chosen = build_saver(config, run_dir, learner, deliver)
+    saver.checkpoints.clear()
+    events = EventLog(run_dir.metrics, "trainer")
+    for problem in chosen.refused:
+        events.write("checkpoint_refused", chosen.step, problem=problem)
+    tell = (lead.fail,) if lead is not None else ()
+    learner.pulse = Pulse(config.trainer.stuck_after_s, *tell)
+    renderer = load_renderer(
+        config.model.path, store, learner.family, number_pictures=config.model.number_pictures
     )
-    return -(logprobs * weight).sum()
+    preparer = build_preparer(config.media, config.trainer, learner.family, store, sampled=False)
+    batches = Batches(_source(config, store), renderer, preparer, config.sft.batch_size)
+    hand_out = Spread(lead, ranks.size) if lead is not None else _keep_all
+    feed = Ahead(_schedule(config, batches, chosen.step, hand_out, lead))
+    keeper = Keeper(config, learner, saver, events)
+    return Parts(feed, learner, keeper, chosen.step, batches)
+
+
+def build_follower(config: SftFile, run_dir: RunDir, ranks: Ranks, follow: Follow) -> Parts:
+    """Of a rank other than 0."""
+    store = MediaStore(Path(config.media.root or run_dir.media))
+    learner = learner_of(config, store, ranks, imitates=True)
+    saver, chosen = build_saver(config, run_dir, learner, to_lead(follow))
+    learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail)
+    family = learner.family
+    materializer = Materializer(family, store, config.trainer.pixel_cache_mb * MEGABYTE)
+    feed = ShareFeed(follow, materializer, family.num_axes, chosen.step + 1)
+    return Parts(feed, learner, Keeper(config, learner, saver, None), chosen.step)
+
+
+def _source(config: SftFile, store: MediaStore) -> Source:
+    if config.data is not None:
+        return open_conversations(config.data, config.media, store, config.run.seed)
+    assert config.env is not None
+    return Demonstrations(build_environment(config.env), store, config.run.seed)
+
+
+def _schedule(
+    config: SftFile,
+    batches: Batches,
+    done: int,
+    hand_out: Callable[[ReadyBatch], ReadyBatch],
+    lead: Lead | None,
+) -> Iterator[ReadyBatch]:
+    """Batches from the step after `done`, and what is held out where an evaluation is due."""
+    steps, every = config.run.steps, config.sft.eval_every
+    for step in range(done, steps + 1):
+        if step > done:
+            yield hand_out(batches.of_step(step))
+        if step in (0, steps) or (every and step % every == 0):
+            for ready in batches.held_out(step):
+                yield hand_out(ready)
+    if lead is not None:
+        lead.over()
+
+
+def _keep_all(ready: ReadyBatch) -> ReadyBatch:
+    return ready

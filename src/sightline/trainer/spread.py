@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sightline.errors import Misaligned, PixelMismatch
+from sightline.errors import MediaError, Misaligned, PixelMismatch
 from sightline.pack import empty_micro_batch, spread
 from sightline.pixels import Materializer
-from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
+from sightline.trainer.bad_media import mismatch, named
+from sightline.trainer.feed import Ahead, ReadyBatch, ReadyMicroBatch
 from sightline.trainer.ranks import Follow, Lead
 from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.share import Share
@@ -40,6 +39,7 @@ class Spread:
                     digest=ready.digest,
                     micro_batches=[None if at is None else packs[at] for at in own],
                     shows=shows,
+                    held_out=ready.held_out,
                 )
                 for own in places[1:]
             ]
@@ -60,30 +60,23 @@ class ShareFeed:
     ) -> None:
         self._follow, self._materializer = follow, materializer
         self._num_axes, self._next_step = num_axes, next_step
-        self._ready: queue.Queue[ReadyBatch | BaseException | None] = queue.Queue(maxsize=1)
-        threading.Thread(target=self._run, daemon=True, name="feed").start()
+        self._ahead = Ahead(self._batches())
 
     def __iter__(self) -> Iterator[ReadyBatch]:
-        while (ready := self._ready.get()) is not None:
-            if isinstance(ready, BaseException):
-                raise ready
-            yield ready
+        return iter(self._ahead)
 
-    def _run(self) -> None:
-        try:
-            for share in self._follow.shares():
-                self._ready.put(self._prepare(share))
-            self._ready.put(None)
-        except BaseException as error:  # the loop raises it again, in the main thread
-            self._ready.put(error)
+    def _batches(self) -> Iterator[ReadyBatch]:
+        for share in self._follow.shares():
+            yield self._prepare(share)
 
     def _prepare(self, share: Share) -> ReadyBatch:
-        if share.step != self._next_step:
+        next_step = self._next_step - share.held_out
+        if share.step != next_step:
             raise Misaligned(
-                f"share of step {share.step} sent, step {self._next_step} is next",
-                "resume the run: `sightline rl --resume RUN`",
+                f"share of step {share.step} sent, step {next_step} is next",
+                "resume the run with --resume",
             )
-        self._next_step += 1
+        self._next_step = share.step + 1
         began = time.monotonic()
         empty = _empty(share.step, self._num_axes)
         made = [
@@ -97,8 +90,8 @@ class ShareFeed:
             num_samples=0,
             num_slots=0,
             num_images=0,
-            bad={},
             materialize_s=time.monotonic() - began,
+            held_out=share.held_out,
         )
 
     def _materialize(self, pack: MicroBatch) -> ReadyMicroBatch:
@@ -107,14 +100,14 @@ class ShareFeed:
         flights = [self._materializer.submit(entry.item) for entry in pack.items]
         patches: list[np.ndarray] = []
         for entry, flight in zip(pack.items, flights, strict=True):
-            pixels = flight.result()
-            if entry.pixel_digest is not None and entry.pixel_digest != pixels.digest:
-                raise PixelMismatch(
-                    f"step {pack.step}, trace {entry.wanted_by}: the sampler saw pixels "
-                    f"{entry.pixel_digest} of image {entry.item.ref.digest[:12]}, this rank made "
-                    f"{pixels.digest}",
-                    "run the same Pillow and the same processor settings on every machine",
-                )
+            try:
+                pixels = flight.result()
+                if entry.pixel_digest is not None and entry.pixel_digest != pixels.digest:
+                    raise mismatch(entry.pixel_digest, pixels.digest)
+            except (MediaError, PixelMismatch) as error:
+                # Rank 0 has made these pixels: what fails now stops all ranks.
+                store = self._materializer.store
+                raise named(error, entry.wanted_by, pack.step, entry.item, store) from error
             patches.append(pixels.patches)
         return ReadyMicroBatch(pack, np.concatenate(patches))
 

@@ -34,6 +34,8 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"
     """One a round, None for an empty one; every rank has as many."""
     shows: list[bool]
     """Whether some rank shows an image in the round: then all go through the vision tower."""
+    held_out: bool = False
+    """To be evaluated with the weights after `step`; nothing is learnt from it."""
 
 
 class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="taken"):

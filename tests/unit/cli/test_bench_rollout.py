@@ -17,9 +17,11 @@ from sightline.cli import bench_rollout
 from sightline.cli.bench_rollout import (
     closing_lines,
     cpu_table,
+    door_table,
     memory_table,
     turn_counts,
     wire_table,
+    write_door_plot,
     write_plots,
 )
 from sightline.cli.main import main
@@ -145,7 +147,8 @@ def test_the_command_plays_rollouts_of_one_to_all_of_the_turns(
         return [figures]
 
     monkeypatch.setattr(bench_rollout, "measure", measure)
-    assert main(["bench", "rollout", "--rollouts", "4", "--turns", "3"]) == 0
+    words = ["bench", "rollout", "--rollouts", "4", "--turns", "3", "--agents", "0"]
+    assert main(words) == 0
     assert "Bytes on each wire" in capsys.readouterr().out
     assert (asked[0].rollouts, asked[0].width, asked[0].height) == (4, 1280, 720)
     assert turn_counts(100) == [1, 10, 25, 50, 100]
@@ -165,6 +168,25 @@ def test_the_plots_show_every_figure_by_turns(figures: Figures, tmp_path: Path) 
     assert set(drawn) == {"flat", "growing", "cpu", "memory"}
     assert "prompt ids" in drawn["growing"] and "making the requests" in drawn["cpu"]
     assert all(svg.startswith("<svg") for svg in drawn.values())
+
+
+def test_an_agent_sends_its_history_again_and_only_its_new_images_are_stored(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    plan = Plan(2, TURNS, 96, 64, max_tokens=4, at_door=True)
+    figures = rehearse(plan, tiny_model, tmp_path / "run")
+    assert figures.policy.requests == 2 * TURNS
+    assert figures.stored_images == 2 * TURNS, "each page once, however often it came"
+    # The first page came three times, the second twice, the third once: twice what was new.
+    resent = (figures.from_agents - figures.first_sent) / figures.first_sent
+    assert 0.8 < resent < 1.5
+    assert figures.to_agents > 0 and figures.door_cpu_s > 0
+    assert figures.encoded_images == figures.policy.encoded_images == 0
+    out = io.StringIO()
+    Console(file=out, width=200).print(door_table([figures]))
+    assert "the history again" in out.getvalue() and "reading what agents send" in out.getvalue()
+    write_door_plot([figures, figures], tmp_path)
+    assert (tmp_path / "bench_rollout_door.svg").read_text().startswith("<svg")
 
 
 @pytest.mark.parametrize("words", [["--rollouts", "0"], ["--turns", "0"], ["--width", "8"]])

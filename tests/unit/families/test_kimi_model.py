@@ -28,7 +28,7 @@ from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
 from sightline.trainer.export import export_checkpoint
 from sightline.trainer.feed import Preparer, ReadyBatch
-from sightline.trainer.learner import Learner
+from sightline.trainer.learner import Laps, Learner
 from sightline.wire.generate import SamplingParams
 from sightline.wire.sample import Batch, Sample
 
@@ -185,7 +185,7 @@ def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, tor
     sums: defaultdict[str, float] = defaultdict(float)
     learner.optimizer.zero_grad(set_to_none=True)
     for micro_batch in batch.micro_batches:
-        learner._backward(micro_batch, batch.step, sums)
+        learner._backward(micro_batch, batch.step, sums, Laps(learner.device))
     named = learner.forward.model.named_parameters()
     return sums["loss"], {name: p.grad.clone() for name, p in named if p.grad is not None}
 

@@ -24,7 +24,7 @@ from sightline.pixels import Materializer
 from sightline.trainer import sft
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import Preparer, ReadyBatch
-from sightline.trainer.learner import Learner
+from sightline.trainer.learner import Laps, Learner
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
 
@@ -77,7 +77,7 @@ def backward(learner: Learner, batch: ReadyBatch) -> tuple[dict[str, np.ndarray]
     learner.optimizer.zero_grad(set_to_none=True)
     found: dict[str, np.ndarray] = {}
     for micro_batch in batch.micro_batches:
-        logprobs = learner._backward(micro_batch, 1, defaultdict(float))
+        logprobs = learner._backward(micro_batch, 1, defaultdict(float), Laps(learner.device))
         for origin in micro_batch.batch.origins:
             part = logprobs[origin.start : origin.stop]
             found[f"{origin.trace_id}.{origin.node}"] = part
@@ -164,7 +164,9 @@ def plain_logprobs(
 def test_it_trains_on_demonstrations(model: Path, store: MediaStore) -> None:
     learner = build(model, store)
     given = samples(model, store, count=4, seed=3)
-    losses = [sft._step(learner, ready(learner, store, given, WHOLE)) for _ in range(6)]
+    learner.imitates = True
+    batch = ready(learner, store, given, WHOLE)
+    losses = [learner.step(batch).metrics["loss"] for _ in range(6)]
     assert losses[-1] < losses[0]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -123,6 +125,15 @@ def test_grpo_has_unit_deviation_and_no_std_keeps_the_scale() -> None:
     rewards = np.array([0.0, 1.0, 2.0, 3.0])
     assert grpo(rewards).std() == pytest.approx(1.0, abs=1e-5)
     np.testing.assert_allclose(no_std(rewards), rewards - 1.5)
+
+
+def test_advantages_are_those_of_plain_loops() -> None:
+    rewards = np.random.default_rng(3).random(7)
+    mean = math.fsum(rewards) / 7
+    deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / 7)
+    for got, a, b in zip(rewards, grpo(rewards), no_std(rewards), strict=True):
+        assert a == pytest.approx((got - mean) / (deviation + 1e-6), rel=1e-12)
+        assert b == pytest.approx(got - mean, rel=1e-12)
 
 
 def test_messages_of_a_parsed_answer_are_messages() -> None:

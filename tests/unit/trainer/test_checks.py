@@ -6,13 +6,14 @@ from pathlib import Path
 
 import making
 import msgspec
+import numpy as np
 import pytest
 
 from sightline.errors import Misaligned
 from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore
 from sightline.pack import Cost, pack
-from sightline.trainer.checks import check_micro_batch
+from sightline.trainer.checks import check_features, check_micro_batch, check_patches
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, PackedSlot
 
@@ -44,15 +45,33 @@ def test_a_stray_pad_is_named_with_its_place(
     packed: MicroBatch, tiny_model: Path, store: MediaStore
 ) -> None:
     pad = load_family(tiny_model).slot_token_ids[0]
-    with pytest.raises(Misaligned, match="a pad id outside every slot at token 0"):
+    first = packed.origins[0].trace_id
+    with pytest.raises(Misaligned, match="a pad id outside every slot") as caught:
         check(with_token(packed, 0, pad), tiny_model, store)
+    num = sum(slot.length for slot in packed.slots)
+    for word in (f"step 3, sample {first}, token 0", f"{num + 1} pads, {num} slot tokens"):
+        assert word in caught.value.problem
+
+
+def test_every_token_is_known_by_its_sample(tiny_model: Path, store: MediaStore) -> None:
+    samples = making.samples(tiny_model, store, count=4)
+    [packed] = pack(samples, 3, load_family(tiny_model), Cost(1 << 20, 1 << 20))
+    pad = load_family(tiny_model).slot_token_ids[0]
+    at = 0
+    for sample in sorted(samples, key=lambda s: -len(s.token_ids)):
+        for place in (at, at + len(sample.token_ids) - 1):
+            with pytest.raises(Misaligned, match=f"sample {sample.trace_id}, token {place} "):
+                check(with_token(packed, place, pad), tiny_model, store)
+        at += len(sample.token_ids)
 
 
 def test_a_slot_over_an_ordinary_token_is_named(
     packed: MicroBatch, tiny_model: Path, store: MediaStore
 ) -> None:
-    with pytest.raises(Misaligned, match="a slot over an ordinary token"):
-        check(with_token(packed, packed.slots[0].offset, 5), tiny_model, store)
+    slot = packed.slots[0]
+    image = packed.items[slot.item].item.ref.digest[:12]
+    with pytest.raises(Misaligned, match=f"a slot over an ordinary token .id 5, image {image}"):
+        check(with_token(packed, slot.offset, 5), tiny_model, store)
 
 
 def test_a_slot_of_the_wrong_length_names_image_and_counts(
@@ -62,6 +81,38 @@ def test_a_slot_of_the_wrong_length_names_image_and_counts(
     longer = [PackedSlot(first.offset, first.length + 1, first.item), *packed.slots[1:]]
     with pytest.raises(Misaligned, match=f"slot of {first.length + 1} tokens"):
         check(msgspec.structs.replace(packed, slots=longer), tiny_model, store)
+
+
+def test_slots_past_the_end_or_over_one_another_or_of_no_image_are_named(
+    packed: MicroBatch, tiny_model: Path, store: MediaStore
+) -> None:
+    first = packed.slots[0]
+    for wrong in (
+        PackedSlot(len(packed.token_ids) - 1, first.length, first.item),
+        PackedSlot(first.offset + 1, first.length, first.item),
+        PackedSlot(-1, first.length, first.item),
+    ):
+        with pytest.raises(Misaligned, match="past the .* tokens or over another's"):
+            check(msgspec.structs.replace(packed, slots=[first, wrong]), tiny_model, store)
+    none = PackedSlot(first.offset, first.length, 99)
+    with pytest.raises(Misaligned, match="a slot of image 99"):
+        check(msgspec.structs.replace(packed, slots=[none]), tiny_model, store)
+
+
+def test_patches_and_features_are_counted_against_grids_and_pads(
+    packed: MicroBatch, tiny_model: Path
+) -> None:
+    family = load_family(tiny_model)
+    patches = np.zeros((packed.num_patches, 4), dtype=np.uint8)
+    check_patches(packed, patches)
+    num = sum(family.num_tokens(entry.item) for entry in packed.items)
+    check_features(packed, num, family)
+    name = f"{packed.items[0].item.ref.digest[:12]} of sample {packed.items[0].wanted_by}"
+    for wrong in (patches[1:], None):
+        with pytest.raises(Misaligned, match=f"step 3, images {name}.* patches were made"):
+            check_patches(packed, wrong)
+    with pytest.raises(Misaligned, match=f"{name}.*: {num + 1} features for {num} visual tokens"):
+        check_features(packed, num + 1, family)
 
 
 def test_an_id_outside_the_vocabulary_is_named(

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import making
 import msgspec
+import numpy as np
 import pytest
 
-from sightline.errors import FingerprintMismatch, MediaError
+from sightline.errors import FingerprintMismatch, MediaError, MediaMissing, PixelMismatch
 from sightline.families import load_family
 from sightline.media import MediaStore
 from sightline.pack import Cost
 from sightline.pixels import Materializer
-from sightline.trainer.feed import Feed, Preparer
+from sightline.trainer.feed import Feed, Preparer, ReadyBatch
+from sightline.trainer.spread import ShareFeed
 from sightline.wire.control import Announce
+from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.sample import Batch, Sample, SampleSlot, digest_of
+from sightline.wire.share import Share
 
 LIMIT = Cost(1 << 20, 1 << 20)
 
@@ -65,6 +71,131 @@ def test_one_pixel_by_one_level_is_refused(tiny_model: Path, store: MediaStore) 
     wrong = msgspec.structs.replace(sample, slots=slots)
     ready = preparer(tiny_model, store, budget=1.0).prepare(Batch(1, [wrong]), "")
     assert ready.bad == {"PixelMismatch": 1}
+
+
+def test_an_item_that_lies_about_its_size_costs_its_own_samples(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    samples = making.samples(tiny_model, store, count=4)
+    true = with_image(samples)
+    item = true.items[0]
+    ref = msgspec.structs.replace(item.ref, width=item.ref.width + 64)
+    grid = (1, item.grid[1], item.grid[2] + 2)
+    for lie in (
+        msgspec.structs.replace(item, ref=ref),
+        msgspec.structs.replace(item, grid=grid),
+    ):
+        assert lie.key == item.key
+        liar = msgspec.structs.replace(true, trace_id="liar", items=[lie, *true.items[1:]])
+        ready = preparer(tiny_model, store, budget=0.2).prepare(Batch(1, [*samples, liar]), "")
+        assert [lost.sample for lost in ready.dropped] == ["liar"]
+        alone = preparer(tiny_model, store, budget=0.0).prepare(Batch(1, samples), "")
+        assert [m.batch for m in ready.micro_batches] == [m.batch for m in alone.micro_batches]
+
+
+def test_a_dropped_sample_is_named_with_step_image_and_the_roots_searched(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    samples = making.samples(tiny_model, store, count=8)
+    lost = with_image(samples)
+    digest = lost.items[0].ref.digest
+    store.path(digest).unlink()
+    ready = preparer(tiny_model, store, budget=1.0).prepare(Batch(41, samples), "")
+    first = ready.dropped[0]
+    assert (first.sample, first.image, first.reason) == (lost.trace_id, digest, "MediaMissing")
+    for word in (f"sample {lost.trace_id} of step 41", digest[:12], str(store.root)):
+        assert word in first.problem
+
+
+def test_stop_ends_the_run_at_the_first_bad_image(tiny_model: Path, store: MediaStore) -> None:
+    samples = making.samples(tiny_model, store, count=8)
+    lost = with_image(samples)
+    store.path(lost.items[0].ref.digest).unlink()
+    strict = preparer(tiny_model, store, budget=1.0)
+    strict.on_bad = "stop"
+    with pytest.raises(MediaMissing, match=f"sample {lost.trace_id} of step 3, image"):
+        strict.prepare(Batch(3, samples), "")
+
+
+def test_a_batch_of_bad_media_alone_is_an_empty_one(tiny_model: Path, store: MediaStore) -> None:
+    lost = with_image(making.samples(tiny_model, store, count=8))
+    store.path(lost.items[0].ref.digest).unlink()
+    ready = preparer(tiny_model, store, budget=1.0).prepare(Batch(1, [lost]), "")
+    assert ready.micro_batches == [] and ready.num_samples == ready.num_images == 0
+
+
+def test_truncation_comes_first_so_that_images_beyond_it_are_not_wanted(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    samples = making.samples(tiny_model, store, count=8)
+    long = next(s for s in samples if len(s.items) > 1 and s.slots[-1].item == len(s.items) - 1)
+    last = long.slots[-1]
+    store.path(long.items[last.item].ref.digest).unlink()
+    cutting = preparer(tiny_model, store, budget=0.0)
+    cutting.max_sequence = last.offset + 1
+    ready = cutting.prepare(Batch(1, [long]), "")
+    assert ready.truncated == {"cut": 1} and ready.num_samples == 1 and not ready.dropped
+
+
+class Shares:
+    """Hands out the shares that it is given, as the channel of a rank does."""
+
+    def __init__(self, *shares: Share) -> None:
+        self._given = shares
+
+    def shares(self) -> Iterator[Share]:
+        yield from self._given
+
+
+def share_feed(model: Path, store: MediaStore, ready: ReadyBatch) -> ShareFeed:
+    family = load_family(model)
+    packs: list[MicroBatch | None] = [m.batch for m in ready.micro_batches]
+    share = Share(ready.step, "", packs, [True] * len(packs))
+    return ShareFeed(Shares(share), Materializer(family, store, 1 << 24), 3, ready.step)
+
+
+def test_a_rank_makes_the_pixels_of_its_share(tiny_model: Path, store: MediaStore) -> None:
+    samples = making.samples(tiny_model, store, count=4)
+    ready = preparer(tiny_model, store, 0.0).prepare(Batch(7, samples), "")
+    [own] = share_feed(tiny_model, store, ready)
+    for ours, theirs in zip(own.micro_batches, ready.micro_batches, strict=True):
+        assert np.array_equal(ours.patches, theirs.patches)
+
+
+def test_an_image_that_fails_later_on_a_rank_stops_it_and_is_named(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    samples = making.samples(tiny_model, store, count=4)
+    ready = preparer(tiny_model, store, 1.0).prepare(Batch(7, samples), "")
+    first = ready.micro_batches[0].batch.items[0]
+    store.path(first.item.ref.digest).unlink()
+    with pytest.raises(MediaMissing) as caught:
+        list(share_feed(tiny_model, store, ready))
+    for word in (f"sample {first.wanted_by} of step 7", first.item.ref.digest[:12]):
+        assert word in caught.value.problem
+    assert str(store.root) in caught.value.problem
+
+
+def test_pixels_that_differ_on_a_rank_stop_it_also_where_the_sampler_said_nothing(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    samples = [
+        msgspec.structs.replace(
+            s, slots=[SampleSlot(x.offset, x.length, x.item, None) for x in s.slots]
+        )
+        for s in making.samples(tiny_model, store, count=4)
+    ]
+    allowing = replace(preparer(tiny_model, store, 0.0), allows_unproven=True)
+    ready = allowing.prepare(Batch(7, samples), "")
+    packed = ready.micro_batches[0].batch
+    assert all(entry.pixel_digest for entry in packed.items), "rank 0 has digested them"
+    changed = [msgspec.structs.replace(packed.items[0], pixel_digest="0" * 32), *packed.items[1:]]
+    wrong = msgspec.structs.replace(packed, items=changed)
+    share = replace(ready, micro_batches=[replace(ready.micro_batches[0], batch=wrong)])
+    with pytest.raises(
+        PixelMismatch, match=f"of step 7, image {packed.items[0].item.ref.digest[:12]}"
+    ):
+        list(share_feed(tiny_model, store, share))
 
 
 def test_past_the_budget_the_run_stops_and_says_why(tiny_model: Path, store: MediaStore) -> None:

@@ -14,15 +14,15 @@ from sightline.trainer import loss
 def test_the_clipped_loss_is_the_papers() -> None:
     rng = np.random.default_rng(0)
     new, old, advantages = -rng.random(50) * 3, -rng.random(50) * 3, rng.normal(size=50)
-    got, clipped = loss.clipped_policy_loss(
-        *(torch.tensor(x) for x in (new, old, advantages)), 0.2, 0.28
-    )
+    got, clipped, gradient = taken(loss.clipped_policy_loss, new, old, advantages, 0.2, 0.28)
     for i in range(50):
         r = math.exp(new[i] - old[i])
         held = min(max(r, 0.8), 1.28)
         want = -min(r * advantages[i], held * advantages[i])
         assert float(got[i]) == pytest.approx(want, rel=1e-12)
         assert bool(clipped[i]) == (held * advantages[i] < r * advantages[i])
+        slope = 0.0 if clipped[i] else -r * advantages[i]
+        assert gradient[i] == pytest.approx(slope, rel=1e-12)
 
 
 def test_the_exact_kl_sums_over_the_vocabulary_without_banned_ids() -> None:

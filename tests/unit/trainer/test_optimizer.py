@@ -6,7 +6,7 @@ import making
 import pytest
 
 from sightline.compute.model import load_model
-from sightline.trainer.optimizer import build_optimizer, lr_scale, set_learning_rate
+from sightline.trainer.optimizer import build_optimizer, freeze_vision, lr_scale, set_learning_rate
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_the_learning_rate_rises_then_falls_to_its_end(
 def test_the_tower_can_learn_at_a_rate_of_its_own(tiny_model: Path) -> None:
     forward = load_model(str(tiny_model), making.family(tiny_model), "cpu", "float32")
     config = making.trainer_config(lr=1e-3, vision_lr=1e-4)
-    optimizer = build_optimizer(forward, config, train_vision=True)
+    optimizer = build_optimizer(forward, config)
     set_learning_rate(optimizer, 0.5)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     vision = {id(p) for _, p in forward.vision_parameters()}
@@ -37,7 +37,8 @@ def test_the_tower_can_learn_at_a_rate_of_its_own(tiny_model: Path) -> None:
 
 def test_a_frozen_tower_is_not_optimized(tiny_model: Path) -> None:
     forward = load_model(str(tiny_model), making.family(tiny_model), "cpu", "float32")
-    optimizer = build_optimizer(forward, making.trainer_config(), train_vision=False)
+    freeze_vision(forward)
+    optimizer = build_optimizer(forward, making.trainer_config())
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert not optimized & {id(p) for _, p in forward.vision_parameters()}
     assert optimized

@@ -1,61 +1,223 @@
-"""The warm-up: through the same packing and forward, on the assistant's own tokens only."""
+"""Supervised training: through the same packing and forward, on the assistant's own tokens only."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import making
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from sightline.config import SftFile
-from sightline.envs.color_codeword import LETTERS
+from sightline.envs.color_codeword import LETTERS, ColorCodeword
+from sightline.errors import MediaError, MessageError
 from sightline.message import assistant, system, user
-from sightline.monitor import RunDir
+from sightline.monitor import RunDir, read_events
+from sightline.monitor.events import by_step
 from sightline.trainer import sft
+from sightline.wire.event import Event
 
 
-@pytest.fixture
-def parts(tiny_model: Path, tmp_path: Path) -> sft.Parts:
-    run_dir = RunDir(tmp_path / "run")
+def config_of(model: Path, folder: Path, **sections: dict[str, Any]) -> SftFile:
+    values: dict[str, dict[str, Any]] = {
+        "model": {"path": str(model)},
+        "sft": {"output": str(folder / "out"), "batch_size": 4},
+        "run": {"steps": 6},
+        "media": {"root": str(folder / "media")},
+        "trainer": {"lr": 1e-2, "device": "cpu", "checkpoint_every": 2, "stuck_after_s": 0},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return SftFile.model_validate(values)
+
+
+def made(config: SftFile, folder: Path) -> sft.Parts:
+    run_dir = RunDir(folder)
     run_dir.make()
-    config = SftFile.model_validate(
-        {
-            "model": {"path": str(tiny_model)},
-            "env": {"name": "color_codeword", "args": {"spelled_share": 0.0}},
-            "sft": {"output": str(tmp_path / "out"), "batch_size": 300},
-            "run": {"steps": 8},
-            "trainer": {"lr": 1e-2, "device": "cpu"},
-        }
-    )
     return sft.build(config, run_dir)
 
 
-def test_demonstrations_as_trained_tell_nothing_about_colours(parts: sft.Parts) -> None:
+def events(folder: Path, kind: str) -> dict[int, Event]:
+    return by_step(read_events(folder / "metrics.jsonl"), kind)
+
+
+@pytest.fixture
+def warmup(tiny_model: Path, tmp_path: Path) -> SftFile:
+    env = {"name": "color_codeword", "args": {"spelled_share": 0.0}}
+    return config_of(tiny_model, tmp_path, env=env)
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Path:
+    """A file of ten conversations, each with an image beside it."""
+    import random
+
+    path = tmp_path / "talks.jsonl"
+    lines = []
+    for i in range(10):
+        making.image(random.Random(i), 64, 64).save(tmp_path / f"{i}.png")
+        talk = [
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is"}]},
+            {"role": "assistant", "content": "AB C"[i % 3 :]},
+        ]
+        lines.append(json.dumps({"messages": talk, "images": [f"{i}.png"]}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_demonstrations_as_trained_tell_nothing_about_colours(
+    warmup: SftFile, tmp_path: Path
+) -> None:
     """The letters that the warm-up trains on are right no more often than by chance."""
-    batch = sft._batch(parts, 1)
+    batches = made(warmup, tmp_path / "run").batches
+    assert batches is not None
+    env = ColorCodeword(spelled_share=0.0)
     right = total = 0
-    for i, sample in enumerate(batch.samples):
-        said = parts.renderer.decode(sample.token_ids.numpy()[sample.trained.numpy()].tolist())
+    for i in range(300):
+        found = batches.source.conversation(i, "train")
+        sample = sft.sample_of(found.messages, batches.renderer, found.name, found.tools)
+        said = batches.renderer.decode(sample.token_ids.numpy()[sample.trained.numpy()].tolist())
         last = said.replace("<|im_end|>", " ").split()[-1]
-        truth = [letter for letter, _ in parts.env.task(i, "sft").data]
+        truth = [letter for letter, _ in env.task(i, "sft").data]
         right += sum(a == b for a, b in zip(last, truth, strict=True))
         total += 3
     assert abs(right / total - 1 / len(LETTERS)) < 0.04
 
 
-def test_only_what_the_assistant_says_is_trained(parts: sft.Parts) -> None:
+def test_only_what_the_assistant_says_is_trained(warmup: SftFile, tmp_path: Path) -> None:
+    batches = made(warmup, tmp_path / "run").batches
+    assert batches is not None
     talk = [system("be brief"), user("red"), assistant("A B"), user("blue"), assistant("C")]
-    sample = sft.sample_of(talk, parts.renderer, "s")
-    trained = parts.renderer.decode(sample.token_ids.numpy()[sample.trained.numpy()].tolist())
+    sample = sft.sample_of(talk, batches.renderer, "s")
+    trained = batches.renderer.decode(sample.token_ids.numpy()[sample.trained.numpy()].tolist())
     assert trained == "A B<|im_end|>C<|im_end|>"
+    with pytest.raises(MessageError, match="s: nothing that the assistant says"):
+        sft.sample_of([user("red")], batches.renderer, "s")
 
 
-def test_the_loss_falls_and_a_checkpoint_is_written(parts: sft.Parts, tmp_path: Path) -> None:
-    from sightline.monitor import read_events
-
-    small = parts.config.sft.model_copy(update={"batch_size": 16})
-    parts.config = parts.config.model_copy(update={"sft": small})
-    sft.run(parts)
-    losses = [e.values["loss"] for e in read_events(tmp_path / "run" / "metrics.jsonl")]
-    assert len(losses) == 8 and losses[-1] < losses[0]
+def test_the_loss_falls_and_a_checkpoint_is_written(warmup: SftFile, tmp_path: Path) -> None:
+    sft.run(made(warmup, tmp_path / "run"))
+    losses = [event.values["loss"] for event in events(tmp_path / "run", "sft").values()]
+    assert len(losses) == 6 and losses[-1] < losses[0]
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_the_loss_is_the_mean_of_minus_log_pi(
+    tiny_model: Path, talks: Path, tmp_path: Path
+) -> None:
+    """Of transformers' own model, with the images, a conversation at a time."""
+    from transformers import AutoModelForImageTextToText
+
+    config = config_of(tiny_model, tmp_path, data={"path": str(talks)}, run={"steps": 1})
+    parts = made(config, tmp_path / "run")
+    assert parts.batches is not None
+    family: Any = parts.learner.family
+    model = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float64)
+    total, num = 0.0, 0
+    for i in range(4):
+        found = parts.batches.source.conversation(i, "train")
+        sample = sft.sample_of(found.messages, parts.batches.renderer, found.name)
+        ids = torch.from_numpy(sample.token_ids.numpy().astype(np.int64))[None]
+        [item] = sample.items
+        image = parts.batches.preparer.materializer.store.image(item.ref)
+        with torch.no_grad():
+            logits = model(
+                input_ids=ids,
+                pixel_values=torch.from_numpy(family.rows(family.patches(image, item))).double(),
+                image_grid_thw=torch.tensor([item.grid]),
+                mm_token_type_ids=torch.isin(ids, torch.tensor(family.slot_token_ids)).int(),
+            ).logits[0]
+        logits[:, list(parts.learner.pad_ids)] = float("-inf")
+        trained = sample.trained.numpy().astype(np.int64)
+        logs = torch.log_softmax(logits[trained - 1], dim=-1)
+        total -= float(logs[torch.arange(len(trained)), ids[0][trained]].sum())
+        num += len(trained)
+    sft.run(parts)
+    got = events(tmp_path / "run", "sft")[1].values
+    assert got["loss"] == pytest.approx(total / num, rel=1e-5)
+    assert got["trained_tokens"] == num and got["images"] == 4
+
+
+def test_what_is_held_out_is_measured_and_never_trains(
+    tiny_model: Path, talks: Path, tmp_path: Path
+) -> None:
+    data = {"path": str(talks), "eval": 0.5}
+    config = config_of(tiny_model, tmp_path, data=data, sft={"eval_every": 2, "batch_size": 3})
+    parts = made(config, tmp_path / "run")
+    assert parts.batches is not None and parts.batches.source.num_held_out == 5
+    sft.run(parts)
+    found = events(tmp_path / "run", "sft_eval")
+    assert list(found) == [0, 2, 4, 6]
+    losses = [event.values["loss"] for event in found.values()]
+    assert losses[-1] < losses[0]
+    assert len({event.values["trained_tokens"] for event in found.values()}) == 1
+    # The first, by hand: all five, whatever the batches were.
+    fresh = made(config, tmp_path / "again")
+    assert fresh.batches is not None
+    sums = [fresh.learner.evaluate(ready) for ready in fresh.batches.held_out(0)]
+    assert len(sums) == 2
+    mean = sum(nll for nll, _ in sums) / sum(num for _, num in sums)
+    assert losses[0] == pytest.approx(mean, rel=1e-6)
+
+
+def test_killed_and_resumed_is_bit_equal_to_never_killed(
+    tiny_model: Path, talks: Path, tmp_path: Path
+) -> None:
+    data = {"path": str(talks), "eval": 0.2}
+    whole = config_of(tiny_model, tmp_path, data=data, sft={"output": str(tmp_path / "whole")})
+    sft.run(made(whole, tmp_path / "a"))
+    broken = whole.model_copy(
+        update={"sft": whole.sft.model_copy(update={"output": str(tmp_path / "two")})}
+    )
+    parts = made(broken, tmp_path / "b")
+
+    class Killed(Exception):
+        pass
+
+    def until(step: int):  # type: ignore[no-untyped-def]
+        for ready in feed:
+            if ready.step > step:
+                raise Killed
+            yield ready
+
+    feed, parts.feed = parts.feed, until(5)
+    with pytest.raises(Killed):
+        sft.run(parts)
+    parts.keeper.saver.wait()  # a process that is killed takes its threads along
+    second = made(broken, tmp_path / "b")
+    assert second.first_step == 4, "the checkpoint of step 4 is the last, and step 5 is lost"
+    sft.run(second)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert sorted(events(tmp_path / "b", "sft")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_row_whose_image_is_bad_costs_itself(
+    tiny_model: Path, talks: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "3.png").write_bytes(b"no image")
+    (tmp_path / "7.png").unlink()
+    budget = {"max_bad_fraction": 0.2}
+    sections: dict[str, Any] = {
+        "data": {"path": str(talks)},
+        "sft": {"batch_size": 10},
+        "run": {"steps": 1},
+    }
+    config = config_of(tiny_model, tmp_path, **sections, media=budget)
+    sft.run(made(config, tmp_path / "run"))
+    values = events(tmp_path / "run", "sft")[1].values
+    assert values["samples"] == 8 and values["bad"] == {"MediaRefused": 1, "MediaError": 1}
+    lost = [
+        e.values for e in read_events(tmp_path / "run" / "metrics.jsonl") if e.kind == "bad_media"
+    ]
+    assert {one["sample"] for one in lost} == {"row 3", "row 7"}
+    assert all(str(talks) in one["problem"] for one in lost)
+    for change in ({"max_bad_fraction": 0.1}, {"on_bad": "stop"}):
+        strict = config_of(tiny_model, tmp_path, **sections, media=budget | change)
+        with pytest.raises(MediaError, match="row"):
+            sft.run(made(strict, tmp_path / "strict"))

@@ -14,6 +14,7 @@ from sightline.compute.attention import Pattern
 from sightline.compute.logprobs import chosen_logprobs
 from sightline.families import Family, Forward
 from sightline.inference.torch_engine import sampling, vision
+from sightline.inference.torch_engine.decode import Decode
 from sightline.inference.torch_engine.kv import KV
 from sightline.inference.torch_engine.plan import Plan
 from sightline.inference.torch_engine.request import Request
@@ -50,6 +51,11 @@ class Runner:
         self._banned = torch.tensor(banned, dtype=torch.long, device=self._device)
         self._picks_kernels = self._device.type == "cpu" and platform.machine() == "aarch64"
         self.kv = KV(rows.num_rows, rows.max_len, self._device, parameter.dtype)
+        self.decode: Decode | None = None
+        if self._device.type == "cuda":
+            # cuDNN plans anew for every shape of a prompt, which takes longer than to attend.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            self.decode = Decode(forward, self.kv, rows, self._device)
 
     def close(self) -> None:
         """Leaves torch's switches as other users of the process expect them."""
@@ -64,8 +70,15 @@ class Runner:
         """Of what is kept of the rows."""
         return self.kv.nbytes
 
+    @property
+    def num_replayed(self) -> int:
+        """Steps that were a graph's."""
+        return 0 if self.decode is None else self.decode.num_replayed
+
     def hidden(self, plan: Plan, running: dict[int, Request]) -> torch.Tensor:
         """(T, H) of the plan's tokens; their keys and values are in their rows afterwards."""
+        if self.decode is not None and (hidden := self.decode.hidden(plan)) is not None:
+            return hidden
         return self._forward(plan, running, self.kv.pattern(plan))
 
     def _forward(
@@ -129,14 +142,26 @@ class Runner:
                 del request.pixels[key]
 
     def logprobs(
-        self, hidden: torch.Tensor, token_ids: np.ndarray, temperature: float
+        self,
+        hidden: torch.Tensor,
+        token_ids: np.ndarray,
+        temperature: float,
+        bans: tuple[int, ...] = (),
     ) -> np.ndarray:
         """float32 (S,) of hidden (S, H) and the tokens that follow; -inf for banned ids."""
         chosen = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
-        found: np.ndarray = (
-            chosen_logprobs(self.forward, hidden, chosen, self._banned, temperature).cpu().numpy()
-        )
-        return found
+        banned = self._banned
+        if bans:
+            banned = torch.cat([banned, torch.tensor(bans, device=self._device)])
+        found = chosen_logprobs(self.forward, hidden, chosen, banned, temperature)
+        on_host: np.ndarray = found.cpu().numpy()
+        return on_host
+
+    def _bans_of(self, rows: np.ndarray) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        bans = self._rows.banned
+        if not bans:
+            return ()
+        return tuple((i, bans[row]) for i, row in enumerate(rows.tolist()) if row in bans)
 
     def sample(self, plan: Plan, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """The next token of each row that samples, and its logprob."""
@@ -149,6 +174,7 @@ class Runner:
             uniform=sampling.uniforms(
                 table.seed[rows], table.length[rows] - table.prompt_length[rows]
             ),
+            bans=self._bans_of(rows),
         )
         if len(rows) < len(hidden):
             hidden = hidden[torch.from_numpy(plan.last()).to(self._device)]

@@ -1,0 +1,33 @@
+"""`sightline compare`: two runs side by side."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "compare",
+        help="put two runs side by side",
+        description="Prints the settings that differ, the figures of both runs, and their curves "
+        "at the steps that both have.",
+    )
+    parser.add_argument("first", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument("second", type=Path, metavar="RUN", help="another")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from sightline.monitor import RunDir
+    from sightline.monitor.compare import compare_runs, print_comparison, to_markdown
+
+    found = compare_runs(RunDir(args.first), RunDir(args.second))
+    if args.markdown:
+        print(to_markdown(found), end="")
+    else:
+        print_comparison(found, Console())
+    return 0

@@ -1,0 +1,18 @@
+"""`[lora]`: small matrices beside frozen ones."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from sightline.config.section import Section
+
+
+class Lora(Section):
+    rank: int = Field(0, ge=0, description="Rank of the adapters; 0 trains the weights themselves.")
+    alpha: float = Field(32.0, gt=0, description="Adapters count with this over their rank.")
+    targets: tuple[str, ...] = Field(
+        ("*",), description="Linear layers of the text model, by patterns of their names."
+    )
+    vision_targets: tuple[str, ...] = Field(
+        (), description="Likewise of the vision tower; without any it trains whole, or not at all."
+    )

@@ -1,0 +1,70 @@
+"""Samples cut to a length. An image is in the sample whole, or not at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from sightline.wire.array import Array
+from sightline.wire.sample import Sample, Segment
+
+CUT = "cut"
+FIRST_IMAGE = "first image does not fit"
+NOTHING_TRAINS = "nothing that trains fits"
+
+
+def truncate(samples: Sequence[Sample], limit: int) -> tuple[list[Sample], Counter[str]]:
+    """The samples, none longer than `limit`; and how many were cut, or left out and why."""
+    kept: list[Sample] = []
+    counts: Counter[str] = Counter()
+    for sample in samples:
+        if len(sample.token_ids) <= limit:
+            kept.append(sample)
+            continue
+        shorter = cut(sample, limit)
+        if isinstance(shorter, Sample):
+            kept.append(shorter)
+            shorter = CUT
+        counts[shorter] += 1
+    return kept, counts
+
+
+def cut(sample: Sample, limit: int) -> Sample | str:
+    """The beginning of a sample, up to its last token that trains; or why nothing is left.
+
+    A cut that would go through an image goes before it. A sample that loses its first image would
+    train the model to talk of what it cannot see: it is left out.
+    """
+    end = limit
+    for slot in sample.slots:
+        if slot.offset < end < slot.offset + slot.length:
+            end = slot.offset
+    slots = [slot for slot in sample.slots if slot.offset + slot.length <= end]
+    if sample.slots and not slots:
+        return FIRST_IMAGE
+    num_trained = int((sample.trained.numpy() < end).sum())
+    if num_trained == 0:
+        return NOTHING_TRAINS
+    end = int(sample.trained.numpy()[num_trained - 1]) + 1
+    slots = [slot for slot in slots if slot.offset < end]
+    used = sorted({slot.item for slot in slots})
+    places = {old: new for new, old in enumerate(used)}
+    return msgspec.structs.replace(
+        sample,
+        token_ids=_first(sample.token_ids, end),
+        trained=_first(sample.trained, num_trained),
+        logprobs=_first(sample.logprobs, num_trained),
+        advantages=_first(sample.advantages, num_trained),
+        versions=_first(sample.versions, num_trained),
+        segments=[
+            Segment(s.node, s.start, min(s.stop, end)) for s in sample.segments if s.start < end
+        ],
+        items=[sample.items[old] for old in used],
+        slots=[msgspec.structs.replace(slot, item=places[slot.item]) for slot in slots],
+    )
+
+
+def _first(array: Array, num: int) -> Array:
+    return Array.of(array.numpy()[:num], array.dtype)

@@ -1,0 +1,216 @@
+"""Conversations to imitate: demonstrations of an environment, or the rows of a file.
+
+The same index means the same conversation, in every process and after every restart.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from sightline.config import Data, Media
+from sightline.envs import Environment
+from sightline.envs.image_values import with_images
+from sightline.envs.protocol import Tools
+from sightline.envs.task_files import open_tasks
+from sightline.errors import MediaError, MessageError
+from sightline.media import Ingest, MediaRef, MediaStore
+from sightline.message import IMAGE_KINDS, Door, Message, image_source, to_messages
+
+TRAIN, HELD_OUT = "train", "eval"
+_CELL_KEYS = {"bytes", "path"}
+"""How the `datasets` library writes an image."""
+
+Put = Callable[[Any], MediaRef]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    name: str
+    """Names it in messages and metrics."""
+    messages: list[Message]
+    tools: Tools | None = None
+
+    @property
+    def shows_images(self) -> bool:
+        return any(message.images for message in self.messages)
+
+
+class Source(Protocol):
+    num_held_out: int
+    """Conversations that never train."""
+
+    def name(self, index: int, split: str) -> str: ...
+
+    def conversation(self, index: int, split: str) -> Conversation:
+        """Those to train on go on for ever; those held out are as many as there are."""
+        ...
+
+
+class Demonstrations:
+    """What an environment shows; none of it is held out."""
+
+    num_held_out = 0
+
+    def __init__(self, env: Environment, store: MediaStore, seed: int) -> None:
+        self._env, self._store, self._seed = env, store, seed
+
+    def name(self, index: int, split: str) -> str:
+        return f"sft.{index}"
+
+    def conversation(self, index: int, split: str) -> Conversation:
+        # Not the string that an environment seeds a task with: the same draws would leak it.
+        rng = random.Random(f"{self._seed}:demonstration:{index}")
+        task = self._env.task(index, "sft")
+        messages = self._env.demonstration(task, self._store.put, rng)
+        return Conversation(self.name(index, split), messages, self._env.tools)
+
+
+class FileConversations:
+    """Rows of a JSONL or parquet file, or of a folder that the `datasets` library saved.
+
+    A row has its messages in OpenAI's form. An image part that names no source takes the next
+    image of the row's column of images.
+    """
+
+    def __init__(self, data: Data, put: Put, door: Door, seed: int) -> None:
+        self._data, self._put, self._door, self._seed = data, put, door, seed
+        self._path = Path(data.path)
+        self._folder = self._path.parent if self._path.is_file() else self._path
+        self._rows = open_tasks(data.path, data.part, (data.images,), eval=data.eval, seed=seed)
+        self.num_held_out = self._rows.count(HELD_OUT)
+        self._rows.pick(0, TRAIN)  # raises where no row is left to train on
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    def name(self, index: int, split: str) -> str:
+        return f"row {self._number(index, split)}"
+
+    def conversation(self, index: int, split: str) -> Conversation:
+        return self.row(self._number(index, split))
+
+    def row(self, number: int) -> Conversation:
+        where = f"{self._path}, row {number}"
+        try:
+            return self._converted(self._rows.read(number, self._put), f"row {number}")
+        except (MediaError, MessageError) as error:
+            raise type(error)(f"{where}: {error.problem}", error.fix) from error
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _number(self, index: int, split: str) -> int:
+        if split == HELD_OUT:
+            return self._rows.pick(index, split)
+        epoch, at = divmod(index, self._rows.count(TRAIN))
+        if self._order[0] != epoch:
+            order = list(range(self._rows.count(TRAIN)))
+            random.Random(f"{self._seed}:epoch:{epoch}").shuffle(order)
+            self._order = (epoch, order)
+        return self._rows.pick(self._order[1][at], TRAIN)
+
+    def _converted(self, row: dict[str, Any], name: str) -> Conversation:
+        column = self._data.messages
+        if row.get(column) is None:
+            raise MessageError.at(
+                column, f"missing; the row has {', '.join(sorted(row))}", "set [data] messages"
+            )
+        images = row.get(self._data.images) or []
+        shown = _Shown(images if isinstance(images, list) else [images], self._put, self._folder)
+        messages = to_messages(shown.fill(_decoded(row[column], column)), self._door)
+        if not any(message.role == "assistant" for message in messages):
+            raise MessageError.at(column, "nothing that the assistant says", "remove the row")
+        tools = _decoded(row["tools"], "tools") if row.get("tools") else None
+        return Conversation(name, messages, tools)
+
+
+class _Shown:
+    """The images of a row, on their way into the parts that show them."""
+
+    def __init__(self, images: Sequence[MediaRef], put: Put, folder: Path) -> None:
+        self._images, self._put, self._folder = images, put, folder
+        self._used = 0
+
+    def fill(self, messages: Any) -> Any:
+        """The messages with refs where images are; what is of another shape is left as it is."""
+        if not isinstance(messages, list):
+            return messages
+        filled = [self._message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+        if self._used < len(self._images):
+            raise MessageError.at(
+                "messages",
+                f"{self._used} image parts take an image of the row, which has {len(self._images)}",
+                'show each with a part {"type": "image"}',
+            )
+        return filled
+
+    def _message(self, message: Any, path: str) -> Any:
+        if not isinstance(message, dict):
+            return message
+        # A table has every key in every row, null where there is none.
+        message = {key: value for key, value in message.items() if value is not None}
+        if isinstance(parts := message.get("content"), list):
+            path = f"{path}.content"
+            parts = [self._part(part, f"{path}[{i}]") for i, part in enumerate(parts)]
+            message["content"] = parts
+        return message
+
+    def _part(self, part: Any, path: str) -> Any:
+        if not isinstance(part, dict) or part.get("type") not in IMAGE_KINDS:
+            return part
+        sources = {k: v for k, v in part.items() if k != "type" and v is not None}
+        if not sources:
+            return {"type": "image", "image": self._next(path)}
+        for key, value in sources.items():
+            if isinstance(value, dict) and value and value.keys() <= _CELL_KEYS:
+                cell = with_images(value, self._put, self._folder, f"{path}.{key}")
+                return {"type": "image", "image": cell}
+        image_source(part, path)  # raises, with the path, where there is none
+        return part
+
+    def _next(self, path: str) -> MediaRef:
+        if self._used == len(self._images):
+            raise MessageError.at(
+                path,
+                f"image part {self._used + 1} without a source, and the row has "
+                f"{len(self._images)} images",
+                "give it a url, or the row an image more ([data] images names the column)",
+            )
+        self._used += 1
+        return self._images[self._used - 1]
+
+
+def _decoded(cell: Any, path: str) -> Any:
+    """A cell, or what its text says: some tables hold nested values as JSON."""
+    if not isinstance(cell, str):
+        return cell
+    try:
+        return json.loads(cell)
+    except ValueError as error:
+        raise MessageError.at(path, f"text that is no JSON: {error}", "mend the row") from error
+
+
+def open_conversations(data: Data, media: Media, store: MediaStore, seed: int) -> FileConversations:
+    return FileConversations(
+        data, store.put, Ingest(store, media.file_roots, media.http_hosts), seed
+    )
+
+
+class _Look:
+    """A door that looks at urls, and takes nothing in."""
+
+    ref = MediaRef("0" * 64, "image/png", 64, 64, 1)
+
+    def resolve(self, url: str, path: str) -> MediaRef:
+        return self.ref
+
+
+def show_images(data: Data, seed: int, most: int = 200) -> bool:
+    """Whether the first rows, which are checked on the way, show images. Nothing is stored."""
+    look = _Look()
+    found = FileConversations(data, lambda source: look.ref, look, seed)
+    shown = [found.row(i).shows_images for i in range(min(most, len(found)))]
+    return any(shown)

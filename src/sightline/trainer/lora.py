@@ -1,0 +1,181 @@
+"""LoRA: a frozen matrix W is used as W + s B A, and only A and B train.
+
+The adapters are peft's, put into the model in place. To everyone outside the trainer they do not
+exist: published weights and checkpoints for others hold W + s B A under the name of W.
+
+    names in the trainer: X.base_layer.weight, X.lora_A.default.weight, X.lora_B.default.weight
+    names outside:        X.weight
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from sightline.compute.tensor_file import Gather, each_whole, write_tensors
+from sightline.config import Lora
+from sightline.errors import ConfigError
+from sightline.families import Forward
+from sightline.trainer.shard import whole_tensor
+
+NO_ADAPTERS = Lora()
+ADAPTER = "default"
+"""peft's name of an adapter that has none."""
+_BASE = ".base_layer."
+_A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
+ADAPTER_FILE = "adapter_model.safetensors"
+"""As peft calls it."""
+
+
+def add_adapters(forward: Forward, settings: Lora, train_vision: bool, seed: int) -> list[str]:
+    """Puts adapters into the layers that `settings` name, which come back; the rest is frozen.
+
+    A vision tower that trains and gets none trains whole. All ranks draw the same numbers.
+    """
+    peft = _peft()
+    names = _targets(forward, settings)
+    config = peft.LoraConfig(
+        r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=names
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(config, forward.model)
+    _always_from_inputs(forward)
+    if train_vision and not settings.vision_targets:
+        for _, parameter in forward.vision_parameters():
+            parameter.requires_grad_(True)
+    return names
+
+
+def _always_from_inputs(forward: Forward) -> None:
+    """Lets gradients flow into the embedded tokens, which are frozen, on every rank.
+
+    They do so by themselves where an image that trains was put among them. FSDP reduces the first
+    block's gradients when they have reached its inputs, or else at the very end: ranks with and
+    without an image would come to their collectives in different orders, and wait for ever.
+    """
+    vision = {id(parameter) for _, parameter in forward.vision_parameters()}
+    for module in forward.model.modules():
+        if isinstance(module, nn.Embedding) and id(module.weight) not in vision:
+            module.register_forward_hook(lambda module, args, out: out.requires_grad_(True))
+
+
+def _targets(forward: Forward, settings: Lora) -> list[str]:
+    vision = {id(parameter) for _, parameter in forward.vision_parameters()}
+    inside = {id(module) for block in forward.blocks() for module in block.modules()}
+    wanted = {"targets": settings.targets, "vision_targets": settings.vision_targets}
+    known: dict[str, set[str]] = {setting: set() for setting in wanted}
+    found: list[str] = []
+    for name, module in forward.model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        sees = id(module.weight) in vision
+        if not sees and id(module) not in inside:
+            continue  # the head, say: it is shared with the embeddings of many models
+        last = name.rpartition(".")[2]
+        setting = "vision_targets" if sees else "targets"
+        known[setting].add(last)
+        if any(fnmatch(last, pattern) for pattern in wanted[setting]):
+            found.append(name)
+    for setting, patterns in wanted.items():
+        _check_used(setting, patterns, known[setting])
+    return found
+
+
+def _check_used(setting: str, patterns: Sequence[str], known: set[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in known):
+            raise ConfigError(
+                f"[lora] {setting}: no linear layer is called {pattern!r}",
+                f"choose among {', '.join(sorted(known)) or 'none: the model has no such layer'}",
+            )
+
+
+def plain_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters under the names that they have outside, adapters left out."""
+    return {
+        name.replace(_BASE, "."): parameter
+        for name, parameter in model.named_parameters()
+        if not name.endswith((_A, _B))
+    }
+
+
+def merging(model: nn.Module) -> Gather:
+    """How each of the plain parameters becomes whole: gathered, and W as W + s B A.
+
+    Where the model is sharded every rank has to call it, for the same ones in the same order.
+    """
+    parameters = dict(model.named_parameters())
+    added = {}
+    for layer in _adapted(model):
+        a, b = parameters[f"{layer}{_A}"], parameters[f"{layer}{_B}"]
+        added[id(parameters[f"{layer}{_BASE}weight"])] = (a, b, _scale(model, layer))
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        whole = whole_tensor(tensor)
+        if (found := added.get(id(tensor))) is None:
+            return whole
+        a, b, scale = found
+        product = whole_tensor(b).float() @ whole_tensor(a).float()
+        return (whole.float() + scale * product).to(whole.dtype)
+
+    return gather
+
+
+def hand_over(model: nn.Module) -> None:
+    """What the other ranks do while rank 0 writes the plain parameters."""
+    for _ in each_whole(plain_parameters(model), merging(model)):
+        pass
+
+
+def save_adapters(model: nn.Module, target: Path, source: Path) -> None:
+    """Writes the adapters as peft does, for `PeftModel.from_pretrained(model, target)`."""
+    target.mkdir(parents=True)
+    config = copy.copy(model.peft_config[ADAPTER])
+    config.base_model_name_or_path, config.inference_mode = str(source), True
+    config.save_pretrained(target)
+    write_tensors(target / ADAPTER_FILE, _outside(model), whole_tensor, metadata={"format": "pt"})
+
+
+def hand_over_adapters(model: nn.Module) -> None:
+    """What the other ranks do while rank 0 saves them."""
+    for _ in each_whole(_outside(model), whole_tensor):
+        pass
+
+
+def has_adapters(model: nn.Module) -> bool:
+    return next(_adapted(model), None) is not None
+
+
+def _outside(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The adapters under the names that peft writes."""
+    return {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": parameter
+        for name, parameter in model.named_parameters()
+        if name.endswith((_A, _B))
+    }
+
+
+def _adapted(model: nn.Module) -> Iterator[str]:
+    for name, _ in model.named_parameters():
+        if name.endswith(_A):
+            yield name.removesuffix(_A)
+
+
+def _scale(model: nn.Module, layer: str) -> float:
+    return float(model.get_submodule(layer).scaling[ADAPTER])
+
+
+def _peft():  # type: ignore[no-untyped-def]
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "[lora] rank is set, and peft is not installed", "pip install 'sightline[lora]'"
+        ) from error
+    return peft

@@ -1,0 +1,84 @@
+"""Truncation: no image is cut, and what is left lines up."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import making
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sightline.families import load_family, load_renderer
+from sightline.media import MediaStore
+from sightline.message import assistant, user
+from sightline.pack import Cost, pack, truncate
+from sightline.pack.truncate import CUT, FIRST_IMAGE, NOTHING_TRAINS
+from sightline.trainer.checks import check_micro_batch
+from sightline.trainer.sft import sample_of
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 50), limit=st.integers(1, 120))
+def test_what_is_left_lines_up_and_holds_whole_images(
+    tiny_model: Path, store: MediaStore, seed: int, limit: int
+) -> None:
+    samples = making.samples(tiny_model, store, count=3, seed=seed)
+    kept, counts = truncate(samples, limit)
+    family, renderer = load_family(tiny_model), load_renderer(tiny_model, store)
+    before = {sample.trace_id: sample for sample in samples}
+    assert len(kept) + counts[FIRST_IMAGE] + counts[NOTHING_TRAINS] == len(samples)
+    assert counts[CUT] == sum(len(s.token_ids) < len(before[s.trace_id].token_ids) for s in kept)
+    for sample in kept:
+        whole = before[sample.trace_id]
+        num, num_trained = len(sample.token_ids), len(sample.trained)
+        assert num <= limit and num_trained > 0
+        assert np.array_equal(sample.token_ids.numpy(), whole.token_ids.numpy()[:num])
+        for name in ("trained", "logprobs", "advantages", "versions"):
+            ours, theirs = getattr(sample, name).numpy(), getattr(whole, name).numpy()
+            assert np.array_equal(ours, theirs[:num_trained])
+        for ours, theirs in zip(sample.slots, whole.slots, strict=False):
+            assert (ours.offset, ours.length) == (theirs.offset, theirs.length)
+            assert sample.items[ours.item] == whole.items[theirs.item]
+        assert {slot.item for slot in sample.slots} == set(range(len(sample.items)))
+    for packed in pack(kept, 1, family, Cost(10**6, 10**6)):
+        check_micro_batch(packed, family, renderer.pad_token_ids, renderer.vocab_size)
+
+
+def test_every_limit_cuts_before_an_image_never_through_it(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    first, second = (store.put(making.image(random.Random(i), 64, 64)) for i in (1, 2))
+    talk = [user(first, "what is this"), assistant("A"), user(second, "and this"), assistant("B")]
+    sample = sample_of(talk, load_renderer(tiny_model, store), "s")
+    one, two = sample.slots
+    answer = sample.segments[0].stop
+    for limit in range(1, len(sample.token_ids)):
+        kept, counts = truncate([sample], limit)
+        if limit < one.offset + one.length:
+            assert counts == {FIRST_IMAGE: 1}, limit
+        elif limit <= sample.segments[0].start:
+            assert counts == {NOTHING_TRAINS: 1}, limit
+        else:
+            assert counts == {CUT: 1}
+            end = limit if limit > sample.segments[1].start else min(limit, answer)
+            assert len(kept[0].token_ids) == end, limit
+            whole_second = end >= two.offset + two.length
+            assert len(kept[0].slots) == len(kept[0].items) == 1 + whole_second
+
+
+def test_a_first_image_that_does_not_fit_leaves_out_what_came_before_it_too(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    image = store.put(making.image(random.Random(0), 64, 64))
+    talk = [user("hello"), assistant("A"), user(image, "what"), assistant("B")]
+    sample = sample_of(talk, load_renderer(tiny_model, store), "s")
+    kept, counts = truncate([sample], sample.slots[0].offset + 1)
+    assert kept == [] and counts == {FIRST_IMAGE: 1}
+
+
+def test_a_sample_that_fits_is_the_very_same(tiny_model: Path, store: MediaStore) -> None:
+    samples = making.samples(tiny_model, store, count=3)
+    kept, counts = truncate(samples, max(len(s.token_ids) for s in samples))
+    assert not counts and all(a is b for a, b in zip(kept, samples, strict=True))

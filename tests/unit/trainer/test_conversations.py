@@ -1,0 +1,188 @@
+"""Conversations of files: the same from JSONL, parquet and a folder; what is wrong is named."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from sightline.config import Data, Media
+from sightline.errors import MediaError, MessageError
+from sightline.media import MediaStore
+from sightline.trainer.conversations import (
+    HELD_OUT,
+    TRAIN,
+    FileConversations,
+    open_conversations,
+    show_images,
+)
+
+SIDE = 64
+
+
+def png(shade: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (SIDE, SIDE), (shade, 0, 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+def rows(num: int = 6) -> list[dict[str, Any]]:
+    """Each shows two images, and says its own number."""
+    shown = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": shown},
+                {"role": "assistant", "content": [{"type": "text", "text": f"shade {i}"}]},
+            ],
+            "images": [{"bytes": png(i), "path": None}, {"bytes": png(100 + i), "path": None}],
+        }
+        for i in range(num)
+    ]
+
+
+def write_jsonl(path: Path, given: list[dict[str, Any]]) -> Path:
+    def plain(row: dict[str, Any]) -> dict[str, Any]:
+        cells = [
+            "data:image/png;base64," + base64.b64encode(cell["bytes"]).decode()
+            for cell in row["images"]
+        ]
+        return row | {"images": cells}
+
+    path = path / "talks.jsonl"
+    path.write_text("".join(json.dumps(plain(row)) + "\n" for row in given))
+    return path
+
+
+def table_of(given: list[dict[str, Any]]) -> Any:
+    """With the notes that the `datasets` library writes into a schema."""
+    table = pyarrow.Table.from_pylist(given)
+    features = {"images": {"_type": "List", "feature": {"_type": "Image"}}}
+    notes = json.dumps({"info": {"features": features}})
+    return table.replace_schema_metadata({"huggingface": notes})
+
+
+def write_parquet(path: Path, given: list[dict[str, Any]]) -> Path:
+    pyarrow.parquet.write_table(table_of(given), path / "talks.parquet", row_group_size=2)
+    return path / "talks.parquet"
+
+
+def write_folder(path: Path, given: list[dict[str, Any]]) -> Path:
+    folder = path / "talks"
+    folder.mkdir()
+    table = table_of(given)
+    with pyarrow.ipc.new_stream(str(folder / "data.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+    return folder
+
+
+def opened(path: Path, store: MediaStore, **changes: Any) -> FileConversations:
+    return open_conversations(Data(path=str(path), **changes), Media(), store, seed=0)
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet, write_folder])
+def test_a_row_is_the_same_conversation_from_every_kind_of_file(
+    tmp_path: Path, store: MediaStore, write: Callable[[Path, list[dict[str, Any]]], Path]
+) -> None:
+    talks = opened(write(tmp_path, rows()), store)
+    for number in range(6):
+        talk = talks.row(number)
+        user, assistant = talk.messages
+        assert [store.get(ref) for ref in user.images] == [png(number), png(100 + number)]
+        assert user.text == "and" and assistant.text == f"shade {number}"
+        assert talk.shows_images and talk.name == f"row {number}"
+
+
+def test_images_may_stand_in_the_parts_themselves(tmp_path: Path, store: MediaStore) -> None:
+    (tmp_path / "shots").mkdir()
+    (tmp_path / "shots" / "a.png").write_bytes(png(1))
+    url = "data:image/png;base64," + base64.b64encode(png(2)).decode()
+    parts = [
+        {"type": "image", "image": {"bytes": None, "path": "shots/a.png"}},
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "image", "image": store.put(png(3)).url},
+    ]
+    talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": "x"}]
+    path = tmp_path / "talks.jsonl"
+    path.write_text(json.dumps({"messages": talk}) + "\n")
+    user, _ = opened(path, store).row(0).messages
+    assert [store.get(ref) for ref in user.images] == [png(1), png(2), png(3)]
+
+
+def test_cells_may_hold_json_and_tools(tmp_path: Path, store: MediaStore) -> None:
+    call = {"type": "function", "function": {"name": "press", "arguments": {"x": 1}}}
+    talk = [
+        {"role": "user", "content": "press", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    tools = [{"type": "function", "function": {"name": "press", "parameters": {}}}]
+    row = {"messages": json.dumps(talk), "tools": json.dumps(tools)}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "t.parquet")
+    found = opened(tmp_path / "t.parquet", store).row(0)
+    assert found.tools == tools and found.messages[1].tool_calls[0].name == "press"
+
+
+def bad_row(content: Any, images: int = 0) -> dict[str, Any]:
+    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]
+    return {"messages": talk, "images": [{"bytes": png(i)} for i in range(images)]}
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (bad_row([{"type": "video", "video": "x"}]), r"messages\[0\].content\[0\].type: 'video'"),
+        (bad_row([{"text": "no type"}]), r"messages\[0\].content\[0\].type: missing"),
+        (bad_row([{"type": "image", "image": 3}]), r"content\[0\].image: a int in place of a url"),
+        (bad_row([{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]), "not allowed"),
+        (bad_row([{"type": "image_url", "image_url": {"url": "ftp://x"}}]), "no image comes from"),
+        (bad_row([{"type": "image"}]), r"content\[0\]: image part 1 without a source.* 0 images"),
+        (bad_row("no part", images=2), "0 image parts take an image of the row, which has 2"),
+        (bad_row([{"type": "text"}]), r"messages\[0\].content\[0\].text"),
+        ({"messages": [{"role": "user", "content": "x"}], "images": []}, "assistant says"),
+        ({"messages": [{"role": "owner", "content": "x"}], "images": []}, r"messages\[0\].role"),
+        ({"messages": 7, "images": []}, "messages: a int"),
+        ({"texts": [], "images": []}, "messages: missing; the row has images, texts"),
+    ],
+)
+def test_bad_parts_are_refused_with_their_path(
+    tmp_path: Path, store: MediaStore, row: dict[str, Any], problem: str
+) -> None:
+    path = write_jsonl(tmp_path, [*rows(1), row])
+    talks = opened(path, store)
+    talks.row(0)
+    with pytest.raises((MessageError, MediaError), match=rf"talks.jsonl, row 1: .*{problem}"):
+        talks.row(1)
+
+
+def test_a_format_that_cannot_work_is_found_before_anything_starts(tmp_path: Path) -> None:
+    good = Data(path=str(write_jsonl(tmp_path, rows(3))))
+    assert show_images(good, seed=0)
+    bad = write_jsonl(tmp_path, [*rows(2), bad_row([{"type": "video"}])])
+    with pytest.raises(MessageError, match="row 2"):
+        show_images(Data(path=str(bad)), seed=0)
+    assert not (tmp_path / "media").exists()
+    talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (tmp_path / "text.jsonl").write_text(json.dumps(talk) + "\n")
+    assert not show_images(Data(path=str(tmp_path / "text.jsonl")), seed=0)
+
+
+def test_every_epoch_has_every_row_once_and_none_that_is_held_out(
+    tmp_path: Path, store: MediaStore
+) -> None:
+    talks = opened(write_jsonl(tmp_path, rows(10)), store, eval=0.3)
+    assert talks.num_held_out == 3
+    held = {talks.name(i, HELD_OUT) for i in range(3)}
+    epochs = [[talks.name(7 * e + i, TRAIN) for i in range(7)] for e in range(3)]
+    assert all(set(epoch) | held == {f"row {n}" for n in range(10)} for epoch in epochs)
+    assert len(held) == 3 and epochs[0] != epochs[1] != epochs[2]
+    again = opened(tmp_path / "talks.jsonl", store, eval=0.3)
+    assert again.name(15, TRAIN) == epochs[2][1], "whatever was asked for before"

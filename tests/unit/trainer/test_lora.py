@@ -1,0 +1,255 @@
+"""LoRA: what trains, what others see of it, and what peft reads."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import making
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from serving import live
+
+from sightline.compute.model import load_model
+from sightline.compute.weights import write_weights
+from sightline.config import Lora, RunFile, SftFile, check
+from sightline.errors import ConfigError
+from sightline.families import load_family, load_renderer
+from sightline.inference.settings import ServeSettings
+from sightline.media import MediaStore
+from sightline.message import user
+from sightline.monitor import RunDir
+from sightline.pack import Cost
+from sightline.pixels import Materializer
+from sightline.trainer import sft
+from sightline.trainer.build import build_learner
+from sightline.trainer.export import export_checkpoint
+from sightline.trainer.feed import Preparer, ReadyBatch
+from sightline.trainer.learner import Learner
+from sightline.trainer.lora import add_adapters, merging, plain_parameters
+from sightline.wire.generate import SamplingParams
+from sightline.wire.sample import Batch
+
+BOTH = {"rank": 4, "alpha": 8.0, "vision_targets": ("*",)}
+TEXT = {"rank": 4, "alpha": 8.0}
+
+
+def learner_of(model: Path, store: MediaStore, train_vision: bool = True, **lora: Any) -> Learner:
+    config = making.trainer_config(lr=2e-2, vision_lr=1e-2)
+    settings = making.model_config(model, train_vision=train_vision)
+    return build_learner(settings, config, store, steps=10, lora=Lora(**lora), seed=3)
+
+
+def batch_of(learner: Learner, model: Path, store: MediaStore) -> ReadyBatch:
+    materializer = Materializer(learner.family, store, 1 << 24)
+    preparer = Preparer(learner.family, materializer, Cost(1 << 20, 1 << 20), 0.0)
+    return preparer.prepare(Batch(1, making.samples(model, store, count=4)), "")
+
+
+def trained(model: Path, store: MediaStore, steps: int = 2, **lora: Any) -> Learner:
+    """B begins at zero: before the second step A has no gradient."""
+    learner = learner_of(model, store, **lora)
+    ready = batch_of(learner, model, store)
+    for _ in range(steps):
+        learner.step(ready)
+    return learner
+
+
+def groups(learner: Learner) -> dict[str, float]:
+    """The peak learning rate of every parameter that trains."""
+    names = {id(p): name for name, p in learner.forward.model.named_parameters()}
+    return {
+        names[id(p)]: group["peak_lr"] for group in learner.optimizer.param_groups
+        for p in group["params"]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lora", "train_vision", "tower"),
+    [(TEXT, False, "frozen"), (TEXT, True, "whole"), (BOTH, True, "adapters")],
+)
+def test_what_trains_is_what_the_settings_say(
+    tiny_model: Path, store: MediaStore, lora: dict[str, Any], train_vision: bool, tower: str
+) -> None:
+    learner = learner_of(tiny_model, store, train_vision, **lora)
+    vision = {name for name, _ in learner.forward.vision_parameters()}
+    before = {n: p.detach().clone() for n, p in learner.forward.model.named_parameters()}
+    ready = batch_of(learner, tiny_model, store)
+    for _ in range(2):
+        learner.step(ready)
+    after = dict(learner.forward.model.named_parameters())
+    moved = {name for name, old in before.items() if not torch.equal(old, after[name])}
+    text = {name for name in moved if name not in vision}
+    assert text and all("lora_" in name for name in text)
+    in_tower = moved & vision
+    if tower == "frozen":
+        assert not in_tower
+    elif tower == "whole":
+        assert in_tower == vision and not any("lora_" in name for name in vision)
+    else:
+        assert in_tower == {name for name in vision if "lora_" in name} and in_tower
+    rates = groups(learner)
+    assert rates.keys() >= moved
+    assert all(rate == (1e-2 if name in vision else 2e-2) for name, rate in rates.items())
+
+
+def test_names_that_no_layer_has_are_refused_with_those_that_there_are(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    with pytest.raises(ConfigError, match="no linear layer is called 'q_prj'") as caught:
+        learner_of(tiny_model, store, rank=4, targets=("q_prj",))
+    assert "q_proj" in caught.value.fix
+    learner = learner_of(tiny_model, store, rank=4, targets=("q_proj", "v_proj"))
+    adapted = {n.split(".lora_")[0].rpartition(".")[2] for n in groups(learner) if "lora_" in n}
+    assert adapted == {"q_proj", "v_proj"}
+
+
+@pytest.mark.parametrize("kind", [RunFile, SftFile])
+def test_adapters_in_a_tower_that_does_not_train_are_refused_at_load(kind: Any) -> None:
+    values = {
+        "model": {"path": "x", "train_vision": False},
+        "env": {"name": "color_codeword"},
+        "lora": {"rank": 4, "vision_targets": ["*"]},
+    }
+    if kind is SftFile:
+        values["sft"] = {"output": "y"}
+    with pytest.raises(ConfigError, match="vision_targets needs"):
+        check(kind, values, "run.toml")
+
+
+def test_adapters_begin_as_nothing_and_are_the_same_everywhere(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    one, two = (learner_of(tiny_model, store, **BOTH) for _ in range(2))
+    state = dict(one.forward.model.named_parameters())
+    for name, parameter in two.forward.model.named_parameters():
+        assert torch.equal(state[name], parameter), name
+        assert "lora_B" not in name or not parameter.any()
+    plain = learner_of(tiny_model, store)
+    ready = batch_of(plain, tiny_model, store)
+    assert one.step(ready).metrics["loss"] == pytest.approx(plain.step(ready).metrics["loss"])
+
+
+def test_the_engine_serves_merged_what_the_trainer_scores(
+    tiny_model: Path, store: MediaStore, tmp_path: Path
+) -> None:
+    learner = trained(tiny_model, store, steps=4, **BOTH)
+    model = learner.forward.model
+    manifest, _ = write_weights(
+        tmp_path / "weights", plain_parameters(model), 1, 1, gather=merging(model)
+    )
+    renderer = load_renderer(tiny_model, store)
+    rendered = renderer.render([user("see ", store.put(making.image(random.Random(3), 96, 64)))])
+    settings = ServeSettings(
+        model=tiny_model, media_roots=(Path(store.root),), device="cpu", max_rows=4, max_len=512
+    )
+    params = SamplingParams(max_tokens=12, seed=5, stop_token_ids=[])
+    with live(settings) as client:
+        stale = client.generate(rendered.token_ids, rendered.slots, params).choices[0]
+        client.adopt(manifest)
+        choice = client.generate(rendered.token_ids, rendered.slots, params).choices[0]
+    assert choice.logprobs is not None and stale.logprobs is not None
+    said = choice.token_ids
+    got = [entry.logprob for entry in choice.logprobs.content]
+    ours = score(learner, store, rendered, said)
+    np.testing.assert_allclose(got, ours, atol=2e-5)
+    before = learner_of(tiny_model, store)
+    theirs = score(before, store, rendered, said)
+    assert np.abs(np.array(got) - theirs).max() > 1e-2, "the adapters say something"
+
+
+@torch.no_grad()
+def score(learner: Learner, store: MediaStore, rendered: Any, said: list[int]) -> np.ndarray:
+    from sightline.compute.attention import Flat
+    from sightline.families import PlacedSlot
+
+    family, forward = learner.family, learner.forward
+    ids = [*rendered.token_ids, *said]
+    placed = [PlacedSlot(s.offset, s.length, s.item.grid) for s in rendered.slots]
+    positions = torch.from_numpy(family.positions(len(ids), placed)[0].astype(np.int64))[:, None]
+    items = [slot.item for slot in rendered.slots]
+    patches = np.concatenate([family.patches(store.image(i.ref), i) for i in items])
+    features = forward.encode(torch.from_numpy(patches), [i.grid for i in items])
+    places = torch.cat([torch.arange(s.offset, s.end) for s in rendered.slots])
+    pattern = Flat([len(ids)], torch.device("cpu"))
+    hidden = forward.hidden(torch.tensor([ids]), positions, features, places, pattern)[0]
+    logits = forward.logits(hidden[len(rendered.token_ids) - 1 : -1])
+    logits[:, list(learner.pad_ids)] = float("-inf")
+    logs = torch.log_softmax(logits, -1).gather(1, torch.tensor(said)[:, None])[:, 0]
+    found: np.ndarray = logs.numpy()
+    return found
+
+
+def test_exported_it_is_a_plain_checkpoint_and_adapters_that_peft_loads(
+    tiny_model: Path, store: MediaStore, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    learner = trained(tiny_model, store, **BOTH)
+    export_checkpoint(tiny_model, tmp_path / "out", learner.forward.model)
+    source = load_file(tiny_model / "model.safetensors")
+    merged = load_file(tmp_path / "out" / "model.safetensors")
+    assert merged.keys() == source.keys()
+    plain = AutoModelForImageTextToText.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    base = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
+    config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8.0)
+    ids = torch.tensor([[5, 9, 17, 33, 12]])
+    with torch.no_grad():
+        ours, theirs = plain(input_ids=ids).logits, adapted(input_ids=ids).logits
+        untouched = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32)
+        before = untouched(input_ids=ids).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(before, theirs, atol=1e-3)
+    folded = dict(adapted.merge_and_unload().named_parameters())
+    for name, tensor in dict(plain.named_parameters()).items():
+        torch.testing.assert_close(folded[name], tensor, atol=1e-6, rtol=1e-5)
+
+
+def test_a_run_with_adapters_resumes_bit_equal(tiny_model: Path, tmp_path: Path) -> None:
+    values = {
+        "model": {"path": str(tiny_model)},
+        "env": {"name": "color_codeword"},
+        "sft": {"output": "", "batch_size": 4},
+        "run": {"steps": 4},
+        "trainer": {"lr": 1e-2, "device": "cpu", "checkpoint_every": 2, "stuck_after_s": 0},
+        "lora": BOTH,
+    }
+
+    def made(folder: str, steps: int) -> sft.Parts:
+        run_dir = RunDir(tmp_path / folder)
+        run_dir.make()
+        output = {"sft": values["sft"] | {"output": str(tmp_path / folder / "out")}}  # type: ignore
+        config = SftFile.model_validate(values | output | {"run": {"steps": steps}})
+        return sft.build(config, run_dir)
+
+    sft.run(made("whole", 4))
+    sft.run(made("two", 2))
+    second = made("two", 4)
+    assert second.first_step == 2
+    sft.run(second)
+    for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
+        one, two = (load_file(tmp_path / name / "out" / file) for name in ("whole", "two"))
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_every_family_takes_adapters(tmp_path: Path, store: MediaStore) -> None:
+    """Names of layers differ from family to family; patterns and blocks are all that is known."""
+    from sightline.families.registry import write_tiny
+
+    model = tmp_path / "kimi"
+    write_tiny("kimi_k25", model, seed=0)
+    forward = load_model(model, load_family(model), "cpu", "float32")
+    before = {name: p.detach().clone() for name, p in forward.model.named_parameters()}
+    names = add_adapters(forward, Lora(**BOTH), train_vision=True, seed=0)
+    assert len(names) > 4
+    gather = merging(forward.model)
+    found = {name: gather(p) for name, p in plain_parameters(forward.model).items()}
+    assert found.keys() == before.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())

@@ -1,0 +1,188 @@
+"""The loss of a whole batch, packed, against plain loops in float64 over transformers' own model.
+
+Nothing of ours is in the reference but the pixels: one sample at a time, no packing, no chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import making
+import numpy as np
+import pytest
+import torch
+
+from sightline.media import MediaStore
+from sightline.pack import Average, Cost
+from sightline.pixels import Materializer
+from sightline.trainer.build import build_learner
+from sightline.trainer.feed import Preparer
+from sightline.trainer.learner import Learner
+from sightline.wire.sample import Batch, Sample
+
+SCALE = 1.05
+"""The policy has moved from its reference by so much: a KL of nothing proves nothing."""
+KL_WEIGHT, LOW, HIGH, CAP = 0.3, 0.2, 0.28, 1.5
+CHANGES = {"kl_weight": KL_WEIGHT, "clip_low": LOW, "clip_high": HIGH, "importance_cap": CAP}
+
+
+@dataclass
+class Plain:
+    """What transformers says of one sample, in float64."""
+
+    sample: Sample
+    logprobs: np.ndarray
+    kl: np.ndarray
+    """Of each trained token, to the reference with the images."""
+    kl_blind: np.ndarray
+    """The same, with the reference not shown the images."""
+
+
+@pytest.fixture(scope="module")
+def drawn(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[MediaStore, list[Plain]]:
+    from transformers import AutoModelForImageTextToText
+
+    store = MediaStore(tmp_path_factory.mktemp("media"))
+    samples = making.samples(tiny_model, store, count=6, seed=11)
+    assert any(sample.slots for sample in samples)
+    learner = learner_of(tiny_model, store, "ppo")
+    policy, reference = (
+        AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float64)
+        for _ in range(2)
+    )
+    move(policy)
+    return store, [score(policy, reference, sample, learner, store) for sample in samples]
+
+
+def learner_of(model: Path, store: MediaStore, loss: str) -> Learner:
+    config = making.trainer_config(**CHANGES, loss=loss)
+    learner = build_learner(making.model_config(model), config, store, steps=10)
+    move(learner.forward.model)
+    return learner
+
+
+def move(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(SCALE)
+
+
+def score(
+    policy: torch.nn.Module,
+    reference: torch.nn.Module,
+    sample: Sample,
+    learner: Learner,
+    store: MediaStore,
+) -> Plain:
+    trained = sample.trained.numpy()
+    log_p, log_q = (log_softmax(m, sample, learner, store) for m in (policy, reference))
+    log_blind = log_softmax(reference, sample, learner, store, blind=True)
+    ids = sample.token_ids.numpy()[trained]
+
+    def kl(of: np.ndarray) -> np.ndarray:
+        allowed = [i for i in range(log_p.shape[1]) if i not in learner.pad_ids]
+        return np.array(
+            [
+                sum(math.exp(p[i]) * (p[i] - q[i]) for i in allowed)
+                for p, q in zip(log_p, of, strict=True)
+            ]
+        )
+
+    return Plain(sample, log_p[np.arange(len(ids)), ids], kl(log_q), kl(log_blind))
+
+
+def log_softmax(
+    model: torch.nn.Module,
+    sample: Sample,
+    learner: Learner,
+    store: MediaStore,
+    blind: bool = False,
+) -> np.ndarray:
+    """(S, V), of the positions that predict the trained tokens."""
+    ids = torch.from_numpy(sample.token_ids.numpy().astype(np.int64))[None]
+    inputs: dict[str, torch.Tensor] = {"input_ids": ids}
+    if sample.slots:
+        family: Any = learner.family
+        items = [sample.items[slot.item] for slot in sample.slots]
+        rows = [family.rows(family.patches(store.image(i.ref), i)) for i in items]
+        pixels = torch.from_numpy(np.concatenate(rows)).double()
+        inputs["pixel_values"] = torch.zeros_like(pixels) if blind else pixels
+        inputs["image_grid_thw"] = torch.tensor([i.grid for i in items])
+        inputs["mm_token_type_ids"] = torch.isin(ids, torch.tensor(family.slot_token_ids)).int()
+    with torch.no_grad():
+        logits = model(**inputs).logits[0].double()
+    logits[:, list(learner.pad_ids)] = float("-inf")
+    rows_of = torch.from_numpy(sample.trained.numpy().astype(np.int64)) - 1
+    found: np.ndarray = torch.log_softmax(logits[rows_of], dim=-1).numpy()
+    return found
+
+
+def naive_losses(plain: Plain, loss: str) -> list[float]:
+    """-J of each trained token, as the papers write it, without the KL."""
+    found = []
+    new, old = plain.logprobs, plain.sample.logprobs.numpy().astype(np.float64)
+    advantages = plain.sample.advantages.numpy().astype(np.float64)
+    at = 0
+    for segment in plain.sample.segments:
+        own = range(at, at + segment.stop - segment.start)
+        at = own.stop
+        s = math.exp(sum(new[i] - old[i] for i in own) / len(own))
+        for i in own:
+            r, a = math.exp(new[i] - old[i]), advantages[i]
+            if loss == "gspo":
+                r = s
+            held = min(max(r, 1 - LOW), 1 + HIGH)
+            if loss in ("ppo", "gspo"):
+                found.append(-min(r * a, held * a))
+            elif loss == "cispo":
+                found.append(-held * a * new[i])
+            else:
+                found.append(-min(r, CAP) * a * new[i])
+    return found
+
+
+def taken(learner: Learner, store: MediaStore, plain: list[Plain], average: Average) -> float:
+    """The loss that the learner comes to, over several packs."""
+    materializer = Materializer(learner.family, store, max_bytes=1 << 24)
+    preparer = Preparer(learner.family, materializer, Cost(160, 4096), 0.0, average)
+    ready = preparer.prepare(Batch(1, [one.sample for one in plain]), digest="")
+    assert len(ready.micro_batches) > 1
+    found = learner.step(ready).metrics["loss"]
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo", "tis"])
+def test_the_loss_of_a_batch_is_that_of_plain_loops_in_float64(
+    tiny_model: Path, drawn: tuple[MediaStore, list[Plain]], loss: str
+) -> None:
+    store, plain = drawn
+    total = sum(len(one.logprobs) for one in plain)
+    want = blind = 0.0
+    for one in plain:
+        policy = naive_losses(one, loss)
+        want += sum(p + KL_WEIGHT * k for p, k in zip(policy, one.kl, strict=True)) / total
+        blind += sum(p + KL_WEIGHT * k for p, k in zip(policy, one.kl_blind, strict=True)) / total
+    got = taken(learner_of(tiny_model, store, loss), store, plain, Average("tokens"))
+    assert got == pytest.approx(want, rel=2e-5)
+    assert abs(got - blind) > 100 * abs(got - want), "a reference without images is another"
+
+
+@pytest.mark.parametrize("by", ["samples", "constant"])
+def test_other_averages_are_those_of_plain_loops_too(
+    tiny_model: Path, drawn: tuple[MediaStore, list[Plain]], by: str
+) -> None:
+    store, plain = drawn
+    want = 0.0
+    for one in plain:
+        weight = 1 / 7.0 if by == "constant" else 1 / (len(plain) * len(one.logprobs))
+        policy = naive_losses(one, "ppo")
+        want += weight * sum(p + KL_WEIGHT * k for p, k in zip(policy, one.kl, strict=True))
+    average = Average(by, 7.0)  # type: ignore[arg-type]
+    got = taken(learner_of(tiny_model, store, "ppo"), store, plain, average)
+    assert got == pytest.approx(want, rel=2e-5)
