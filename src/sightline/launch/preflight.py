@@ -132,6 +132,11 @@ def check_fit(config: RunFile) -> None:
             f"[inference] max_len = {config.inference.max_len}",
             "raise max_len, or lower max_tokens",
         )
+    if config.trainer.publish == "broadcast" and config.eval.every > 0:
+        raise ConfigError(
+            '[trainer] publish = "broadcast" sends to one server, and [eval] every needs another',
+            'set publish = "files", or every = 0',
+        )
     for root in config.media.file_roots:
         if not Path(root).is_absolute():
             raise ConfigError(

@@ -75,8 +75,10 @@ def num_cores() -> int:
 def environment(threads: int) -> dict[str, str]:
     """Native libraries read their thread budget once, when they are loaded."""
     count = str(threads)
+    # The ranks of a run meet by themselves: what torchrun says is for the process that it started.
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     return {
-        **os.environ,
+        **inherited,
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
         "OPENBLAS_NUM_THREADS": count,
