@@ -11,7 +11,7 @@ import pytest
 from sightline.errors import ConfigError, ProcessFailed
 from sightline.launch.processes import find_port
 from sightline.transport.memory import MemoryHub
-from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke, Spoke
+from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke, Hub, Spoke
 
 
 class MemoryChannel:
@@ -23,15 +23,58 @@ class MemoryChannel:
 
 
 class ZmqChannel:
+    secret = ""
+
     def __init__(self) -> None:
         self.address = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'port')}"
-        self.hub: Any = AsyncHub(self.address)
+        self.hub: Any = AsyncHub(self.address, self.secret)
 
     def spoke(self, name: str) -> Any:
-        return AsyncSpoke(self.address, name)
+        return AsyncSpoke(self.address, name, self.secret)
 
 
-@pytest.fixture(params=[MemoryChannel, ZmqChannel], ids=["memory", "zmq"])
+class SecretZmqChannel(ZmqChannel):
+    secret = "known to both"
+
+
+class ThreadedZmqChannel:
+    """Hub and spokes of processes with threads, as ranks have them."""
+
+    secret = "known to both"
+
+    def __init__(self) -> None:
+        self.address = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'port')}"
+        self.hub: Any = InThread(Hub(self.address, self.secret))
+
+    def spoke(self, name: str) -> Any:
+        return InThread(Spoke(self.address, name, self.secret))
+
+
+class InThread:
+    """An end that waits in a thread, spoken to from an event loop."""
+
+    def __init__(self, end: Any) -> None:
+        self._end = end
+
+    async def send(self, *words: Any) -> None:
+        self._end.send(*words)
+
+    async def receive(self) -> Any:
+        return await asyncio.to_thread(self._end.receive, 10.0)
+
+    def close(self) -> None:
+        self._end.close()
+
+
+CHANNELS = {
+    "memory": MemoryChannel,
+    "zmq": ZmqChannel,
+    "zmq with a secret": SecretZmqChannel,
+    "zmq in threads": ThreadedZmqChannel,
+}
+
+
+@pytest.fixture(params=list(CHANNELS.values()), ids=list(CHANNELS))
 def play(request: pytest.FixtureRequest) -> Callable[[Callable[[Any], Awaitable[None]]], None]:
     """Runs a scene on a channel of each kind."""
 
@@ -133,6 +176,24 @@ def test_a_taken_address_is_refused_with_the_cure() -> None:
         channel = ZmqChannel()
         with pytest.raises(ConfigError, match="cannot bind"):
             AsyncHub(channel.address)
+        channel.hub.close()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("guess", ["", "another"])
+def test_who_does_not_know_the_secret_is_not_heard(guess: str) -> None:
+    async def scene() -> None:
+        channel = SecretZmqChannel()
+        stranger = AsyncSpoke(channel.address, "stranger", guess)
+        await stranger.send(b"let me in")
+        friend = channel.spoke("friend")
+        await friend.send(b"hello")
+        assert await channel.hub.receive() == ("friend", b"hello")
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(channel.hub.receive(), 0.5)
+        for spoke in (stranger, friend):
+            spoke.close()
         channel.hub.close()
 
     asyncio.run(scene())

@@ -1,5 +1,42 @@
 from __future__ import annotations
 
-from loop.conftest import home, warm_home
+import shutil
+from pathlib import Path
 
-__all__ = ["home", "warm_home"]
+import pytest
+
+from sightline.families.registry import write_tiny
+
+QUICK = """
+[run]
+name = "job"
+steps = 4
+[model]
+path = "tiny"
+[env]
+name = "vowels:Vowels"
+[rollout]
+max_tokens = 6
+workers = 1
+[orchestrator]
+groups_per_step = 2
+group_size = 2
+[trainer]
+ranks = 2
+checkpoint_every = 2
+micro_batch_tokens = 64
+[inference]
+max_rows = 16
+max_len = 128
+[eval]
+tasks = 0
+"""
+
+
+@pytest.fixture
+def quick_home(tmp_path: Path) -> Path:
+    """A folder with `run.toml`: a run of 4 steps on 2 ranks that needs no model to be warmed up."""
+    write_tiny("qwen_vl", tmp_path / "tiny", seed=0)
+    shutil.copy(Path(__file__).parents[1] / "loop" / "vowels.py", tmp_path)
+    (tmp_path / "run.toml").write_text(QUICK)
+    return tmp_path

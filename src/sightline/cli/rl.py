@@ -24,8 +24,13 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def run(args: argparse.Namespace) -> int:
+    from sightline.launch import torchrun
     from sightline.launch.rl import resume_run, start_run
 
+    place = torchrun.find_place()
+    if place is not None and place.rank > 0:
+        torchrun.follow(place)
+        return 0
     if args.resume is not None:
         # With --resume there is no run file: every word is an override.
         words = [word for word in [args.file, *args.overrides] if word]

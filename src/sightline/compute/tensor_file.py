@@ -65,14 +65,21 @@ def write_tensors(
         for part in (len(head).to_bytes(8, "little"), head):
             digest.update(part)
             file.write(part)
-        for name, whole in each_whole(tensors, gather):
-            data = whole.to("cpu", kinds[name]).contiguous().reshape(-1).view(torch.uint8).numpy()
+        for _, whole in each_whole(tensors, gather):
+            data = bytes_of(whole, dtype)[0].numpy()
             digest.update(data)
             file.write(data)
+            del whole, data  # before the next one is gathered
         file.flush()
         os.fsync(file.fileno())
         nbytes = file.tell()
     return WeightFile(path.name, nbytes, digest.hexdigest())
+
+
+def bytes_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.dtype]:
+    """The tensor's bytes in host memory, and what they are bytes of."""
+    kind = _dtype_of(tensor, dtype)
+    return tensor.to("cpu", kind).contiguous().reshape(-1).view(torch.uint8), kind
 
 
 def digest_of_file(path: Path) -> str:

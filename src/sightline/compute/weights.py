@@ -6,7 +6,6 @@ A reader sees a manifest only when all that it names is whole on the disk.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -17,13 +16,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
+from sightline.compute.broadcast import receive
 from sightline.compute.tensor_file import Gather, as_it_is, write_tensors
+from sightline.compute.versions import epoch_of, folder_of
 from sightline.errors import Misaligned, WireError
-from sightline.wire.file import append_line, read_lines, write_atomic
+from sightline.wire.file import write_atomic
 from sightline.wire.weights import MANIFEST, Manifest
 
 WEIGHTS_FILE = "model.safetensors"
-HISTORY = "history.jsonl"
 
 
 def write_weights(
@@ -43,7 +43,7 @@ def write_weights(
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     file = write_tensors(part / WEIGHTS_FILE, tensors, gather, dtype)
-    epoch = _epoch_of(root, version, file.sha256)
+    epoch = epoch_of(root, version, file.sha256)
     manifest = Manifest(version, vision_version, [file], epoch)
     target = folder_of(root, version, epoch)
     if (target / MANIFEST).is_file():
@@ -53,24 +53,6 @@ def write_weights(
     shutil.rmtree(target, ignore_errors=True)
     os.rename(part, target)
     return target / MANIFEST, manifest
-
-
-def _epoch_of(root: Path, version: int, sha256: str) -> int:
-    """The epoch of `version` with these bits. The history outlasts the folders, which go when no
-    engine can need them: a version that is made again is compared with what it was."""
-    history = root / HISTORY
-    lines = [json.loads(line) for line in read_lines(history)]
-    known = [line["sha256"] for line in lines if line["version"] == version]
-    if sha256 in known:
-        return known.index(sha256)
-    root.mkdir(parents=True, exist_ok=True)
-    line = {"version": version, "epoch": len(known), "sha256": sha256}
-    append_line(history, json.dumps(line).encode())
-    return len(known)
-
-
-def folder_of(root: Path, version: int, epoch: int) -> Path:
-    return root / (f"v{version:06d}" + (f".{epoch}" if epoch else ""))
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -83,8 +65,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_weights(manifest_path: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """The tensors of a manifest, checked against its checksums."""
+    """The tensors of a manifest, read or received, checked against its checksums."""
     manifest = read_manifest(manifest_path)
+    if manifest.broadcast is not None:
+        return manifest, receive(manifest)
     tensors: dict[str, torch.Tensor] = {}
     for file in manifest.files:
         path = manifest_path.parent / file.name

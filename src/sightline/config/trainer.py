@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from sightline.config.section import FREE, Section
 
@@ -71,9 +72,23 @@ class Trainer(Section):
     compile: str = Field(
         "", description="Backend of torch.compile for every block, such as inductor; empty is off."
     )
+    publish: Literal["files", "broadcast"] = Field(
+        "files",
+        description="How weights reach the server: safetensors, or torch.distributed.",
+    )
     device: str = Field("auto", description="cpu, cuda or auto.")
     ranks: int = Field(
         1, ge=1, description="Processes that share the model and the work.", json_schema_extra=FREE
+    )
+    address: str = Field(
+        "127.0.0.1",
+        description="Where rank 0 listens to the others; another machine's need one it can reach.",
+        json_schema_extra=FREE,
+    )
+    secret: str = Field(
+        "",
+        description="What ranks know one another by; needed where the address is not loopback.",
+        json_schema_extra=FREE,
     )
     stuck_after_s: float = Field(
         900.0,
@@ -87,3 +102,18 @@ class Trainer(Section):
     pixel_cache_mb: int = Field(
         256, ge=0, description="Patches kept between batches.", json_schema_extra=FREE
     )
+
+    @model_validator(mode="after")
+    def _has_a_secret_outside(self) -> Trainer:
+        if not self.secret and not is_loopback(self.address):
+            raise ValueError(
+                f"address = {self.address!r} can be reached from elsewhere: set a secret, too"
+            )
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -198,7 +198,7 @@ async def _train(
     path = str(processes.run_dir.path)
     place = [path, "--hub", hub, "--server", f"http://{HOST}:{port}"]
     trainer = Spec("trainer", ["process", "trainer", *place, "--threads", str(threads)], threads)
-    for spec in trainer_specs(trainer, config.trainer.ranks):
+    for spec in trainer_specs(trainer, config.trainer):
         processes.start(spec)
     processes.start(Spec(ORCHESTRATOR, ["process", ORCHESTRATOR, *place], 1))
     work = asyncio.create_task(recorded.work(hub))

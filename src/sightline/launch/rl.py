@@ -10,8 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from sightline import config as config_module
-from sightline.config import RunFile, check_resume, dump
+from sightline.config import RunFile, Trainer, check_resume, dump
 from sightline.errors import ProcessFailed, ResumeRefused
+from sightline.launch import torchrun
 from sightline.launch.claim import check_pinned, claim_run_dir, locked, pin_model
 from sightline.launch.preflight import check_run, check_store, family_lines, resolve_model
 from sightline.launch.processes import (
@@ -24,18 +25,24 @@ from sightline.launch.processes import (
     share_threads,
     watch,
 )
+from sightline.launch.torchrun import Place
+from sightline.launch.trainers import Trainers
 from sightline.launch.workers import Workers, memory_limit, resolve_workers
 from sightline.monitor import EventLog, RunDir
 from sightline.monitor.console import LiveView
 from sightline.monitor.report import write_report
 from sightline.monitor.summary import print_summary, summarize
 from sightline.wire.file import write_atomic
+from sightline.wire.share import name_of_rank
 
 LEADER = "orchestrator"
 
 
 def start_run(config: RunFile, plain: bool) -> RunDir:
     """Runs `config` from its first step, in a directory of its own."""
+    place = torchrun.find_place()
+    if place is not None:
+        config = place.of(config)
     config, workers = resolve_workers(resolve_model(config), num_cores())
     print(workers)
     print(family_lines(check_run(config, RunDir(Path(config.run.dir)))))
@@ -45,7 +52,7 @@ def start_run(config: RunFile, plain: bool) -> RunDir:
         run_dir.make()
         pin_model(run_dir, Path(config.model.path))
         write_atomic(run_dir.config, dump(config).encode())
-        return _run(config, run_dir, plain)
+        return _run(config, run_dir, plain, place)
 
 
 def resume_run(path: Path, overrides: list[str], plain: bool) -> RunDir:
@@ -55,6 +62,9 @@ def resume_run(path: Path, overrides: list[str], plain: bool) -> RunDir:
         raise ResumeRefused(f"{path} is no run directory", "name the folder that holds config.toml")
     old = config_module.load(RunFile, run_dir.config)
     new = config_module.load(RunFile, run_dir.config, overrides)
+    place = torchrun.find_place()
+    if place is not None:
+        new = place.of(new)
     new, workers = resolve_workers(new, num_cores())
     print(workers)
     check_resume(old, new)
@@ -64,10 +74,10 @@ def resume_run(path: Path, overrides: list[str], plain: bool) -> RunDir:
         check_store(Path(new.media.root or run_dir.media), new.media.max_gb)
         run_dir.make()
         write_atomic(run_dir.config, dump(new).encode())
-        return _run(new, run_dir, plain)
+        return _run(new, run_dir, plain, place)
 
 
-def _specs(config: RunFile, run_dir: RunDir) -> list[Spec]:
+def _specs(config: RunFile, run_dir: RunDir, place: Place | None) -> list[Spec]:
     threads = share_threads(config, num_cores())
     host = config.inference.host
     hub = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'port of the hub')}"
@@ -85,23 +95,42 @@ def _specs(config: RunFile, run_dir: RunDir) -> list[Spec]:
     ]
     return [
         spec("server", threads.server),
-        *trainer_specs(trainer, config.trainer.ranks),
+        *_ranks(trainer, config, run_dir, place),
         *workers,
         spec(LEADER, 1),
     ]
 
 
-def trainer_specs(trainer: Spec, num: int) -> list[Spec]:
+def _ranks(trainer: Spec, config: RunFile, run_dir: RunDir, place: Place | None) -> list[Spec]:
+    """Those that this launcher starts; torchrun starts the others."""
+    specs = trainer_specs(trainer, config.trainer)
+    if place is None or place.size == 1:
+        return specs
+    from sightline.trainer.meeting import Meeting
+
+    said = dict(zip(specs[0].arguments, specs[0].arguments[1:], strict=False))
+    meeting = Meeting(
+        run_dir=str(run_dir.path.resolve()),
+        meet=said["--meet"],
+        channel=said["--channel"],
+        secret=specs[0].variables[SECRET],
+    )
+    torchrun.board_of(place).post(meeting)
+    return specs[:1]
+
+
+def trainer_specs(trainer: Spec, settings: Trainer) -> list[Spec]:
     """The trainer's processes: its own name is rank 0's, NAME-1 and so on are the others'."""
-    if num == 1:
+    if settings.ranks == 1:
         return [trainer]
-    here = "127.0.0.1"
-    meet = f"{here}:{find_port(here, 0, 'port of the ranks')}"
-    channel = f"tcp://{here}:{find_port(here, 0, 'port of the ranks')}"
-    secret = {SECRET: secrets.token_hex(16)}
+    here = settings.address
+    meet = f"{here}:{find_port(here, 0, '[trainer] address')}"
+    channel = f"tcp://{here}:{find_port(here, 0, '[trainer] address')}"
+    secret = {SECRET: settings.secret or secrets.token_hex(16)}
+    num = settings.ranks
     found = []
     for rank in range(num):
-        name = f"{trainer.name}-{rank}" if rank else trainer.name
+        name = name_of_rank(rank, trainer.name)
         words = [*trainer.arguments, "--rank", str(rank), "--ranks", str(num)]
         words += ["--meet", meet, "--channel", channel]
         words[1] = name
@@ -109,9 +138,9 @@ def trainer_specs(trainer: Spec, num: int) -> list[Spec]:
     return found
 
 
-def _run(config: RunFile, run_dir: RunDir, plain: bool) -> RunDir:
+def _run(config: RunFile, run_dir: RunDir, plain: bool, place: Place | None) -> RunDir:
     console = Console()
-    specs = _specs(config, run_dir)
+    specs = _specs(config, run_dir, place)
     threads = ", ".join(f"{spec.name} {spec.threads}" for spec in specs)
     console.print(f"threads on {num_cores()} cores: {threads}", highlight=False)
     events = EventLog(run_dir.metrics, "launcher")
@@ -124,12 +153,22 @@ def _run(config: RunFile, run_dir: RunDir, plain: bool) -> RunDir:
         memory_limit(config),
         on_lost=_LostNotes(events).lost,
     )
+    trainers = Trainers(
+        processes,
+        [spec.name for spec in specs if spec.name.startswith("trainer")],
+        config.trainer.stuck_after_s,
+    )
+
+    def tend() -> None:
+        workers.tend()
+        trainers.check()
+
     view = LiveView(run_dir, plain)
     try:
         with Signals() as signals:
             for spec in specs:
                 processes.start(spec)
-            stopped = watch(processes, LEADER, view.update, signals, workers.tend)
+            stopped = watch(processes, LEADER, view.update, signals, tend)
         view.update()
     except ProcessFailed as error:
         view.close()

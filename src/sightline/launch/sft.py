@@ -87,7 +87,7 @@ def _run(config: SftFile, run_dir: RunDir, family: Family) -> RunDir:
 def _specs(config: SftFile, run_dir: RunDir) -> list[Spec]:
     threads = max(1, (config.trainer.threads or num_cores()) // config.trainer.ranks)
     words = ["process", NAME, str(run_dir.path), "--parent", str(os.getpid())]
-    return trainer_specs(Spec(NAME, words, threads), config.trainer.ranks)
+    return trainer_specs(Spec(NAME, words, threads), config.trainer)
 
 
 class _View:

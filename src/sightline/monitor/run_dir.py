@@ -71,6 +71,10 @@ class RunDir:
         """The orchestrator's own state."""
         return self.checkpoints / "orchestrator.json"
 
+    def beat(self, name: str) -> Path:
+        """Touched by a process for as long as it can run."""
+        return self.logs / f"{name}.beat"
+
     def batch(self, step: int) -> Path:
         return self.batches / f"step_{step:06d}.msgpack"
 

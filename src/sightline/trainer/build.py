@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from sightline.compute.broadcast import Broadcaster
 from sightline.compute.model import DTYPES, load_model, pick_device
 from sightline.config import Lora, Media, Model, RunFile, SftFile, Trainer
 from sightline.errors import ResumeRefused
@@ -25,6 +26,7 @@ from sightline.trainer.ledger import Ledger, read_ledger
 from sightline.trainer.loop import Parts
 from sightline.trainer.lora import NO_ADAPTERS, add_adapters
 from sightline.trainer.optimizer import build_optimizer, freeze_vision
+from sightline.trainer.publish import Files, Publisher, Sent
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
 from sightline.trainer.saver import Saver, alone, from_all, to_lead
@@ -32,6 +34,7 @@ from sightline.trainer.shard import agree, join, shard
 from sightline.trainer.snapshot import restore
 from sightline.trainer.spread import ShareFeed, Spread
 from sightline.wire.control import Announce, Control
+from sightline.wire.share import name_of_rank
 from sightline.wire.weights import WeightFile
 
 MEGABYTE = 1 << 20
@@ -136,8 +139,8 @@ def build(
     _check_fallback(chosen, run_dir, events)
     saver.checkpoints.clear()
     preparer = build_preparer(config.media, config.trainer, learner.family, store)
-    tell = (lead.fail,) if lead is not None else ()
-    learner.pulse = Pulse(config.trainer.stuck_after_s, *tell)
+    tell = lead.fail if lead is not None else lambda problem: None
+    learner.pulse = Pulse(config.trainer.stuck_after_s, tell, run_dir.beat(name_of_rank(0)))
     keeper = Keeper(
         run_dir=run_dir,
         learner=learner,
@@ -147,6 +150,7 @@ def build(
         send=send,
         source=Path(config.model.path),
         train_vision=config.model.train_vision,
+        publisher=_publisher(config, run_dir),
         dtype=DTYPES[config.model.dtype],
         materializer=preparer.materializer,
     )
@@ -158,6 +162,13 @@ def build(
         pulse=learner.pulse,
         first_step=chosen.step,
     )
+
+
+def _publisher(config: RunFile, run_dir: RunDir) -> Publisher:
+    dtype = DTYPES[config.model.dtype]
+    if config.trainer.publish == "files":
+        return Files(run_dir.weights, dtype)
+    return Sent(run_dir.weights, dtype, Broadcaster(config.trainer.address))
 
 
 def build_saver(
@@ -200,13 +211,14 @@ def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follo
     store = MediaStore(Path(config.media.root or run_dir.media))
     learner = learner_of(config, store, ranks)
     saver, chosen = build_saver(config, run_dir, learner, to_lead(follow))
-    learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail)
+    beat = run_dir.beat(name_of_rank(ranks.rank))
+    learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail, beat)
     family = learner.family
     materializer = Materializer(family, store, config.trainer.pixel_cache_mb * MEGABYTE)
     return Parts(
         feed=ShareFeed(follow, materializer, len(family.positions(1, ())[0]), chosen.step + 1),
         learner=learner,
-        keeper=Follower(learner, saver),
+        keeper=Follower(learner, saver, config.trainer.publish == "broadcast"),
         pulse=learner.pulse,
         first_step=chosen.step,
     )

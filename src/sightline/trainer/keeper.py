@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import torch
 
-from sightline.compute.weights import write_weights
 from sightline.families import Forward
 from sightline.monitor import EventLog, RunDir
 from sightline.pixels import Materializer
@@ -17,7 +16,8 @@ from sightline.trainer.export import export_checkpoint, help_export
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner, Stepped
 from sightline.trainer.ledger import Ledger
-from sightline.trainer.lora import hand_over, merging, plain_parameters
+from sightline.trainer.lora import hand_over
+from sightline.trainer.publish import Publisher
 from sightline.trainer.saver import Saver
 from sightline.wire.control import Control, Finished, Published
 from sightline.wire.file import write_atomic
@@ -34,8 +34,9 @@ class Keeper:
     source: Path
     """The checkpoint folder that the run started from."""
     train_vision: bool
+    publisher: Publisher
     dtype: torch.dtype
-    """Of published weights, and of what is exported."""
+    """Of what is exported."""
     materializer: Materializer
     published: Published | None = None
 
@@ -48,13 +49,8 @@ class Keeper:
         self.ledger.add(ready.step, ready.digest)
 
     def publish(self, step: int) -> None:
-        path, manifest = write_weights(
-            self.run_dir.weights,
-            plain_parameters(self._forward.model),
-            version=step,
-            vision_version=step if self.train_vision else 0,
-            gather=merging(self._forward.model),
-            dtype=self.dtype,
+        path, manifest = self.publisher.publish(
+            self._forward.model, step, step if self.train_vision else 0
         )
         self.published = Published(
             version=step,
@@ -63,6 +59,9 @@ class Keeper:
             metrics={},
             checkpoint_step=self.saver.checkpoints.covered,
         )
+
+    def deliver(self) -> None:
+        self.publisher.deliver(self._forward.model)
 
     def checkpoint(self, step: int, last: bool = False) -> None:
         self.saver.save(step, self._forward.model, self.learner.optimizer, last)
@@ -126,12 +125,18 @@ class Follower:
 
     learner: Learner
     saver: Saver
+    sends: bool
+    """Whether weights are sent, after they were announced."""
 
     def record(self, ready: ReadyBatch, stepped: Stepped) -> None:
         pass
 
     def publish(self, step: int) -> None:
         hand_over(self.learner.forward.model)
+
+    def deliver(self) -> None:
+        if self.sends:
+            hand_over(self.learner.forward.model)
 
     def checkpoint(self, step: int, last: bool = False) -> None:
         self.saver.save(step, self.learner.forward.model, self.learner.optimizer, last)

@@ -31,6 +31,10 @@ class Keeps(Protocol):
 
     def publish(self, step: int) -> None: ...
 
+    def deliver(self) -> None:
+        """Sends what was announced, where weights are sent."""
+        ...
+
     def announce(self, metrics: dict[str, float | None] | None = None) -> None: ...
 
     def checkpoint(self, step: int, last: bool = False) -> None: ...
@@ -65,6 +69,8 @@ def run(parts: Parts) -> None:
         parts.keeper.publish(step)
         parts.keeper.checkpoint(step)
         parts.keeper.report(ready, stepped, (began, trained), time.time() - trained)
+        parts.pulse.mark(f"delivering step {step}")
+        parts.keeper.deliver()
         parts.pulse.rest()
     parts.keeper.checkpoint(step, last=True)
     parts.keeper.finish(step)

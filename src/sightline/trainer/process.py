@@ -43,12 +43,13 @@ def main(config: RunFile, run_dir: RunDir, hub: str, ranks: Ranks) -> None:
     with _telling(lead):
         parts = build(config, run_dir, announcements, send, ranks, lead)
         if lead is not None:
-            lead.gather()
+            lead.gather(parts.first_step)
         if parts.first_step:
             parts.keeper.publish(parts.first_step)
         send(Ready(NAME, parts.first_step))
         if parts.first_step:
             parts.keeper.announce()
+            parts.keeper.deliver()
         loop.run(parts)
     spoke.close()
 
@@ -58,9 +59,10 @@ def follow(config: RunFile, run_dir: RunDir, ranks: Ranks) -> None:
     channel = Follow(ranks)
     with _telling(channel):
         parts = build_follower(config, run_dir, ranks, channel)
-        channel.hello()
+        channel.hello(parts.first_step)
         if parts.first_step:
             parts.keeper.publish(parts.first_step)
+            parts.keeper.deliver()
         loop.run(parts)
     channel.close()
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 _COLLECTIVES = "/torch/distributed/"
@@ -21,9 +22,17 @@ STUCK = 4
 class Pulse:
     """`mark` says what is done now, `rest` that there is nothing to do."""
 
-    def __init__(self, limit_s: float = 0.0, tell: Callable[[str], None] = lambda _: None) -> None:
-        """`tell` hears the problem before the process ends; a limit of 0 watches nothing."""
-        self._limit_s, self._tell = limit_s, tell
+    def __init__(
+        self,
+        limit_s: float = 0.0,
+        tell: Callable[[str], None] = lambda _: None,
+        beat: Path | None = None,
+    ) -> None:
+        """`tell` hears the problem before the process ends; a limit of 0 watches nothing.
+
+        `beat` is a file that stays young as long as this process can run at all.
+        """
+        self._limit_s, self._tell, self._beat = limit_s, tell, beat
         self._doing, self._since = "", time.monotonic()
         if limit_s:
             threading.Thread(target=self._watch, daemon=True, name="pulse").start()
@@ -48,6 +57,8 @@ class Pulse:
 
     def _watch(self) -> None:
         while not (problem := self.problem()):
+            if self._beat is not None:
+                self._beat.touch()
             time.sleep(min(1.0, self._limit_s / 4))
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         self._tell(problem)

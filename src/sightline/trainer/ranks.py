@@ -15,6 +15,7 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -51,6 +52,9 @@ class Ranks:
     channel: str = ""
     """Address of rank 0's channel."""
     secret: str = ""
+    """What the ranks of a run know one another by."""
+    bind: str = ""
+    """What rank 0 binds, where that is not `channel`."""
 
     @property
     def is_lead(self) -> bool:
@@ -67,36 +71,52 @@ def end_with(own: int, failed: Failed) -> None:
     os._exit(ENDED_BY_ANOTHER)
 
 
+def crash(channel: Lead | Follow, error: Exception) -> None:
+    """Ends this process because its own end of the channel failed, which nobody waits for."""
+    channel.fail(f"{type(error).__name__}: {error}")
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
+
+
 class Lead:
     """Rank 0's end of the channel."""
 
     def __init__(self, ranks: Ranks, end: Callable[[int, Failed], None] = end_with) -> None:
         self._ranks, self._end = ranks, end
-        self._hub = Hub(ranks.channel)
+        self._hub = Hub(ranks.bind or ranks.channel, ranks.secret)
         self._others = set(range(1, ranks.size))
         self._changed = threading.Condition()
-        self._here: set[int] = set()
+        self._here: dict[int, int] = {}
         self._taken: dict[int, int] = {}
         self._wrote: dict[int, Wrote] = {}
+        self._step = 0
         self._strangers: list[str] = []
         threading.Thread(target=self._listen, daemon=True, name="ranks").start()
 
-    def gather(self, timeout_s: float = GATHER_S) -> None:
-        """Waits for every rank to say that it is ready."""
-        missing = self._wait(lambda: self._others - self._here, timeout_s)
+    def gather(self, step: int = 0, timeout_s: float = GATHER_S) -> None:
+        """Waits for every rank to say that it is ready, at the same step."""
+        self._step = step
+        missing = self._wait(lambda: self._others - self._here.keys(), timeout_s)
         if missing:
             strangers = f"; refused: {', '.join(self._strangers)}" if self._strangers else ""
             raise ProcessFailed(
                 f"ranks {sorted(missing)} of {self._ranks.size} are missing after {timeout_s:.0f} s"
                 f"{strangers}",
-                "look at their logs (trainer-N.log), and at [trainer] ranks and secret",
+                "look at their logs (trainer-N.log), and at [trainer] ranks, address and secret: "
+                "who does not know the secret is not heard",
+            )
+        if apart := {r: at for r, at in self._here.items() if at != step}:
+            raise ProcessFailed(
+                f"rank 0 starts from step {step}, others from {apart}",
+                "give all ranks the same run directory",
             )
 
     def give(self, shares: list[Share]) -> None:
         """To ranks 1 and up, in order; returns when all have theirs."""
         for rank, share in enumerate(shares, start=1):
             self._send(rank, share)
-        step = shares[0].step if shares else 0
+        step = self._step = shares[0].step if shares else self._step
         late = self._wait(
             lambda: {r for r in self._others if self._taken.get(r, -1) < step}, DELIVER_S
         )
@@ -123,7 +143,7 @@ class Lead:
 
     def over(self) -> None:
         for rank in self._others:
-            self._send(rank, Over())
+            self._send(rank, Over(self._step))
 
     def fail(self, problem: str) -> None:
         self._tell(Failed(0, problem))
@@ -139,24 +159,31 @@ class Lead:
             return left
 
     def _listen(self) -> None:
-        while True:
-            found = self._hub.receive()
-            assert found is not None
-            peer, data = found
-            message = wire.decode(data)
-            with self._changed:
-                self._note(peer, message)
-                self._changed.notify_all()
+        try:
+            while True:
+                found = self._hub.receive()
+                assert found is not None
+                peer, data = found
+                message = wire.decode(data)
+                with self._changed:
+                    self._note(peer, message)
+                    self._changed.notify_all()
+        except Exception as error:  # the other ranks are told, and this one ends
+            crash(self, error)
 
     def _note(self, peer: str, message: RankMessage) -> None:
         if isinstance(message, Hello):
-            if message.secret == self._ranks.secret and peer == name_of(message.rank):
-                self._here.add(message.rank)
+            if peer == name_of(message.rank) and message.rank in self._others:
+                self._here[message.rank] = message.step
             else:
-                self._strangers.append(f"{peer} (another secret)")
+                self._strangers.append(f"{peer} (says that it is rank {message.rank})")
         elif peer not in map(name_of, self._here):
             self._strangers.append(f"{peer} (said no hello)")
         elif isinstance(message, Taken):
+            if message.step != self._step:
+                problem = f"rank {message.rank} took step {message.step}, not {self._step}"
+                self._tell(Failed(0, problem))
+                self._end(0, Failed(0, problem))
             self._taken[message.rank] = message.step
         elif isinstance(message, Wrote):
             self._wrote[message.rank] = message
@@ -165,7 +192,7 @@ class Lead:
             self._end(0, message)
 
     def _tell(self, failed: Failed) -> None:
-        for rank in self._here - {failed.rank}:
+        for rank in self._here.keys() - {failed.rank}:
             self._send(rank, failed)
         time.sleep(0.2)  # the socket's thread sends it before the process ends
 
@@ -178,12 +205,15 @@ class Follow:
 
     def __init__(self, ranks: Ranks, end: Callable[[int, Failed], None] = end_with) -> None:
         self._ranks, self._end = ranks, end
-        self._spoke = Spoke(ranks.channel, name_of(ranks.rank))
+        self._spoke = Spoke(ranks.channel, name_of(ranks.rank), ranks.secret)
+        self._step = 0
         self._shares: queue.SimpleQueue[Share | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True, name="ranks").start()
 
-    def hello(self) -> None:
-        self._send(Hello(self._ranks.rank, self._ranks.secret))
+    def hello(self, step: int = 0) -> None:
+        """Ready for the share of the step after `step`."""
+        self._step = step
+        self._send(Hello(self._ranks.rank, step))
 
     def shares(self) -> Iterator[Share]:
         """Until rank 0 says that it is over. A step may take hours: there is no deadline."""
@@ -201,22 +231,39 @@ class Follow:
         self._spoke.close()
 
     def _listen(self) -> None:
-        while True:
-            data = self._spoke.receive()
-            assert data is not None
-            message = wire.decode(data)
-            if isinstance(message, Share):
-                self._shares.put(message)
-                self._send(Taken(self._ranks.rank, message.step))
-            elif isinstance(message, Over):
-                self._shares.put(None)
-            elif isinstance(message, Failed):
-                self._end(self._ranks.rank, message)
-            else:
-                raise WireError(
-                    f"rank {self._ranks.rank} was sent a {type(message).__name__}",
-                    "this is a bug; report it",
-                )
+        try:
+            while True:
+                data = self._spoke.receive()
+                assert data is not None
+                self._take(wire.decode(data))
+        except Exception as error:  # the other ranks are told, and this one ends
+            crash(self, error)
+
+    def _take(self, message: RankMessage) -> None:
+        if isinstance(message, (Share, Over)):
+            self._check_step(message)
+        if isinstance(message, Share):
+            self._step = message.step
+            self._shares.put(message)
+            self._send(Taken(self._ranks.rank, message.step))
+        elif isinstance(message, Over):
+            self._shares.put(None)
+        elif isinstance(message, Failed):
+            self._end(self._ranks.rank, message)
+        else:
+            raise WireError(
+                f"rank {self._ranks.rank} was sent a {type(message).__name__}",
+                "this is a bug; report it",
+            )
+
+    def _check_step(self, message: Share | Over) -> None:
+        """Nothing between rank 0 and this one was lost, or came twice."""
+        expected = self._step + isinstance(message, Share)
+        if message.step != expected:
+            kind = type(message).__name__
+            problem = f"rank {self._ranks.rank} was sent {kind} {message.step}, not {expected}"
+            self.fail(problem)
+            self._end(self._ranks.rank, Failed(self._ranks.rank, problem))
 
     def _send(self, message: RankMessage) -> None:
         self._spoke.send(wire.encode(message))

@@ -1,16 +1,21 @@
 """Channels over ZMQ: ROUTER at the hub, DEALER at the spokes.
 
 A spoke says hello first, so the hub knows it before it sends: there is no slow joiner.
+
+With a secret, hub and spokes prove to one another that they know it, and what they say is encrypted
+(CURVE): both sides make the hub's keys from the secret, and the keys themselves are never sent.
 """
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import threading
 from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
+import zmq.utils.z85
 
 from sightline.errors import ConfigError, ProcessFailed
 
@@ -20,11 +25,11 @@ _NO_LIMIT = 0
 class AsyncHub:
     """The hub of an asyncio process."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, secret: str = "") -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         # A process that replaces one of the same name takes its place at once.
         self._socket.set(zmq.ROUTER_HANDOVER, 1)
-        _set_up_hub(self._socket, address)
+        _set_up_hub(self._socket, address, secret)
 
     async def send(self, peer: str, data: bytes) -> None:
         try:
@@ -45,9 +50,9 @@ class AsyncHub:
 class AsyncSpoke:
     """A spoke of an asyncio process."""
 
-    def __init__(self, address: str, name: str) -> None:
+    def __init__(self, address: str, name: str, secret: str = "") -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        _set_up(self._socket, name)
+        _set_up(self._socket, name, secret)
         self._socket.connect(address)
 
     async def send(self, data: bytes) -> None:
@@ -120,9 +125,9 @@ class _Threaded:
 class Spoke(_Threaded):
     """A spoke of a process with threads."""
 
-    def __init__(self, address: str, name: str) -> None:
+    def __init__(self, address: str, name: str, secret: str = "") -> None:
         def set_up(socket: zmq.Socket[bytes]) -> None:
-            _set_up(socket, name)
+            _set_up(socket, name, secret)
             socket.connect(address)
 
         super().__init__(zmq.DEALER, set_up)
@@ -139,9 +144,9 @@ class Spoke(_Threaded):
 class Hub(_Threaded):
     """The hub of a process with threads."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, secret: str = "") -> None:
         self._known: set[str] = set()
-        super().__init__(zmq.ROUTER, lambda socket: _set_up_hub(socket, address))
+        super().__init__(zmq.ROUTER, lambda socket: _set_up_hub(socket, address, secret))
 
     def send(self, peer: str, data: bytes) -> None:
         if peer not in self._known:
@@ -158,7 +163,10 @@ class Hub(_Threaded):
         return peer, frames[1]
 
 
-def _set_up_hub(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str) -> None:
+def _set_up_hub(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str, secret: str) -> None:
+    if secret:
+        socket.curve_server = True
+        socket.curve_secretkey, socket.curve_publickey = _keys(secret)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.SNDHWM, _NO_LIMIT)
     socket.set(zmq.RCVHWM, _NO_LIMIT)
@@ -171,7 +179,16 @@ def _set_up_hub(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str) ->
         ) from error
 
 
-def _set_up(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, name: str) -> None:
+def _set_up(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, name: str, secret: str) -> None:
+    if secret:
+        socket.curve_serverkey = _keys(secret)[1]
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.set(zmq.IDENTITY, name.encode())
     socket.set(zmq.SNDHWM, _NO_LIMIT)
     socket.set(zmq.RCVHWM, _NO_LIMIT)
+
+
+def _keys(secret: str) -> tuple[bytes, bytes]:
+    """The hub's own key and the one that spokes know it by."""
+    own = zmq.utils.z85.encode(hashlib.sha256(b"sightline:" + secret.encode()).digest())
+    return own, zmq.curve_public(own)

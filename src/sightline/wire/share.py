@@ -11,11 +11,17 @@ ENDED_BY_ANOTHER = 3
 """Exit status of a rank that ends because another failed; the launcher reports the other."""
 
 
+def name_of_rank(rank: int, lead: str = "trainer") -> str:
+    """The process that computes it."""
+    return f"{lead}-{rank}" if rank else lead
+
+
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
     """A rank has loaded its model and listens."""
 
     rank: int
-    secret: str
+    step: int
+    """Of the checkpoint that it starts from."""
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"):
@@ -55,7 +61,9 @@ class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="faile
 
 
 class Over(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="over"):
-    """Rank 0 to a rank: no share follows."""
+    """Rank 0 to a rank: no share follows that of `step`."""
+
+    step: int
 
 
 RankMessage = Hello | Share | Taken | Wrote | Failed | Over

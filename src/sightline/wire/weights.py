@@ -16,6 +16,25 @@ class WeightFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    dtype: str
+    """As safetensors writes it."""
+    shape: tuple[int, ...]
+
+
+class Broadcast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Weights that are sent, not written: rank 0 of the trainer waits for their receivers."""
+
+    store: str
+    """host:port of the trainer's TCPStore."""
+    receivers: int
+    tensors: list[TensorSpec]
+    """In the order in which they are sent."""
+    sha256: str
+    """Over the bytes of all tensors, in their order."""
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     """Policy after so many optimizer steps."""
@@ -24,6 +43,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: list[WeightFile]
     epoch: int = 0
     """Grows when a version has to be made again and comes out with other bits."""
+    broadcast: Broadcast | None = None
+    """In place of files."""
     schema: int = WEIGHTS_SCHEMA
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ def _break() -> None:
 
     from sightline.errors import MediaError
     from sightline.trainer import feed, learner, spread
+    from sightline.wire import share
 
     fault = os.environ["FAULT"]
     loss, update = learner.Learner._loss, learner.Learner.update
@@ -41,6 +42,25 @@ def _break() -> None:
 
     learner.Learner._loss = broken_loss  # type: ignore[method-assign]
     learner.Learner.update = broken_update  # type: ignore[method-assign]
+    if fault == "transport":
+
+        def garbled(data: bytes) -> Any:
+            message = decode(data)
+            if getattr(message, "step", 0) == AT_STEP:
+                raise RuntimeError("a fault in the transport")
+            return message
+
+        decode = share.decode
+        share.decode = garbled
+    if fault == "packing":
+
+        def unpackable(samples: Any, step: int, *rest: Any) -> Any:
+            if step == AT_STEP:
+                raise RuntimeError("a fault in packing")
+            return pack(samples, step, *rest)
+
+        pack = feed.pack
+        feed.pack = unpackable
     if fault == "media":
         # After the lead has verified the image, a rank cannot read it.
         def unreadable(self: Any, pack: Any) -> Any:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from pathlib import Path
 
+import pytest
 from torch.distributed import TCPStore
 
+from sightline.errors import ProcessFailed
 from sightline.launch.processes import Processes, Spec, environment, find_port
+from sightline.launch.trainers import Trainers
 from sightline.monitor import RunDir
 from sightline.transport.zmq_channel import Hub
 
@@ -61,3 +65,24 @@ def test_a_reserved_port_is_there_for_the_server_that_is_told_it() -> None:
         await server.wait_closed()
 
     asyncio.run(serve())
+
+
+def test_a_trainer_whose_heartbeat_stands_still_ends_the_run(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.make()
+    beat = run_dir.beat("trainer")
+    beat.touch()
+    processes = Processes(run_dir)
+    trainers = Trainers(processes, ["trainer"], limit_s=60.0)
+    assert not beat.exists(), "that of an earlier sitting says nothing"
+    processes.start(Spec("trainer", ["bench", "rollout", "--serve", "http://127.0.0.1:0"], 1))
+    try:
+        trainers.check()
+        beat.touch()
+        trainers.check()
+        os.utime(beat, (time.time() - 61, time.time() - 61))
+        with pytest.raises(ProcessFailed, match="trainer gave no sign of life for 61 s"):
+            trainers.check()
+    finally:
+        processes.kill()
+    trainers.check()  # one that has ended has another cause

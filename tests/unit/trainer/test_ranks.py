@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -27,6 +27,13 @@ class Ends:
 
     def take(self, num: int) -> dict[int, Failed]:
         return dict(self.seen.get(timeout=10) for _ in range(num))
+
+    def take_all(self, ranks: set[int]) -> list[Failed]:
+        """Until each of `ranks` was ended, some perhaps more than once."""
+        found: list[tuple[int, Failed]] = []
+        while {own for own, _ in found} != ranks:
+            found.append(self.seen.get(timeout=10))
+        return [failed for _, failed in found]
 
 
 @contextmanager
@@ -52,7 +59,7 @@ def test_every_rank_gets_its_own_share_in_order() -> None:
     with ranks(3) as (lead, others):
         for other in others:
             other.hello()
-        lead.gather(10)
+        lead.gather(timeout_s=10)
         for step in (1, 2):
             lead.give(shares(step, 2))
         lead.over()
@@ -64,14 +71,39 @@ def test_the_barrier_names_the_ranks_that_are_missing() -> None:
     with ranks(4) as (lead, others):
         others[1].hello()
         with pytest.raises(ProcessFailed, match=r"ranks \[1, 3\] of 4 are missing"):
-            lead.gather(0.5)
+            lead.gather(timeout_s=0.5)
 
 
 def test_a_rank_with_another_secret_is_not_let_in() -> None:
     with ranks(2, {1: "guess"}) as (lead, others):
         others[0].hello()
-        with pytest.raises(ProcessFailed, match="rank-1 .another secret."):
-            lead.gather(0.5)
+        with pytest.raises(ProcessFailed, match=r"ranks \[1\] of 2 are missing") as error:
+            lead.gather(timeout_s=0.5)
+        assert "secret" in error.value.fix
+
+
+def test_ranks_that_start_from_different_steps_are_refused() -> None:
+    with ranks(3) as (lead, others):
+        for other, step in zip(others, (4, 2), strict=True):
+            other.hello(step)
+        with pytest.raises(ProcessFailed, match=r"rank 0 starts from step 4, others from {2: 2}"):
+            lead.gather(4, timeout_s=10)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_a_share_of_another_step_ends_all(step: int) -> None:
+    with ranks(3) as (lead, others):
+        for other in others:
+            other.hello(1)
+        lead.gather(1, timeout_s=10)
+
+        def give() -> None:
+            with suppress(ProcessFailed):  # nobody takes it, and here nobody is ended
+                lead.give(shares(step, 2))
+
+        threading.Thread(target=give, daemon=True).start()
+        ended = lead.ends.take_all({0, 1, 2})  # type: ignore[attr-defined]
+        assert any(f"was sent Share {step}, not 2" in failed.problem for failed in ended)
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
@@ -79,7 +111,7 @@ def test_the_failure_of_one_reaches_every_other(culprit: int) -> None:
     with ranks(3) as (lead, others):
         for other in others:
             other.hello()
-        lead.gather(10)
+        lead.gather(timeout_s=10)
         everyone: list[Lead | Follow] = [lead, *others]
         everyone[culprit].fail("RuntimeError: out of luck")
         ended = lead.ends.take(2)  # type: ignore[attr-defined]

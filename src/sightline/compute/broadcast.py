@@ -1,0 +1,122 @@
+"""Weights from trainer to samplers through torch.distributed, without a file between them.
+
+    rank 0 --manifest: names, shapes, digest--> disk, orchestrator --adopt--> engines
+    rank 0 --tensor by tensor, gloo---------------------------------------> engines
+      waits for: every engine to join     unblocked by: their adopt
+
+The group is apart from the one that the trainer's ranks compute in, and made anew for every
+version. Tensors go through host memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import distributed as dist
+
+from sightline.compute.tensor_file import DTYPES, Gather, as_it_is, bytes_of, each_whole
+from sightline.compute.versions import epoch_of, folder_of
+from sightline.errors import Misaligned
+from sightline.wire.file import write_atomic
+from sightline.wire.weights import MANIFEST, Broadcast, Manifest, TensorSpec
+
+DELIVER_S = 600.0
+"""How long a sender waits for receivers, and each side for the other."""
+_TORCH = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Broadcaster:
+    """Rank 0's end; lives as long as the trainer."""
+
+    def __init__(self, host: str, receivers: int = 1) -> None:
+        self._receivers = receivers
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._address = f"{host}:{self._store.port}"
+
+    def announce(
+        self,
+        root: Path,
+        tensors: Mapping[str, torch.Tensor],
+        version: int,
+        vision_version: int,
+        gather: Gather = as_it_is,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Path, Manifest]:
+        """Writes the manifest of what `send` will send; a version keeps its meaning as in files."""
+        digest = hashlib.sha256()
+        specs = []
+        for name, whole in each_whole(tensors, gather):
+            data, kind = bytes_of(whole, dtype)
+            digest.update(data.numpy())
+            specs.append(TensorSpec(name, DTYPES[kind], tuple(whole.shape)))
+            del whole, data  # before the next one is gathered
+        sent = Broadcast(self._address, self._receivers, specs, digest.hexdigest())
+        root.mkdir(parents=True, exist_ok=True)
+        epoch = epoch_of(root, version, sent.sha256)
+        manifest = Manifest(version, vision_version, [], epoch, sent)
+        folder = folder_of(root, version, epoch)
+        folder.mkdir(exist_ok=True)
+        write_atomic(folder / MANIFEST, msgspec.json.encode(manifest))
+        return folder / MANIFEST, manifest
+
+    def send(
+        self,
+        manifest: Manifest,
+        tensors: Mapping[str, torch.Tensor],
+        gather: Gather = as_it_is,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Returns when every receiver has all of it."""
+        group = _join(self._store, manifest, rank=0)
+        for _, whole in each_whole(tensors, gather):
+            _broadcast(group, bytes_of(whole, dtype)[0])
+            del whole  # before the next one is gathered
+        group.barrier().wait()
+
+
+def receive(manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The tensors of a version that is being sent, checked against its digest."""
+    sent = manifest.broadcast
+    assert sent is not None
+    host, _, port = sent.store.rpartition(":")
+    store = dist.TCPStore(
+        host, int(port), is_master=False, wait_for_workers=False,
+        timeout=timedelta(seconds=DELIVER_S),
+    )  # fmt: skip
+    place = store.add(f"{manifest.label}/receivers", 1)
+    group = _join(store, manifest, rank=place)
+    digest = hashlib.sha256()
+    found: dict[str, torch.Tensor] = {}
+    for spec in sent.tensors:
+        tensor = torch.empty(spec.shape, dtype=_TORCH[spec.dtype])
+        data = tensor.reshape(-1).view(torch.uint8)
+        _broadcast(group, data)
+        digest.update(data.numpy())
+        found[spec.name] = tensor
+    group.barrier().wait()
+    if digest.hexdigest() != sent.sha256:
+        raise Misaligned(
+            f"version {manifest.label} arrived with other bits than were announced",
+            "resume the run; the engine keeps the weights it has",
+        )
+    return found
+
+
+def _join(store: dist.Store, manifest: Manifest, rank: int) -> dist.ProcessGroupGloo:
+    assert manifest.broadcast is not None
+    return dist.ProcessGroupGloo(
+        dist.PrefixStore(f"{manifest.label}/group", store),
+        rank,
+        1 + manifest.broadcast.receivers,
+        timedelta(seconds=DELIVER_S),
+    )
+
+
+def _broadcast(group: dist.ProcessGroupGloo, data: torch.Tensor) -> None:
+    if data.numel():
+        group.broadcast(data, 0).wait()

@@ -1,0 +1,42 @@
+"""Notices a trainer whose process cannot run: stopped, or held by code that never lets go.
+
+Such a process cannot find that out itself. Its heartbeat stands still: a file that a thread of it
+touches every second, whatever it computes or waits for.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from sightline.errors import ProcessFailed
+from sightline.launch.processes import Processes
+
+
+@dataclass
+class Trainers:
+    processes: Processes
+    names: list[str]
+    limit_s: float
+    """0 watches nothing."""
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            self.processes.run_dir.beat(name).unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Raises for a trainer without a sign of life; before its first it loads its model."""
+        for name in self.names:
+            silent_s = self._silence(name)
+            if self.limit_s and silent_s > self.limit_s and self.processes.code(name) is None:
+                raise ProcessFailed(
+                    f"{name} gave no sign of life for {silent_s:.0f} s: its process is stopped, or "
+                    "never lets go of the interpreter",
+                    f"go on with `sightline rl --resume {self.processes.run_dir.path}`",
+                )
+
+    def _silence(self, name: str) -> float:
+        try:
+            return time.time() - self.processes.run_dir.beat(name).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0

@@ -1,0 +1,39 @@
+"""Runs on two ranks: weights that are sent, and a rank that is stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from loop.jobs import Job, live_processes
+
+from sightline.monitor import read_events
+from sightline.monitor.events import by_step
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("victim", ["trainer", "trainer-1"])
+def test_a_stopped_rank_is_found_and_the_run_ends(quick_home: Path, victim: str) -> None:
+    job = Job(quick_home, "run.toml", "trainer.stuck_after_s=10", "run.steps=1000")
+    job.wait_for_step(2)
+    os.kill(job.pid_of(victim), signal.SIGSTOP)
+    said = job.output(timeout_s=240)
+    assert job.process.returncode == 2
+    # The launcher finds it by its heartbeat, unless a rank that waits for it is first.
+    found = f"{victim} gave no sign of life" in said or "for another rank in" in said
+    assert found, said[-2000:]
+    assert not live_processes(job.run_dir)
+
+
+def test_weights_that_are_sent_are_those_that_sample(quick_home: Path) -> None:
+    job = Job(quick_home, "run.toml", "trainer.publish=broadcast", "orchestrator.probe_every=1")
+    said = job.output(timeout_s=600)
+    assert job.process.returncode == 0, said[-3000:]
+    assert not list(job.run_dir.weights.rglob("*.safetensors")), "no file between them"
+    trained = by_step(read_events(job.run_dir.metrics), "train")
+    measured = [event.values["mismatch_kl"] for event in trained.values()]
+    found = [kl for kl in measured if kl is not None]
+    assert len(found) > 1 and max(found) < 1e-5, measured

@@ -1,0 +1,62 @@
+"""Ranks that torchrun starts by hand: the same run, and the same end when one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from loop.jobs import Job, ledger, live_processes, summary
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+STEPS = 4
+
+
+class TorchrunJob(Job):
+    """The launcher is a child of torchrun's agent."""
+
+    def __init__(self, cwd: Path, *words: str) -> None:
+        self.cwd = cwd
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone",
+             "--nproc-per-node", "2", "-m", "sightline", "rl", "--plain", *words],
+            cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+
+def test_two_ranks_of_torchrun_train_a_run(quick_home: Path) -> None:
+    job = TorchrunJob(quick_home, "run.toml", "trainer.ranks=1")
+    said = job.output(timeout_s=600)
+    assert job.process.returncode == 0, said[-3000:]
+    assert [step for step, _ in ledger(job.run_dir)] == list(range(1, STEPS + 1))
+    assert summary(job.run_dir)["steps"] == STEPS
+    newest = sorted(job.run_dir.checkpoints.glob("step_*"))[-1]
+    assert len(list(newest.glob("rank_*"))) == 2, "torchrun says how many ranks there are"
+    assert not live_processes(job.run_dir)
+
+
+def test_a_rank_of_torchrun_that_dies_ends_all(quick_home: Path) -> None:
+    job = TorchrunJob(quick_home, "run.toml", "run.steps=1000")
+    job.wait_for_step(2)
+    [pid] = [
+        int(folder.name)
+        for folder in Path("/proc").iterdir()
+        if folder.name.isdigit() and _is_rank_1(folder, quick_home)
+    ]
+    os.kill(pid, signal.SIGKILL)
+    said = job.output(timeout_s=120)
+    assert job.process.returncode != 0
+    assert "trainer-1 was killed by SIGKILL" in said
+    assert not live_processes(job.run_dir)
+
+
+def _is_rank_1(folder: Path, home: Path) -> bool:
+    try:
+        words = (folder / "cmdline").read_bytes().decode().split("\0")
+        return "trainer-1" in words and (folder / "cwd").readlink() == home.resolve()
+    except OSError:
+        return False

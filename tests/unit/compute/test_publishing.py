@@ -1,0 +1,109 @@
+"""Weights on their way to a sampler: written or sent, the same bits, one tensor at a time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sightline.compute.broadcast import Broadcaster
+from sightline.compute.weights import read_weights, write_weights
+from sightline.errors import Misaligned
+
+RECEIVER = """
+import sys
+from pathlib import Path
+from safetensors.torch import save_file
+from sightline.compute.weights import read_weights
+
+manifest, tensors = read_weights(Path(sys.argv[1]))
+save_file(tensors, sys.argv[2], {"label": manifest.label})
+"""
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "embed": torch.randn(37, 8),
+        "norm": torch.randn(8).to(torch.bfloat16),
+        "scale": torch.tensor(2.5),
+        "none": torch.zeros(0, 4),
+        "count": torch.arange(5),
+    }
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_is_sent_has_the_bits_of_what_is_written(
+    tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    weights = tensors()
+    written, _ = write_weights(tmp_path / "files", weights, 3, 2, dtype=dtype)
+    sender = Broadcaster("127.0.0.1", receivers=2)
+    path, manifest = sender.announce(tmp_path / "sent", weights, 3, 2, dtype=dtype)
+    assert not list(path.parent.glob("*.safetensors"))
+    out = [tmp_path / "a", tmp_path / "b"]
+    receivers = [
+        subprocess.Popen([sys.executable, "-c", RECEIVER, str(path), str(file)]) for file in out
+    ]
+    sender.send(manifest, weights, dtype=dtype)
+    assert [receiver.wait(60) for receiver in receivers] == [0, 0]
+    expected = read_weights(written)[1]
+    for file in out:
+        found = load_file(file)
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name
+
+
+def test_a_version_that_is_sent_keeps_its_meaning(tmp_path: Path) -> None:
+    sender, weights = Broadcaster("127.0.0.1"), tensors()
+    labels = [sender.announce(tmp_path, weights, 1, 1)[1].label for _ in range(2)]
+    weights["embed"] += 1
+    labels.append(sender.announce(tmp_path, weights, 1, 1)[1].label)
+    assert labels == ["1", "1", "1.1"]
+
+
+def test_bits_that_changed_on_the_way_are_refused(tmp_path: Path) -> None:
+    sender, weights = Broadcaster("127.0.0.1"), tensors()
+    path, manifest = sender.announce(tmp_path, weights, 1, 1)
+    weights["embed"][0, 0] += 1
+    thread = threading.Thread(target=sender.send, args=(manifest, weights))
+    thread.start()
+    with pytest.raises(Misaligned, match="other bits than were announced"):
+        read_weights(path)
+    thread.join(60)
+
+
+@pytest.mark.parametrize("way", ["write", "announce", "send"])
+def test_no_more_than_one_gathered_tensor_is_held(tmp_path: Path, way: str) -> None:
+    """Gathering makes a copy, as from shards: what of it is alive at the same time is measured."""
+    weights = {f"layer.{i}": torch.full((1000,), float(i)) for i in range(20)}
+    alive: set[int] = set()
+    most = 0
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        whole = tensor.clone()
+        alive.add(id(whole))
+        weakref.finalize(whole, alive.discard, id(whole))
+        most = max(most, len(alive))
+        return whole
+
+    sender = Broadcaster("127.0.0.1")
+    if way == "write":
+        write_weights(tmp_path, weights, 1, 1, gather)
+    else:
+        path, manifest = sender.announce(tmp_path, weights, 1, 1, gather)
+        if way == "send":
+            most = 0
+            thread = threading.Thread(target=read_weights, args=(path,))
+            thread.start()
+            sender.send(manifest, weights, gather)
+            thread.join(60)
+    assert most == 1
