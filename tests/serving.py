@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import torch
 import uvicorn
+import vllm_servers
 
 from sightline.families import Family, load_family, load_renderer
 from sightline.inference.serve import bind, build_server
@@ -43,6 +44,9 @@ class Client:
     host: str
     port: int
     modality: str = "image"
+    engine: str = "torch"
+    before: dict[str, float] = field(default_factory=dict)
+    """Totals of the server when the test began, where it serves many tests."""
 
     def call(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes, Any]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
@@ -84,7 +88,7 @@ class Client:
 
     def totals(self) -> dict[str, float]:
         found: dict[str, float] = self.get("/sightline/v1/stats")["totals"]
-        return found
+        return {name: value - self.before.get(name, 0) for name, value in found.items()}
 
     def now(self) -> dict[str, float]:
         found: dict[str, float] = self.get("/sightline/v1/stats")["now"]
@@ -93,7 +97,8 @@ class Client:
     def wait_for(self, group: str, name: str, at_least: float, timeout_s: float = 30.0) -> None:
         """Until a number of the server's statistics is there."""
         deadline = time.monotonic() + timeout_s
-        while self.get("/sightline/v1/stats")[group][name] < at_least:
+        look = self.totals if group == "totals" else self.now
+        while look()[name] < at_least:
             assert time.monotonic() < deadline, f"{name} stays under {at_least}"
             time.sleep(0.002)
 
@@ -111,7 +116,23 @@ class Together:
 
 @contextmanager
 def live(settings: ServeSettings, wrap: Callable[[Any], Any] = lambda app: app) -> Iterator[Client]:
-    """A server on a free port, with its event loop in a thread; `wrap` may listen in on it."""
+    """A server on a free port, with its event loop in a thread; `wrap` may listen in on it.
+
+    Where the tests are run on vLLM, it is a server of theirs with these settings.
+    """
+    if vllm_servers.python:
+        with vllm_servers.lend(settings) as (port, before):
+            yield Client("127.0.0.1", port, engine="vllm", before=before)
+    else:
+        with embedded(settings, wrap) as made:
+            yield made
+
+
+@contextmanager
+def embedded(
+    settings: ServeSettings, wrap: Callable[[Any], Any] = lambda app: app
+) -> Iterator[Client]:
+    """The same with the embedded engine, always."""
     listening = bind(settings.host, 0)
     server = build_server(settings)
     config = uvicorn.Config(wrap(server.app), access_log=False, log_level="warning", lifespan="on")

@@ -48,13 +48,14 @@ TORCH_ADDRESSES = (
     "compute/*",
     "trainer/*",
     "inference/torch_engine/*",
+    "inference/vllm_plugin/*",
     "families/*/forward.py",
     "families/*/tiny.py",
 )
 ADDRESSES = {
     "torch": TORCH_ADDRESSES,
     "transformers": TORCH_ADDRESSES,
-    "vllm": ("inference/vllm_plugin/*",),
+    "vllm": ("inference/vllm_plugin/symbols.py",),
     "zmq": ("transport/*",),
     "peft": ("trainer/lora.py",),
     "PIL": ("media/decode.py", "families/*/vision.py", "envs/*", "monitor/*"),

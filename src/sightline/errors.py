@@ -12,6 +12,7 @@
     ├── FamilyError               a checkpoint that no family knows, or a family cannot serve
     ├── FingerprintMismatch       two processes hold different processor settings
     ├── PixelMismatch             sampler and trainer made different pixels
+    ├── PixelsUnproven            a sampler that cannot say which pixels it saw
     ├── Misaligned                data that must line up does not (tokens, slots, arrays, versions)
     ├── WireError                 a message of another schema, or with unknown fields
     ├── EngineError               an inference server refused or failed a request
@@ -106,6 +107,10 @@ class FingerprintMismatch(SightlineError, ValueError):
 
 class PixelMismatch(SightlineError, ValueError):
     """The trainer's pixels are not the ones the sampler used."""
+
+
+class PixelsUnproven(SightlineError):
+    """The sampler gave no digest of the pixels that it used."""
 
 
 class Misaligned(SightlineError, ValueError):

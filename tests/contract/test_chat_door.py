@@ -25,7 +25,7 @@ from sightline.inference.settings import ServeSettings
 from sightline.media import MediaStore
 from sightline.render import Renderer
 
-MAX_LEN = 1024
+MAX_LEN = 4096
 IDS = {"return_token_ids": True}
 CALLED = {
     "id": "call_a",
@@ -35,15 +35,7 @@ CALLED = {
 
 
 @pytest.fixture(scope="module")
-def media(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
-    return MediaStore(tmp_path_factory.mktemp("media"))
-
-
-@pytest.fixture(scope="module")
-def client(tiny_model: Path, media: MediaStore) -> Iterator[Client]:
-    settings = ServeSettings(
-        model=tiny_model, media_roots=(media.root,), device="cpu", max_rows=16, max_len=MAX_LEN
-    )
+def client(settings: ServeSettings) -> Iterator[Client]:
     with live(settings) as made:
         yield made
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sightline.cli.bench_serve import noise, renderer_of, serving, start
+from sightline.cli.bench_serve import noise, renderer_of, serving
 from sightline.errors import ConfigError, ProcessFailed
 
 if TYPE_CHECKING:
@@ -148,6 +148,8 @@ def _baseline(args: argparse.Namespace, media: Path) -> list[Line]:
     words = ["--baseline", str(media), "--model", str(args.model)]
     for name in ("requests", "one_by_one", "max_tokens", "scale", "repeats", "device", "dtype"):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    from sightline.launch.served import start
+
     done = start(["bench", "batch", *words], args.threads)
     out, _ = done.communicate()
     if done.returncode:

@@ -1,7 +1,8 @@
-"""`sightline bench serve`: tokens per second of the embedded engine, over HTTP.
+"""`sightline bench serve`: tokens per second of the engines, over HTTP.
 
-Rollouts of several turns, a new image each turn, greedy. The same rollouts are played by
-transformers' `generate`, one request after another, in a process of its own.
+Rollouts of several turns, a new image each turn, greedy, so many at a time; at least `--rollouts`
+of them, and one for each that may play at once. The first are also played by transformers'
+`generate`, one request after another, in a process of its own.
 """
 
 from __future__ import annotations
@@ -12,12 +13,10 @@ import contextlib
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,8 +63,8 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
     parser.add_argument(
-        "--concurrency", type=int, nargs="+", default=[1, 4, 16], metavar="N",
-        help="rollouts at once; default: 1 4 16",
+        "--concurrency", type=int, nargs="+", default=[1, 16, 64], metavar="N",
+        help="rollouts at once; default: 1 16 64",
     )  # fmt: skip
     parser.add_argument("--rollouts", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=3, help="default: %(default)s")
@@ -75,6 +74,10 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument(
+        "--vllm", default="", metavar="PYTHON",
+        help="also measure vLLM, served by this interpreter",
+    )  # fmt: skip
     parser.add_argument("--baseline", type=Path, help=argparse.SUPPRESS)
 
 
@@ -92,13 +95,20 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, media: Path) -> list[Line]:
     lines = [_baseline(args, media)]
-    with serving(args, media, MAX_LEN) as address:
-        for concurrency in args.concurrency:
-            lines.append(asyncio.run(_engine(args, media, address, concurrency)))
+    servers: dict[str, list[str]] = {"engine": []}
+    if args.vllm:
+        servers["vLLM"] = ["--engine", "vllm", "--python", args.vllm]
+    for name, more in servers.items():
+        with serving(args, media, MAX_LEN, more) as address:
+            for num in args.concurrency:
+                title = f"{name}, {num} at once"
+                lines.append(asyncio.run(_engine(args, media, address, num, title)))
     return lines
 
 
-async def _engine(args: argparse.Namespace, media: Path, address: str, concurrency: int) -> Line:
+async def _engine(
+    args: argparse.Namespace, media: Path, address: str, concurrency: int, title: str
+) -> Line:
     from sightline.rollout.client import GenerateClient
     from sightline.wire.generate import GenerateRequest, SamplingParams
 
@@ -110,7 +120,7 @@ async def _engine(args: argparse.Namespace, media: Path, address: str, concurren
         return (await client.generate(request)).choices[0].token_ids
 
     try:
-        return await _repeat(args, media, f"engine, {concurrency} at once", answer, concurrency)
+        return await _repeat(args, media, title, answer, concurrency)
     finally:
         await client.close()
 
@@ -136,6 +146,8 @@ def _baseline(args: argparse.Namespace, media: Path) -> Line:
     words = ["--baseline", str(media), "--model", str(args.model)]
     for name in ("rollouts", "turns", "max_tokens", "side", "repeats", "device", "dtype"):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    from sightline.launch.served import start
+
     done = start(["bench", "serve", *words], args.threads)
     out, _ = done.communicate()
     if done.returncode:
@@ -143,41 +155,21 @@ def _baseline(args: argparse.Namespace, media: Path) -> Line:
     return Line(*json.loads(out.splitlines()[-1]))
 
 
-@contextlib.contextmanager
 def serving(
     args: argparse.Namespace, media: Path, max_len: int, more: Sequence[str] = ()
-) -> Iterator[str]:
+) -> contextlib.AbstractContextManager[str]:
     """The address of a server in a process of its own."""
-    words = [str(args.model), "--media", str(media), "--port", "0", "--max-len", str(max_len)]
-    words += ["--threads", str(args.threads), "--device", args.device, "--dtype", args.dtype, *more]
-    process = start(["serve", *words], args.threads)
-    try:
-        assert process.stdout is not None
-        first = process.stdout.readline().split()
-        if not first:
-            raise ProcessFailed("the server ended while it started", "see its output above")
-        yield first[-1]
-    finally:
-        process.terminate()
-        process.communicate()
+    from sightline.launch.served import served
 
-
-def start(words: list[str], threads: int) -> subprocess.Popen[str]:
-    from sightline.launch.processes import environment
-
-    return subprocess.Popen(
-        [sys.executable, "-m", "sightline", *words],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(threads),
-    )
+    words = ["--max-len", str(max_len), "--device", args.device, "--dtype", args.dtype, *more]
+    return served(args.model, media, words, args.threads)
 
 
 async def _repeat(
     args: argparse.Namespace, media: Path, name: str, answer: Answer, concurrency: int
 ) -> Line:
     """Plays the work a few times, with new images each time; the first, unmeasured, warms up."""
-    work = Work(args.rollouts, args.turns, args.max_tokens, args.side)
+    work = Work(max(args.rollouts, concurrency), args.turns, args.max_tokens, args.side)
     store, renderer = renderer_of(args.model, media)
     speeds, said = [], []
     for repeat in range(args.repeats + 1):
@@ -280,7 +272,7 @@ def _print(lines: list[Line], args: argparse.Namespace) -> None:
     from rich.table import Table
 
     table = Table(
-        title=f"{args.rollouts} rollouts of {args.turns} turns, {args.max_tokens} tokens and an "
+        title=f"rollouts of {args.turns} turns, {args.max_tokens} tokens and an "
         f"image of {args.side}x{args.side} a turn; {args.threads} compute thread(s)"
     )
     for column in ("", "tokens/s (median)", "least", "most", "times the baseline"):
@@ -293,5 +285,7 @@ def _print(lines: list[Line], args: argparse.Namespace) -> None:
     console = Console()
     console.width = max(console.width, 100)
     console.print(table)
-    same = all(line.said == lines[0].said for line in lines)
+    # Longer lines begin with the rollouts of the shorter ones.
+    common = len(lines[0].said)
+    same = all(line.said[:common] == lines[0].said for line in lines)
     console.print(f"all said the same tokens: {'yes' if same else 'no'}", highlight=False)

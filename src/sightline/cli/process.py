@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("process", help="one process of a run (used by the launcher)")
-    parser.add_argument("name", help="server, trainer, orchestrator, worker-N or sft")
+    parser.add_argument("name", help="server, evaluator, trainer, orchestrator, worker-N or sft")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--hub", default="", help="address of the orchestrator's channel")
     parser.add_argument("--server", default="", help="address of the inference server")
+    parser.add_argument("--evaluator", default="", help="address of the server that evaluates")
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
     parser.add_argument("--rank", type=int, default=0, help="which rank of the trainer")
     parser.add_argument("--ranks", type=int, default=1, help="how many there are")
@@ -73,14 +74,14 @@ def _run(args: argparse.Namespace, run_dir: RunDir) -> None:
         return
     file = config.load(RunFile, run_dir.config)
     media_root = Path(file.media.root or run_dir.media)
-    if name == "server":
-        _serve(file, media_root, server, args.threads)
+    if name in ("server", "evaluator"):
+        _serve(file, media_root, server if name == "server" else args.evaluator, args.threads)
     elif name.startswith("trainer"):
         _train(args, file, run_dir)
     else:
         from sightline.orchestrator import process as orchestrator
 
-        uvloop.run(orchestrator.main(file, run_dir, media_root, hub, server))
+        uvloop.run(orchestrator.main(file, run_dir, media_root, hub, server, args.evaluator))
 
 
 def _play(args: argparse.Namespace, run_dir: RunDir) -> None:
@@ -111,28 +112,35 @@ def _train(args: argparse.Namespace, file: RunFile, run_dir: RunDir) -> None:
 
 
 def _serve(file: RunFile, media_root: Path, server: str, threads: int) -> None:
-    from sightline.inference.serve import serve
-    from sightline.inference.settings import MEBIBYTE, ServeSettings
+    from sightline.inference.settings import MEBIBYTE, ServeSettings, pick_pixel_threads
 
     host, _, port = server.removeprefix("http://").rpartition(":")
-    settings = file.inference
-    serve(
-        ServeSettings(
-            model=Path(file.model.path),
-            media_roots=(media_root,),
-            host=host,
-            port=int(port),
-            device=settings.device,
-            dtype=file.model.dtype,
-            max_rows=settings.max_rows,
-            max_len=settings.max_len,
-            prefill_chunk=settings.prefill_chunk,
-            pixel_cache_bytes=settings.pixel_cache_mb * MEBIBYTE,
-            feature_cache_bytes=settings.feature_cache_mb * MEBIBYTE,
-            threads=threads,
-            overrides=file.model.overrides(),
-        )
+    wanted = file.inference
+    settings = ServeSettings(
+        model=Path(file.model.path),
+        media_roots=(media_root,),
+        host=host,
+        port=int(port),
+        device=wanted.device,
+        dtype=file.model.dtype,
+        max_rows=wanted.max_rows,
+        max_len=wanted.max_len,
+        prefill_chunk=wanted.prefill_chunk,
+        pixel_cache_bytes=wanted.pixel_cache_mb * MEBIBYTE,
+        feature_cache_bytes=wanted.feature_cache_mb * MEBIBYTE,
+        threads=threads,
+        pixel_threads=pick_pixel_threads(wanted.pixel_threads),
+        overrides=file.model.overrides(),
+        keep_kv_over_updates=wanted.keep_kv_over_updates,
     )
+    if wanted.engine == "vllm":
+        from sightline.launch.vllm_server import become_vllm, find_python
+
+        become_vllm(settings, find_python(wanted.python))
+    else:
+        from sightline.inference.serve import serve
+
+        serve(settings)
 
 
 def _end_with(parent: int) -> None:

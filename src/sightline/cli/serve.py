@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sightline.errors import ConfigError
 
-ENGINES = ("torch",)
+if TYPE_CHECKING:
+    from sightline.inference.settings import ServeSettings
+
+ENGINES = ("torch", "vllm")
 MEBIBYTE = 2**20
 
 
@@ -16,6 +19,10 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("serve", help="serve a checkpoint")
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the checkpoint")
     parser.add_argument("--engine", default="torch", help=f"one of: {', '.join(ENGINES)}")
+    parser.add_argument(
+        "--python", default="", metavar="PATH",
+        help="interpreter that has vLLM, for --engine vllm; default: this one",
+    )  # fmt: skip
     parser.add_argument(
         "--media", type=Path, action="append", required=True, metavar="DIR",
         help="a store root; may be given again for further ones",
@@ -30,6 +37,10 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--prefill-chunk", type=int, default=512, help="prompt tokens at once")
     parser.add_argument("--pixel-cache-mb", type=int, default=256, help="patches kept")
     parser.add_argument("--feature-cache-mb", type=int, default=256, help="image features kept")
+    parser.add_argument("--pixel-threads", type=int, default=0, help="0 follows the cores")
+    parser.add_argument("--max-waiting", type=int, default=4096, help="requests that may wait")
+    parser.add_argument("--max-waiting-mb", type=int, default=4096, help="their size in memory")
+    parser.add_argument("--keep-kv-over-updates", action="store_true", help="do not prefill again")
     parser.add_argument("--no-kv-reuse", action="store_true", help="forget a turn when it ends")
     parser.add_argument("--min-pixels", type=int, help="overrides the checkpoint's")
     parser.add_argument("--max-pixels", type=int, help="overrides the checkpoint's")
@@ -41,27 +52,40 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"no engine {args.engine!r}", f"choose one that is available: {', '.join(ENGINES)}"
         )
-    from sightline.inference.serve import serve
-    from sightline.inference.settings import ServeSettings
+    settings = _settings(args)
+    if args.engine == "vllm":
+        from sightline.launch.vllm_server import serve_vllm
+
+        serve_vllm(settings, args.python)
+    else:
+        from sightline.inference.serve import serve
+
+        serve(settings)
+    return 0
+
+
+def _settings(args: argparse.Namespace) -> ServeSettings:
+    from sightline.inference.settings import ServeSettings, pick_pixel_threads
 
     bounds = {"min_pixels": args.min_pixels, "max_pixels": args.max_pixels}
-    serve(
-        ServeSettings(
-            model=args.model,
-            media_roots=tuple(args.media),
-            host=args.host,
-            port=args.port,
-            device=args.device,
-            dtype=args.dtype,
-            threads=args.threads,
-            max_rows=args.max_rows,
-            max_len=args.max_len,
-            prefill_chunk=args.prefill_chunk,
-            pixel_cache_bytes=args.pixel_cache_mb * MEBIBYTE,
-            feature_cache_bytes=args.feature_cache_mb * MEBIBYTE,
-            reuse_kv=not args.no_kv_reuse,
-            overrides={name: value for name, value in bounds.items() if value is not None},
-            manifest=args.weights,
-        )
+    return ServeSettings(
+        model=args.model,
+        media_roots=tuple(args.media),
+        host=args.host,
+        port=args.port,
+        device=args.device,
+        dtype=args.dtype,
+        threads=args.threads,
+        max_rows=args.max_rows,
+        max_len=args.max_len,
+        prefill_chunk=args.prefill_chunk,
+        pixel_cache_bytes=args.pixel_cache_mb * MEBIBYTE,
+        feature_cache_bytes=args.feature_cache_mb * MEBIBYTE,
+        reuse_kv=not args.no_kv_reuse,
+        overrides={name: value for name, value in bounds.items() if value is not None},
+        manifest=args.weights,
+        pixel_threads=pick_pixel_threads(args.pixel_threads),
+        max_waiting=args.max_waiting,
+        max_waiting_bytes=args.max_waiting_mb * MEBIBYTE,
+        keep_kv_over_updates=args.keep_kv_over_updates,
     )
-    return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 from sightline.compute import attention
@@ -31,3 +32,11 @@ def pick_device(name: str) -> str:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r}, but torch sees no GPU", 'set device = "cpu" or "auto"')
     return name
+
+
+def empty_parameters(path: str | Path, family: Family) -> dict[str, torch.Tensor]:
+    """The parameters that a trainer of this checkpoint publishes: names and shapes, no values."""
+    auto = AutoModelForImageTextToText if family.shows_images else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(AutoConfig.from_pretrained(path, local_files_only=True))
+    return dict(model.named_parameters())

@@ -10,7 +10,13 @@ from sightline.config.section import FREE, Section
 
 
 class Inference(Section):
-    engine: Literal["torch"] = Field("torch", description="Which engine serves.")
+    engine: Literal["torch", "vllm"] = Field(
+        "torch", description="Which engine serves: the embedded one, or vLLM."
+    )
+    python: str = Field(
+        "", description="Interpreter that has vLLM and sightline; empty is this one.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
     host: str = Field("127.0.0.1", description="Address to bind.", json_schema_extra=FREE)
     port: int = Field(0, ge=0, le=65535, description="0 takes a free one.", json_schema_extra=FREE)
     device: str = Field("auto", description="cpu, cuda or auto.")
@@ -28,8 +34,20 @@ class Inference(Section):
         json_schema_extra=FREE,
     )  # fmt: skip
     pixel_cache_mb: int = Field(
-        256, ge=0, description="Patches kept in memory.", json_schema_extra=FREE
+        256,
+        ge=0,
+        description="Processed images kept in memory, by either engine; 0 is off.",
+        json_schema_extra=FREE,
     )
     feature_cache_mb: int = Field(
         256, ge=0, description="Vision features kept in memory.", json_schema_extra=FREE
+    )
+    pixel_threads: int = Field(
+        0, ge=0, description="Threads that decode images; 0 follows the cores.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
+    keep_kv_over_updates: bool = Field(
+        False,
+        description="Whether an answer goes on over keys and values of older weights; it is "
+        "prefilled again where not. Tokens sampled so are counted.",
     )

@@ -62,6 +62,9 @@ class Media(Section):
         description="Share of a batch's samples that bad media may cost.",
         json_schema_extra=FREE,
     )
+    allow_unproven: bool = Field(
+        False, description="Train on samples whose engine gives no digest of its pixels."
+    )
 
 
 class EnvShare(Section):
@@ -175,6 +178,12 @@ class Eval(Section):
         256, ge=0, description="Held-out tasks played before the first and after the last step."
     )
     temperature: float = Field(1.0, ge=0, description="Of sampling in evaluation.")
+    every: int = Field(
+        0, ge=0,
+        description="Also after every so many steps, on a server of its own; 0 is never. The best "
+        "checkpoint is kept.",
+        json_schema_extra=FREE,
+    )  # fmt: skip
 
 
 class Data(Section):

@@ -153,3 +153,40 @@ class FamilyFolder(Protocol):
     def load_family(self, path: Path, overrides: dict[str, int]) -> Family: ...
 
     def load_renderer(self, path: Path, family: Family, door: Door) -> Renderer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineField:
+    """One array of an image, as an engine that is not ours wants it."""
+
+    data: np.ndarray
+    is_flat: bool
+    """Whether the arrays of several images are laid end to end; else they are stacked."""
+    stays_on_host: bool = False
+
+
+class Serving(Protocol):
+    """What `serving.py` of a family's folder offers: how an engine that is not ours names things.
+
+    Plain data; it imports no engine.
+    """
+
+    LIMITS: dict[str, int]
+    """Items of each kind in a prompt that the engine prepares itself for; 0 is off."""
+    VISION: tuple[str, ...]
+    """What the names of the vision tower's parameters begin with."""
+    CPU_ARGUMENTS: tuple[str, ...]
+    """Arguments that the engine needs on a CPU, where its kernels know less."""
+
+    def check_served(self, config: dict[str, Any], takes_updates: bool) -> None:
+        """Raises FamilyError for a checkpoint (by its config.json) that the engine cannot serve.
+
+        `takes_updates` says that a trainer will publish weights to it.
+        """
+        ...
+
+    def fields(
+        self, family: Any, item: MediaItem, patches: np.ndarray, normalizes: bool
+    ) -> dict[str, EngineField]:
+        """The arrays of one image; `normalizes` says that the engine takes uint8 values."""
+        ...

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import sightline.families as families_package
 from sightline.errors import FamilyError
 from sightline.families.hub import find_checkpoint
-from sightline.families.protocol import Family, Forward
+from sightline.families.protocol import Family, Forward, Serving
 from sightline.media import Ingest, MediaStore
 from sightline.message import Door
 from sightline.render import Renderer
@@ -140,6 +140,19 @@ def load_forward(
     """The model itself, with torch; `attention` is a name that transformers' registry knows."""
     load = _file_of(family.name, "forward").load
     return cast(Forward, load(find_checkpoint(model, True), family, device, dtype, attention))
+
+
+def load_serving(model: str | Path, family: Family, takes_updates: bool = True) -> Serving:
+    """How an engine that is not ours names the family's things, if it can serve the checkpoint."""
+    try:
+        serving = cast(Serving, _file_of(family.name, "serving"))
+    except ModuleNotFoundError as error:
+        raise FamilyError(
+            f"the family {family.name} does not say how vLLM names its images",
+            'set engine = "torch", or add serving.py to its folder: see docs/adding_a_family.md',
+        ) from error
+    serving.check_served(read_config(find_checkpoint(model)), takes_updates)
+    return serving
 
 
 def write_tiny(name: str, path: Path, seed: int, **options: Any) -> None:

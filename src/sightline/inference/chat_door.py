@@ -112,7 +112,8 @@ class ChatDoor:
         return SamplingParams(
             # Without a cap an answer may fill its row; a prompt that leaves no room is refused.
             max_tokens=most if most is not None else max(1, self.max_len - num_prompt),
-            stop_token_ids=(*self.renderer.stop_token_ids, *_ids(more.get("stop_token_ids", []))),
+            stop_token_ids=(*self.renderer.stop_token_ids, *_ids(more, "stop_token_ids")),
+            banned_token_ids=_ids(more, "banned_token_ids"),
             logprobs=0 if _flag(more, "logprobs") else None,
             **given,
         )
@@ -171,9 +172,10 @@ def _number(value: Any, name: str) -> Any:
     return value
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _ids(more: dict[str, Any], name: str) -> tuple[int, ...]:
+    value = more.get(name, [])
     if not isinstance(value, list) or any(type(token) is not int for token in value):
-        raise MessageError.at("stop_token_ids", "not a list of token ids", "pass a list")
+        raise MessageError.at(name, "not a list of token ids", "pass a list")
     return tuple(value)
 
 

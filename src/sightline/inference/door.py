@@ -16,7 +16,8 @@ from sightline.wire import MediaItem, Slot
 from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_CHOICES = 64
-MAX_STOPS = 256
+MAX_LISTED = 256
+"""Ids that a request may name to stop at, or to ban."""
 MAX_SEED = 2**64
 # Logits divided by less, or by more, leave what float32 can tell apart.
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e6
@@ -40,8 +41,16 @@ class Checked:
 
 class Door:
     def __init__(
-        self, family: Family, pad_id: int, vocab_size: int, max_len: int, models: frozenset[str]
+        self,
+        family: Family,
+        pad_id: int,
+        vocab_size: int,
+        max_len: int,
+        models: frozenset[str],
+        bans: bool = False,
     ) -> None:
+        """`bans`: whether the engine can ban ids for one request."""
+        self._bans = bans
         self._family = family
         self._pad_id = pad_id
         self._vocab_size = vocab_size
@@ -99,7 +108,7 @@ class Door:
         return wide.astype(np.int32)
 
     def _sampling(self, params: SamplingParams) -> None:
-        wrong = next(_faults(params, self._vocab_size), None)
+        wrong = next(_faults(params, self._vocab_size, self._bans), None)
         if wrong is not None:
             name, allowed = wrong
             raise refusal(
@@ -176,7 +185,7 @@ def _key(item: MediaItem) -> str:
     return f"{item.key}/{item.ref.width}x{item.ref.height}"
 
 
-def _faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]]:
+def _faults(params: SamplingParams, vocab_size: int, bans: bool) -> Iterator[tuple[str, str]]:
     """(name, what is allowed) of each parameter that cannot be honoured."""
     if params.temperature and not LEAST_TEMPERATURE <= params.temperature <= MOST_TEMPERATURE:
         yield "temperature", f"0, or {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}"
@@ -188,10 +197,14 @@ def _faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]
         yield "min_p", "0 to 1"
     if params.seed is not None and not 0 <= params.seed < MAX_SEED:
         yield "seed", "null, or 0 up to 2**64 - 1"
-    if any(not 0 <= token < vocab_size for token in params.stop_token_ids):
-        yield "stop_token_ids", f"ids below {vocab_size}"
-    if len(params.stop_token_ids) > MAX_STOPS:
-        yield "stop_token_ids", f"at most {MAX_STOPS} ids"
+    if params.banned_token_ids and not bans:
+        yield "banned_token_ids", "none: this engine bans pads only"
+    for name in ("stop_token_ids", "banned_token_ids"):
+        ids = getattr(params, name)
+        if any(not 0 <= token < vocab_size for token in ids):
+            yield name, f"ids below {vocab_size}"
+        if len(ids) > MAX_LISTED:
+            yield name, f"at most {MAX_LISTED} ids"
     if params.logprobs not in (None, 0):
         yield "logprobs", "0 for the sampled token's, or null for none"
     if params.prompt_logprobs not in (None, 0):

@@ -10,18 +10,21 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 import msgspec
 import uvicorn
 
 from sightline.errors import ConfigError
-from sightline.families import load_family, load_renderer
+from sightline.families import Family, load_family, load_renderer
 from sightline.inference.chat_door import ChatDoor
 from sightline.inference.door import Checked, Door
-from sightline.inference.server import Server
+from sightline.inference.engine import Engine
+from sightline.inference.server import Make, Server
 from sightline.inference.settings import ServeSettings, turns_line
 from sightline.media import Ingest, MediaStore
+from sightline.render import Renderer
 
 KEEP_ALIVE_S = 600
 GRACE_S = 10
@@ -30,18 +33,69 @@ ENGINE_DIED = 70
 """Exit code when the engine's loop has failed beyond repair; its traceback is in the log."""
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a server has of its checkpoint, whichever engine computes."""
+
+    settings: ServeSettings
+    store: MediaStore
+    family: Family
+    images: Ingest
+    """Takes the images of people's requests into the store."""
+    renderer: Renderer
+
+    @classmethod
+    def load(cls, settings: ServeSettings) -> Parts:
+        if not settings.media_roots:
+            raise ConfigError("a server without a media root", "name the store's folder")
+        store = MediaStore(settings.media_roots[0], fallback_roots=settings.media_roots[1:])
+        family = load_family(settings.model, **settings.overrides)
+        images = Ingest(store)
+        renderer = load_renderer(settings.model, store, family, images)
+        return cls(settings, store, family, images, renderer)
+
+    def server(self, name: str, engine: Engine, make: Make, bans: bool = False) -> Server:
+        """The HTTP side of `engine`; `make` turns a checked request into the engine's own.
+
+        `bans` says whether the engine can ban ids that a request names.
+        """
+        settings, family, renderer = self.settings, self.family, self.renderer
+        door = Door(
+            family,
+            pad_id=renderer.pad_token_ids[0],
+            vocab_size=renderer.vocab_size,
+            max_len=settings.max_len,
+            models=frozenset({settings.model.name, str(settings.model)}),
+            bans=bans,
+        )
+        identity = {
+            "model": settings.model.name,
+            "engine": name,
+            "family": family.name,
+            "fingerprint": family.fingerprint,
+            "settings": family.settings,
+            "pad_token_ids": renderer.pad_token_ids,
+            "vocab_size": renderer.vocab_size,
+            "max_len": settings.max_len,
+        }
+        chat = ChatDoor(
+            renderer,
+            self.images,
+            family.modality,
+            settings.model.name,
+            settings.max_len,
+            settings.max_body_bytes,
+        )
+        return Server(engine, door, make, chat, identity, settings.max_body_bytes)
+
+
 def build_server(settings: ServeSettings) -> Server:
     """The server with its model loaded; `Server.app` is an ASGI application."""
     from sightline.inference.torch_engine.build import build_engine
     from sightline.inference.torch_engine.request import Request
 
-    if not settings.media_roots:
-        raise ConfigError("a server without a media root", "name the store's folder")
-    store = MediaStore(settings.media_roots[0], fallback_roots=settings.media_roots[1:])
-    family = load_family(settings.model, **settings.overrides)
-    images = Ingest(store)
-    renderer = load_renderer(settings.model, store, family, images)
-    engine = build_engine(settings, family, store, renderer.pad_token_ids)
+    parts = Parts.load(settings)
+    engine = build_engine(settings, parts.family, parts.store, parts.renderer.pad_token_ids)
     seeds = random.SystemRandom()
 
     def make(checked: Checked) -> list[Request]:
@@ -51,39 +105,14 @@ def build_server(settings: ServeSettings) -> Server:
             params = msgspec.structs.replace(params, skip_reading_prefix_cache=True)
         seed = seeds.getrandbits(64) if params.seed is None else params.seed
         return [
-            Request(checked.prompt, checked.slots, checked.keys, params, _seed_of(seed, choice))
+            Request(checked.prompt, checked.slots, checked.keys, params, seed_of(seed, choice))
             for choice in range(params.n)
         ]
 
-    door = Door(
-        family,
-        pad_id=renderer.pad_token_ids[0],
-        vocab_size=renderer.vocab_size,
-        max_len=settings.max_len,
-        models=frozenset({settings.model.name, str(settings.model)}),
-    )
-    identity = {
-        "model": settings.model.name,
-        "engine": "torch",
-        "family": family.name,
-        "fingerprint": family.fingerprint,
-        "settings": family.settings,
-        "pad_token_ids": renderer.pad_token_ids,
-        "vocab_size": renderer.vocab_size,
-        "max_len": settings.max_len,
-    }
-    chat = ChatDoor(
-        renderer,
-        images,
-        family.modality,
-        settings.model.name,
-        settings.max_len,
-        settings.max_body_bytes,
-    )
-    return Server(engine, door, make, chat, identity, settings.max_body_bytes)
+    return parts.server("torch", engine, make, bans=True)
 
 
-def _seed_of(seed: int, choice: int) -> int:
+def seed_of(seed: int, choice: int) -> int:
     """Choice 0 is what the seed gives alone; the others draw apart from it."""
     return (seed + choice * 0x9E3779B97F4A7C15) % 2**64
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +37,12 @@ from sightline.wire.generate import (
 )
 
 if TYPE_CHECKING:
-    from sightline.inference.torch_engine.engine import Engine
-    from sightline.inference.torch_engine.request import Request as EngineRequest
+    from sightline.inference.engine import Engine, EngineRequest
 
 JSON = "application/json"
 WATCH_EVERY_S = 0.25
 
-Make = Callable[[Checked], list["EngineRequest"]]
+Make = Callable[[Checked], Sequence["EngineRequest"]]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -52,7 +51,7 @@ class _Call:
 
     __slots__ = ("began", "http", "left", "requests", "whole")
 
-    def __init__(self, http: Request, requests: list[EngineRequest]) -> None:
+    def __init__(self, http: Request, requests: Sequence[EngineRequest]) -> None:
         self.http = http
         self.requests = requests
         self.left = len(requests)
@@ -108,7 +107,6 @@ class Server:
             watch.cancel()
             self.engine.stop()
             await asyncio.to_thread(self.engine.join, 10.0)
-            self.engine.materializer.close()
 
     def _safely(self, handler: Handler) -> Handler:
         async def handle(http: Request) -> Response:
@@ -138,7 +136,7 @@ class Server:
         call = _Call(http, self._make(checked))
         for request in call.requests:
             request.owner = call
-        self.engine.submit(call.requests)
+        self.engine.submit(list(call.requests))
         self._calls.add(call)
         try:
             await call.whole
@@ -205,7 +203,7 @@ class Server:
         return Response(metrics.prometheus(self.engine), media_type="text/plain; version=0.0.4")
 
 
-def _answered(checked: Checked, requests: list[EngineRequest]) -> GenerateResponse:
+def _answered(checked: Checked, requests: Sequence[EngineRequest]) -> GenerateResponse:
     for request in requests:
         if request.error is not None:
             raise request.error

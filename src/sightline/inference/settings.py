@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from sightline.families import Family
 
 MEBIBYTE = 2**20
+
+
+def pick_pixel_threads(asked: int) -> int:
+    """0 follows the cores: decoding must keep up with a device, and leave the rest to others."""
+    return asked or max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 def turns_line(family: Family) -> str:
@@ -45,8 +54,11 @@ class ServeSettings:
     threads: int = 1
     """Compute threads."""
     pixel_threads: int = 1
+    """Threads that decode images."""
     max_waiting: int = 4096
-    """Requests without a row; one more is answered with 503."""
+    """Requests that wait; one more is answered with 503."""
+    max_waiting_bytes: int = 4096 * MEBIBYTE
+    """Of the prompts and the decoded images of requests that wait; likewise."""
     max_body_bytes: int = 64 * MEBIBYTE
     overrides: dict[str, int] = field(default_factory=dict)
     """Processor settings that win over the checkpoint's: min_pixels, max_pixels."""
@@ -54,3 +66,12 @@ class ServeSettings:
     """Weights to begin with; without it the checkpoint's own, as version 0."""
     keep_kv_over_updates: bool = False
     """Whether keys and values of old weights stay in use after an update."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For a process that is started with it."""
+        found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
+        return found
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> ServeSettings:
+        return msgspec.convert(values, cls, dec_hook=lambda kind, value: kind(value))

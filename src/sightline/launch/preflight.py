@@ -10,9 +10,11 @@ from sightline.config import Env, Model, RunFile, SftFile
 from sightline.errors import ConfigError, DiskFull, FamilyError
 from sightline.families import Family, load_family
 from sightline.families.hub import find_checkpoint
+from sightline.families.registry import load_serving
 from sightline.inference.settings import turns_line
 from sightline.launch.elsewhere import describe_environment
 from sightline.launch.processes import find_port, num_cores, share_threads
+from sightline.launch.vllm_server import check_python
 from sightline.media import MediaStore
 from sightline.monitor import RunDir
 from sightline.trainer.conversations import show_images
@@ -137,10 +139,24 @@ def check_fit(config: RunFile) -> None:
             )
 
 
+def check_engine(config: RunFile, family: Family) -> None:
+    """The engine is there, and can serve what the family is."""
+    if config.inference.engine == "vllm":
+        load_serving(config.model.path, family)
+        check_python(config.inference.python)
+    elif config.inference.python:
+        raise ConfigError(
+            f"[inference] python = {config.inference.python!r} with the embedded engine, which "
+            "runs in this interpreter",
+            'remove it, or set engine = "vllm"',
+        )
+
+
 def check_run(config: RunFile, run_dir: RunDir) -> Family:
     family = check_model(config.model, config.env, config.rollout.python)
     share_threads(config, num_cores())
     check_fit(config)
+    check_engine(config, family)
     find_port(config.inference.host, config.inference.port, "[inference] port")
     check_disk(config, run_dir)
     return family

@@ -82,10 +82,13 @@ def _specs(config: RunFile, run_dir: RunDir, place: Place | None) -> list[Spec]:
     host = config.inference.host
     hub = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'port of the hub')}"
     server = f"http://{host}:{find_port(host, config.inference.port, '[inference] port')}"
+    evaluates = config.eval.every > 0 and config.eval.tasks > 0
+    evaluator = f"http://{host}:{find_port(host, 0, 'port of the evaluator')}" if evaluates else ""
 
     def spec(name: str, count: int) -> Spec:
         words = ["process", name, str(run_dir.path), "--hub", hub, "--server", server]
         words += ["--threads", str(count), "--parent", str(os.getpid())]
+        words += ["--evaluator", evaluator] if evaluates else []
         return Spec(name, words, count)
 
     trainer = spec("trainer", max(1, threads.trainer // config.trainer.ranks))
@@ -95,6 +98,7 @@ def _specs(config: RunFile, run_dir: RunDir, place: Place | None) -> list[Spec]:
     ]
     return [
         spec("server", threads.server),
+        *([spec("evaluator", 1)] if evaluates else []),
         *_ranks(trainer, config, run_dir, place),
         *workers,
         spec(LEADER, 1),

@@ -87,6 +87,14 @@ def encode_png(image: Image) -> bytes:
     return out.getvalue()
 
 
+def warm() -> Image:
+    """A small picture that was encoded and decoded, so that the first real one does not wait for
+    the codecs to load."""
+    from PIL import Image as images
+
+    return open_rgb(encode_png(images.new("RGB", (64, 64))))
+
+
 def is_image(source: object) -> bool:
     from PIL.Image import Image
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from sightline.config import RunFile
 from sightline.media import MediaStore
 from sightline.monitor import EventLog, RunDir
+from sightline.orchestrator.beside import Beside
+from sightline.orchestrator.best import Best
 from sightline.orchestrator.evaluate import Evaluator
 from sightline.orchestrator.judge import Judge, build_filters
 from sightline.orchestrator.loop import Parts
@@ -32,6 +35,7 @@ class Built:
     books: Books
     caches: dict[str, dict[str, float]]
     """Of the server; shared with what reports them."""
+    beside: Beside | None
 
     def publish(self, published: Published) -> None:
         """What follows from a new version: engines adopt it, covered batches go."""
@@ -39,6 +43,8 @@ class Built:
             self.books.progress.bad_samples[str(published.version)] = bad
         self.parts.judge.epochs[published.version] = published.epoch
         self.books.forget_batches(published.checkpoint_step)
+        if self.beside is not None:
+            self.beside.publish(published)
         self.parts.policy.publish(published)
 
 
@@ -51,6 +57,7 @@ def build(
     board: Board,
     workers: list[str],
     client: GenerateClient,
+    evaluating: GenerateClient | None,
 ) -> Built:
     settings = config.orchestrator
     rollouts = Rollouts(
@@ -101,4 +108,10 @@ def build(
     evaluator = Evaluator(
         rollouts, books, events, run_dir, config.eval.tasks, config.eval.temperature
     )
-    return Built(parts, evaluator, books, caches)
+    best = Best(Path(config.model.path), run_dir.checkpoints / "best", books)
+    beside = None
+    if evaluating is not None:
+        beside = Beside(
+            evaluator, policy, best, books, events, evaluating, config.eval.every, config.run.steps
+        )
+    return Built(parts, evaluator, books, caches, beside)

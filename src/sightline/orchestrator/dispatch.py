@@ -55,7 +55,11 @@ class Dispatch:
         return max(sum(self._held.values()), int(len(self._out) * self._usual_bytes))
 
     async def submit(self, play: Play) -> None:
-        self._waiting.append(play)
+        if play.server:
+            # Another server plays it: it takes no place from the run's own rollouts.
+            self._waiting.appendleft(play)
+        else:
+            self._waiting.append(play)
         await self._pump()
 
     def done(self, rollout_id: str, held_bytes: int) -> bool:
@@ -93,14 +97,19 @@ class Dispatch:
             await self._pump()
 
     def _has_room(self) -> bool:
-        if not self._out:
+        counted = sum(not play.server for _, play in self._out.values())
+        if not counted:
             return True  # one always may: a limit under a single rollout's size stops nothing
-        if self.max_in_flight and len(self._out) >= self.max_in_flight:
+        if self.max_in_flight and counted >= self.max_in_flight:
             return False
         return not self.max_bytes or self.bytes_in_flight + self._usual_bytes <= self.max_bytes
 
     async def _pump(self) -> None:
-        while self._waiting and self._has_room() and (worker := self._idlest()) is not None:
+        while (
+            self._waiting
+            and (self._waiting[0].server or self._has_room())
+            and (worker := self._idlest()) is not None
+        ):
             play = self._waiting.popleft()
             self._out[play.rollout_id] = (worker, play)
             try:

@@ -1,5 +1,6 @@
-"""Held-out tasks, played before the first and after the last step; and again, where they show
-images, with those of two tasks exchanged, which tells whether the model looks."""
+"""Held-out tasks, played before the first and after the last step, and between them if the run
+wants it; and again, where they show images, with those of two tasks exchanged, which tells whether
+the model looks."""
 
 from __future__ import annotations
 
@@ -10,12 +11,15 @@ from dataclasses import dataclass
 from sightline.errors import NothingTrains
 from sightline.media import MediaRef
 from sightline.monitor import EventLog, RunDir
+from sightline.monitor.interval import interval
 from sightline.orchestrator.progress import Books
 from sightline.orchestrator.rollouts import Rollouts
 from sightline.trace import Trace, write_traces
 
 SPLIT = "eval"
 AT_ONCE = 128
+AT_ONCE_BESIDE = 16
+"""Beside rollouts that train, which want the workers too."""
 
 
 @dataclass
@@ -27,13 +31,16 @@ class Evaluator:
     tasks: int
     temperature: float
 
-    async def evaluate(self, name: str, step: int, exchange: bool = False) -> float | None:
-        """The mean measure over the tasks, which is also written as an event."""
+    async def evaluate(
+        self, name: str, step: int, exchange: bool = False, server: str = ""
+    ) -> float | None:
+        """The mean measure over the tasks, which is also written as an event. `server` is asked
+        in place of the run's own."""
         if not self.tasks:
             return None
         # Files are named by step: a run that goes on past its end keeps its first final.
         file = f"{name}_{step:06d}"
-        traces = await self._play_all([None] * self.tasks)
+        traces = await self._play_all([None] * self.tasks, server)
         self._keep(file, traces)
         played = list(traces)
         extra: dict[str, float] = {}
@@ -44,19 +51,20 @@ class Evaluator:
             self._keep(f"{file}_exchanged", exchanged)
             played += exchanged
             extra["swapped"] = mean_measure(exchanged)
-        self._write(name, step, traces, extra)
+        # One line in the metrics for each evaluation beside the run, not one for all of them.
+        self._write(f"{name} {step}" if server else name, step, traces, extra)
         # Counted when all is played: an evaluation that is cut short is played again.
         for trace in played:
             self.books.count(trace)
         return mean_measure(traces)
 
-    async def _play_all(self, donors: Sequence[Trace | None]) -> list[Trace]:
-        gate = asyncio.Semaphore(AT_ONCE)
+    async def _play_all(self, donors: Sequence[Trace | None], server: str = "") -> list[Trace]:
+        gate = asyncio.Semaphore(AT_ONCE_BESIDE if server else AT_ONCE)
 
         async def one(task: int, donor: Trace | None) -> Trace:
             images = () if donor is None else _images(donor)
             async with gate:
-                return await self.rollouts.play_once(task, SPLIT, self.temperature, images)
+                return await self.rollouts.play_once(task, SPLIT, self.temperature, images, server)
 
         # A donor that broke before it showed anything has no images to give.
         able = [(i, d) for i, d in enumerate(donors) if d is None or _images(d)]
@@ -81,6 +89,7 @@ class Evaluator:
             tasks=len(traces),
             broken=len(traces) - len(whole),
             reward=sum(trace.reward or 0.0 for trace in whole) / len(whole),
+            interval=list(interval([_measure(trace) for trace in whole])),
             parts={p: sum(t.rewards.get(p, 0.0) for t in whole) / len(whole) for p in names},
             envs={
                 name: mean_measure([trace for trace in whole if trace.env == name])
@@ -93,9 +102,12 @@ class Evaluator:
 
 def mean_measure(traces: list[Trace]) -> float:
     """Of the first named part, by which an environment measures itself without penalties."""
-    whole = [trace for trace in traces if trace.reward is not None]
-    measures = [next(iter(t.rewards.values()), t.reward or 0.0) for t in whole]
+    measures = [_measure(trace) for trace in traces if trace.reward is not None]
     return sum(measures) / max(len(measures), 1)
+
+
+def _measure(trace: Trace) -> float:
+    return next(iter(trace.rewards.values()), trace.reward or 0.0)
 
 
 def _images(trace: Trace) -> tuple[MediaRef, ...]:

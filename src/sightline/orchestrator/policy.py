@@ -24,6 +24,8 @@ class Policy:
     version: int = 0
     """What all engines hold."""
     published: Published | None = None
+    held: set[int] = field(default_factory=set)
+    """Versions whose files stay although newer ones are in use."""
     metrics: dict[int, dict[str, float | None]] = field(default_factory=dict)
     """What the trainer said of the newest version."""
 
@@ -59,5 +61,5 @@ class Policy:
         """Removes published versions that no engine can be told to adopt any more."""
         for folder in self.weights.iterdir():
             found = _NAME.fullmatch(folder.name)
-            if found and int(found.group(1)) < version:
+            if found and int(found.group(1)) < version and int(found.group(1)) not in self.held:
                 shutil.rmtree(folder, ignore_errors=True)

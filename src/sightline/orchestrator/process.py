@@ -16,7 +16,7 @@ from sightline.errors import ProcessFailed, WireError
 from sightline.media import MediaStore
 from sightline.monitor import EventLog, RunDir
 from sightline.orchestrator import loop
-from sightline.orchestrator.build import build
+from sightline.orchestrator.build import Built, build
 from sightline.orchestrator.evaluate import Evaluator
 from sightline.orchestrator.progress import Books
 from sightline.rollout.client import GenerateClient
@@ -90,14 +90,18 @@ class Switchboard:
                     )
 
 
-async def main(config: RunFile, run_dir: RunDir, media_root: Path, hub: str, server: str) -> None:
+async def main(
+    config: RunFile, run_dir: RunDir, media_root: Path, hub: str, server: str, evaluator: str = ""
+) -> None:
+    """`evaluator` is the address of the server that evaluates beside the run, if there is one."""
     events = EventLog(run_dir.metrics, "orchestrator")
     board = Switchboard(AsyncHub(hub))
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
     client = GenerateClient(server)
+    evaluating = GenerateClient(evaluator) if evaluator else None
     store = MediaStore(media_root, max_bytes=int(config.media.max_gb * 1e9))
     books = Books.open(run_dir, config.orchestrator.keep_batches)
-    built = build(config, run_dir, store, books, events, board, workers, client)
+    built = build(config, run_dir, store, books, events, board, workers, client, evaluating)
     board.on_played = built.parts.rollouts.played
     board.on_published = built.publish
     board.on_lost = built.parts.rollouts.lost
@@ -109,10 +113,12 @@ async def main(config: RunFile, run_dir: RunDir, media_root: Path, hub: str, ser
 
     async def job() -> None:
         events.write("state", phase="starting")
-        await client.wait_healthy()
+        for each in (client, evaluating):
+            if each is not None:
+                await each.wait_healthy()
         await board.wait_for({TRAINER, *workers})
         await _catch_up(board, books, built.parts)
-        await _train(config, books, built.parts, built.evaluator, events, stop)
+        await _train(config, built, events, stop)
         with contextlib.suppress(OSError, ValueError):
             await notes.take()
         await _finish(board, books, store, workers, events)
@@ -128,9 +134,12 @@ async def main(config: RunFile, run_dir: RunDir, media_root: Path, hub: str, ser
             _keep_time(books, before, began),
             notes.keep_taking(),
             _keep_room(store),
+            *([] if built.beside is None else [built.beside.keep_evaluating()]),
         )
     finally:
         await client.close()
+        if evaluating is not None:
+            await evaluating.close()
         board.hub.close()
 
 
@@ -142,15 +151,9 @@ async def _catch_up(board: Switchboard, books: Books, parts: loop.Parts) -> None
     await parts.policy.at_least(max(at, books.progress.step - parts.max_lag))
 
 
-async def _train(
-    config: RunFile,
-    books: Books,
-    parts: loop.Parts,
-    evaluator: Evaluator,
-    events: EventLog,
-    stop: asyncio.Event,
-) -> None:
+async def _train(config: RunFile, built: Built, events: EventLog, stop: asyncio.Event) -> None:
     """Evaluates, trains, evaluates; cut short, without loss, when `stop` is set."""
+    books, parts, evaluator = built.books, built.parts, built.evaluator
 
     async def whole() -> None:
         last = config.run.steps
@@ -158,8 +161,12 @@ async def _train(
         events.write("state", phase="training")
         await loop.run(parts, range(books.progress.step + 1, last + 1))
         await parts.policy.at_least(last)
+        if built.beside is not None:
+            await built.beside.drain()
         await parts.rollouts.cancel()
         await _evaluate(evaluator, books, events, "final", last, exchange=True)
+        if built.beside is not None:
+            await built.beside.consider_final(last)
 
     stopping = asyncio.ensure_future(stop.wait())
     working = asyncio.ensure_future(whole())

@@ -38,6 +38,9 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     """Samples that bad media cost at the trainer, by step; a step that is replayed counts once."""
     evals: dict[str, float] = {}
     """The measure of each evaluation that was played, by its name."""
+    best_step: int = 0
+    """Whose weights stand in checkpoints/best; 0 for none."""
+    best_measure: float = 0.0
     seconds: float = 0.0
     """Spent so far, over all sittings."""
     schema: int = 1

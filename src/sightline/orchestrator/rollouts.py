@@ -77,12 +77,13 @@ class Rollouts:
         split: str,
         temperature: float,
         exchanged: tuple[MediaRef, ...] = (),
+        server: str = "",
     ) -> Trace:
-        """One rollout outside any group, for evaluation."""
+        """One rollout outside any group, for evaluation; at `server`, or the run's own."""
         name = f"{split}{'.exchanged' if exchanged else ''}.{task}"
         future: asyncio.Future[Trace] = asyncio.get_running_loop().create_future()
         self._single[name] = future
-        await self._play(name, "", task, split, temperature, exchanged)
+        await self._play(name, "", task, split, temperature, exchanged, server)
         return await future
 
     @property
@@ -149,6 +150,7 @@ class Rollouts:
         split: str,
         temperature: float,
         exchanged: tuple[MediaRef, ...] = (),
+        server: str = "",
     ) -> None:
         await self.dispatch.submit(
             Play(
@@ -159,6 +161,7 @@ class Rollouts:
                 seed=_seed(self.seed, name),
                 temperature=temperature,
                 exchanged=exchanged,
+                server=server,
             ),
         )
 

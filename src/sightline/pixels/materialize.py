@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sightline.families import Family
-from sightline.media import MediaStore
+from sightline.media import MediaRef, MediaStore, decode
 from sightline.wire import MediaItem
+
+WARM_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,17 @@ class PixelCounts:
     oversized: int = 0
     bytes_held: int = 0
 
+    def totals(self) -> dict[str, float]:
+        """What only grows, by the names of metrics."""
+        return {
+            "images_made": self.made,
+            "images_failed": self.failed,
+            "pixel_cache_hits": self.hits,
+            "pixel_cache_joined": self.joined,
+            "pixel_cache_evicted": self.evicted,
+            "pixel_cache_oversized": self.oversized,
+        }
+
 
 @dataclass
 class Materializer:
@@ -68,6 +81,20 @@ class Materializer:
         # finds nothing that was made for the true one.
         self._held: OrderedDict[MediaItem, Pixels] = OrderedDict()
         self._flights: dict[MediaItem, Future[Pixels]] = {}
+
+    def warm(self) -> None:
+        """Starts the threads and takes a small picture through each; returns when all have."""
+        together = threading.Barrier(self.threads)
+
+        def one() -> None:
+            together.wait(WARM_TIMEOUT_S)  # a thread that was done could take a second turn
+            image = decode.warm()
+            if self.family.shows_images:
+                ref = MediaRef("0" * 64, "image/png", image.width, image.height, 1)
+                self.family.patches(image, self.family.item(ref))
+
+        for started in [self._pool.submit(one) for _ in range(self.threads)]:
+            started.result()
 
     def submit(self, item: MediaItem) -> Future[Pixels]:
         """The pixels of `item`, soon. The family's check of the item comes first."""

@@ -15,12 +15,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from sightline.envs.protocol import Messages
+from sightline.envs.protocol import Chat, Messages
 from sightline.errors import EnvironmentFailed
 from sightline.media import MediaRef
 from sightline.message import AssistantMessage
 from sightline.render import Tools
-from sightline.rollout.chat import RolloutChat
 from sightline.rollout.puts import plain
 
 T = TypeVar("T")
@@ -30,7 +29,7 @@ T = TypeVar("T")
 class ThreadChat:
     """The chat as a thread sees it. When the rollout is over, every call ends the thread."""
 
-    chat: RolloutChat
+    chat: Chat
     loop: asyncio.AbstractEventLoop
 
     def __post_init__(self) -> None:
@@ -96,7 +95,7 @@ class Threads:
                 self._left.pop(thread, None)
         return max((now - since for since in list(self._left.values())), default=0.0)
 
-    async def play(self, rollout: Callable[[ThreadChat], T], chat: RolloutChat, name: str) -> T:
+    async def play(self, rollout: Callable[[ThreadChat], T], chat: Chat, name: str) -> T:
         """Runs `rollout` in a thread; given up when the task is cancelled."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()

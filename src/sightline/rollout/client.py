@@ -69,7 +69,7 @@ class GenerateClient:
             self.counts.reference_bytes += sum(
                 len(raw) for raws in request.features.kwargs_data.values() for raw in raws
             )
-        answer = await self._post("/inference/v1/generate", body)
+        answer = await self.post("/inference/v1/generate", body)
         await self.pace.turn()
         return _responses.decode(answer)
 
@@ -81,7 +81,7 @@ class GenerateClient:
         self.counts.request_cpu_us += (time.thread_time_ns() - began) // 1000
 
     async def adopt(self, manifest: str) -> None:
-        await self._post("/sightline/v1/adopt", _encoder.encode(AdoptRequest(manifest)))
+        await self.post("/sightline/v1/adopt", _encoder.encode(AdoptRequest(manifest)))
 
     async def get(self, path: str) -> bytes:
         async with self._open().get(self.base_url + path) as answer:
@@ -108,7 +108,7 @@ class GenerateClient:
             )
         return self._session
 
-    async def _post(self, path: str, body: bytes) -> bytes:
+    async def post(self, path: str, body: bytes) -> bytes:
         give_up = time.monotonic() + self.deadline_s
         wait_s = _FIRST_WAIT_S
         while True:

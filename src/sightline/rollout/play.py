@@ -9,6 +9,7 @@ import numbers
 import random
 import time
 import traceback
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -51,6 +52,7 @@ class Player:
         self.puts = Puts(self.store)
         self.interception = Interception(self.door or Ingest(self.store))
         self._chats: dict[str, RolloutChat] = {}
+        self._clients = {"": self.client}
 
     @property
     def held_bytes(self) -> int:
@@ -59,7 +61,8 @@ class Player:
 
     async def close(self) -> None:
         await self.interception.close()
-        await self.client.close()
+        for client in self._clients.values():
+            await client.close()
         self.puts.close()
 
     async def play(self, play: Play) -> Played:
@@ -100,9 +103,20 @@ class Player:
             rollout_id=play.rollout_id,
             group_id=play.group_id,
             trace=encode(trace),
-            wire=asdict(self.client.counts) | asdict(self.interception.counts),
+            wire=self._wire_counts() | asdict(self.interception.counts),
             held_bytes=chat.held_bytes,
         )
+
+    def _wire_counts(self) -> dict[str, int]:
+        total: Counter[str] = Counter()
+        for client in self._clients.values():
+            total.update(asdict(client.counts))
+        return dict(total)
+
+    def _client_of(self, server: str) -> GenerateClient:
+        if server not in self._clients:
+            self._clients[server] = GenerateClient(server, settings=self.client.settings)
+        return self._clients[server]
 
     def _chat(self, play: Play, trace: Trace) -> RolloutChat:
         return RolloutChat(
@@ -110,7 +124,7 @@ class Player:
             renderer=self.renderer,
             store=self.store,
             pending=PendingPuts(self.puts),
-            client=self.client,
+            client=self._client_of(play.server),
             modality=self.modality,
             temperature=play.temperature,
             max_tokens=self.max_tokens,
@@ -138,7 +152,7 @@ class Player:
             raise chat.failure
         # An image that was put and never sent may be a bad one all the same.
         await chat.pending.settle()
-        return _outcome(result, env.name)
+        return outcome_of(result, env.name)
 
     async def _play(self, env: Environment, task: Task, chat: RolloutChat, name: str) -> Any:
         if inspect.iscoroutinefunction(env.rollout):
@@ -146,7 +160,7 @@ class Player:
         return await self.threads.play(partial(env.rollout, task), chat, name=name)
 
 
-def _outcome(result: object, name: str) -> Outcome:
+def outcome_of(result: object, name: str) -> Outcome:
     if isinstance(result, Outcome):
         outcome = result
     elif isinstance(result, dict):

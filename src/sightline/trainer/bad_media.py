@@ -11,13 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from sightline.errors import MediaError, Misaligned, PixelMismatch, SightlineError
+from sightline.errors import (
+    MediaError,
+    Misaligned,
+    PixelMismatch,
+    PixelsUnproven,
+    SightlineError,
+)
 from sightline.media import MediaStore
 from sightline.pixels import Pixels
 from sightline.wire import MediaItem
 from sightline.wire.sample import Batch, Sample
 
-BadMedia = MediaError | Misaligned | PixelMismatch
+BadMedia = MediaError | Misaligned | PixelMismatch | PixelsUnproven
 BadT = TypeVar("BadT", bound=SightlineError)
 
 
@@ -30,6 +36,7 @@ class Dropped:
     """The digest; empty where its bytes never came."""
     reason: str
     problem: str
+    fix: str = "mend the store (`sightline media verify`)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,8 @@ class Policy:
 
     on_bad: Literal["drop_sample", "stop"] = "drop_sample"
     max_bad_fraction: float = 0.0
+    allows_unproven: bool = False
+    """Whether samples train whose sampler gave no digest of its pixels."""
 
     def keep(
         self,
@@ -54,7 +63,7 @@ class Policy:
         kept: list[Sample] = []
         dropped = list(lost)
         for sample in batch.samples:
-            found = _find_problem(sample, made, problems)
+            found = _find_problem(sample, made, problems) or self._find_unproven(sample)
             if found is None:
                 kept.append(sample)
                 continue
@@ -63,9 +72,20 @@ class Policy:
             if self.on_bad == "stop":
                 raise error from bare
             reason = type(bare).__name__
-            dropped.append(Dropped(sample.trace_id, item.ref.digest, reason, error.problem))
+            dropped.append(
+                Dropped(sample.trace_id, item.ref.digest, reason, error.problem, error.fix)
+            )
         self._check_budget(batch.step, len(kept) + len(dropped), dropped)
         return kept, dropped
+
+    def _find_unproven(self, sample: Sample) -> tuple[MediaItem, BadMedia] | None:
+        for slot in () if self.allows_unproven else sample.slots:
+            if slot.pixel_digest is None:
+                return sample.items[slot.item], PixelsUnproven(
+                    "the sampler gave no digest of the pixels that it saw",
+                    "sample with an engine that gives one, or set [media] allow_unproven = true",
+                )
+        return None
 
     def _check_budget(self, step: int, num: int, dropped: Sequence[Dropped]) -> None:
         if len(dropped) > self.max_bad_fraction * num:
@@ -73,7 +93,7 @@ class Policy:
                 f"step {step}: bad media cost {len(dropped)} of {num} samples "
                 f"({count_reasons(dropped)}), more than [media] max_bad_fraction = "
                 f"{self.max_bad_fraction} allows. The last: {dropped[-1].problem}",
-                "mend the store (`sightline media verify`), or raise the budget",
+                f"{dropped[-1].fix}; or raise the budget",
             )
 
 

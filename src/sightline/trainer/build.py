@@ -110,12 +110,16 @@ def learner_of(
     )  # fmt: skip
 
 
-def build_preparer(media: Media, trainer: Trainer, family: Family, store: MediaStore) -> Preparer:
+def build_preparer(
+    media: Media, trainer: Trainer, family: Family, store: MediaStore, sampled: bool = True
+) -> Preparer:
+    """`sampled` is false for conversations that no sampler saw: there is no digest to ask for."""
     return Preparer(
         family=family,
         materializer=Materializer(family, store, trainer.pixel_cache_mb * MEGABYTE),
         limit=Cost(trainer.micro_batch_tokens, trainer.micro_batch_patches),
         max_bad_fraction=media.max_bad_fraction,
+        allows_unproven=media.allow_unproven or not sampled,
         average=Average(trainer.loss_average, trainer.loss_constant),
         on_bad=media.on_bad,
         max_sequence=trainer.max_sequence,

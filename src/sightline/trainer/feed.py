@@ -78,6 +78,8 @@ class Preparer:
     materializer: Materializer
     limit: Cost
     max_bad_fraction: float
+    allows_unproven: bool = False
+    """Whether samples train whose sampler gave no digest of its pixels."""
     average: Average = field(default_factory=Average)
     on_bad: Literal["drop_sample", "stop"] = "drop_sample"
     max_sequence: int = 0
@@ -92,7 +94,7 @@ class Preparer:
         began = time.monotonic()
         made_before = self.materializer.counts.made
         made, problems = self._materialize(batch)
-        policy = Policy(self.on_bad, self.max_bad_fraction)
+        policy = Policy(self.on_bad, self.max_bad_fraction, self.allows_unproven)
         kept, dropped = policy.keep(batch, made, problems, self.materializer.store, lost)
         spent = time.monotonic() - began
         packs = pack(kept, batch.step, self.family, self.limit, self.average)

@@ -303,7 +303,8 @@ class Learner:
 
 
 def _within(whole: Whole | None, function: Callable[..., T], *args: Any) -> T:
-    result: T = function(*args) if whole is None else whole(function, *args)
+    # Nothing as an argument: FSDP on a GPU hands on copies, and sums are to come back.
+    result: T = function(*args) if whole is None else whole(lambda: function(*args))
     return result
 
 

@@ -197,7 +197,7 @@ def build(
     renderer = load_renderer(
         config.model.path, store, learner.family, number_pictures=config.model.number_pictures
     )
-    preparer = build_preparer(config.media, config.trainer, learner.family, store)
+    preparer = build_preparer(config.media, config.trainer, learner.family, store, sampled=False)
     batches = Batches(_source(config, store), renderer, preparer, config.sft.batch_size)
     hand_out = Spread(lead, ranks.size) if lead is not None else _keep_all
     feed = Ahead(_schedule(config, batches, chosen.step, hand_out, lead))

@@ -60,6 +60,8 @@ class Play(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="play"):
     temperature: float
     exchanged: tuple[MediaRef, ...] = ()
     """Images to show in place of the task's own, in order: tells whether a model looks."""
+    server: str = ""
+    """The inference server to ask; empty: the run's own."""
 
 
 class Played(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="played"):

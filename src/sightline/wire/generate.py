@@ -17,6 +17,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     min_p: float = 0.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    banned_token_ids: tuple[int, ...] = ()
+    """Cannot be sampled, as pads never can."""
     logprobs: int | None = 0
     """0: of the sampled token only; null: none."""
     prompt_logprobs: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from sightline.inference.torch_engine.sampling import Settings, mix, mix_one, sample, uniforms
@@ -51,6 +52,22 @@ def test_banned_ids_are_not_drawn_at_either_end_of_the_interval() -> None:
     edges = np.array([0.0, 0.5, np.nextafter(1.0, 0.0)])
     tokens, _ = sample(logits, torch.tensor([0, 3]), settings(edges))
     assert set(tokens.tolist()) <= {1, 2}
+
+
+def test_a_row_may_ban_ids_that_the_others_do_not() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]] * 3)
+    greedy = Settings(
+        temperature=np.array([0, 0, 1], dtype=np.float32),
+        top_k=np.zeros(3, dtype=np.int64),
+        top_p=np.ones(3, dtype=np.float32),
+        min_p=np.zeros(3, dtype=np.float32),
+        uniform=np.full(3, 0.0),
+        bans=((1, (0, 1)), (2, (0,))),
+    )
+    tokens, logprobs = sample(logits, torch.tensor([3]), greedy)
+    assert tokens.tolist() == [0, 2, 1]
+    expected = 3.0 - np.log(np.exp([3.0, 2.0, 1.0]).sum())
+    assert logprobs.tolist() == pytest.approx([expected, 0.0, -np.log1p(np.exp(-1.0))], abs=1e-6)
 
 
 def test_rows_of_one_batch_keep_their_own_temperatures() -> None:

@@ -37,7 +37,7 @@ def test_the_command_refuses_a_taken_port_before_it_looks_at_the_model(
 def test_an_engine_that_is_not_there_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["serve", str(tmp_path), "--engine", "vllm", "--media", str(tmp_path)]) == 2
+    assert main(["serve", str(tmp_path), "--engine", "other", "--media", str(tmp_path)]) == 2
     assert "torch" in capsys.readouterr().err
 
 

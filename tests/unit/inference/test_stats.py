@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 
-from sightline.inference.torch_engine.stats import JOIN_GAP_S, Busy
+from sightline.inference.busy import JOIN_GAP_S, Busy
 
 
 def test_short_gaps_are_bridged_and_long_ones_are_not() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from sightline.cli.main import main
 from sightline.config import RunFile
 from sightline.errors import ConfigError, DiskFull
+from sightline.families.registry import write_tiny
 from sightline.launch import preflight
 from sightline.launch.processes import share_threads
 from sightline.monitor import RunDir
@@ -115,3 +117,20 @@ def test_threads_of_server_and_trainer_share_the_cores(tiny_model: Path) -> None
         share_threads(
             run_file(tiny_model, inference={"threads": 3}, trainer={"threads": 2}), cores=4
         )
+
+
+def test_an_interpreter_that_lacks_vllm_is_refused(refuse) -> None:
+    said = refuse(f'[inference]\nengine = "vllm"\npython = "{sys.executable}"\n')
+    assert "vLLM is not installed" in said and "docs/vllm.md" in said
+    said = refuse('[inference]\nengine = "vllm"\npython = "no/such/python"\n')
+    assert "no interpreter" in said
+
+
+def test_an_interpreter_for_the_embedded_engine_is_refused(refuse) -> None:
+    assert 'engine = "vllm"' in refuse(f'[inference]\npython = "{sys.executable}"\n')
+
+
+def test_a_model_that_vllm_cannot_train_with_is_refused(refuse, tmp_path: Path) -> None:
+    write_tiny("kimi_k25", tmp_path / "kimi", seed=0)
+    said = refuse('[inference]\nengine = "vllm"\n', model=tmp_path / "kimi")
+    assert "transformers' layout" in said and 'engine = "torch"' in said

@@ -64,6 +64,15 @@ def test_without_a_cache_the_pixels_are_the_same(family: Family, store: MediaSto
     none.close(), some.close()
 
 
+def test_a_warmed_pool_has_all_its_threads(family: Family, store: MediaStore) -> None:
+    made = Materializer(family, store, 0, threads=3)
+    before = threading.active_count()
+    made.warm()
+    assert threading.active_count() - before == 3
+    assert made.counts.made == 0
+    made.close()
+
+
 def test_a_failure_is_not_kept(family: Family, store: MediaStore) -> None:
     data = making.image(random.Random(3))
     ref = store.put(data)

@@ -27,4 +27,5 @@ def build_engine(
     materializer = Materializer(
         family, store, settings.pixel_cache_bytes, threads=settings.pixel_threads
     )
+    materializer.warm()
     return Engine(forward, family, materializer, banned, settings, manifest)

@@ -27,10 +27,9 @@ from sightline.inference.torch_engine.rows import Rows
 
 MAX_SHAPES = 48
 MIN_WIDTH = 256
-# With more idle rows than this for each one that computes, looking at their keys costs more than
-# the graph saves.
-MAX_IDLE = 1
-SPARE_ROWS = 8
+# Keys and values of idle rows that a pass may look at. To read more takes longer than Python does
+# to launch the pass without a graph.
+MAX_IDLE_BYTES = 16 * 2**30
 # Rows of the array that a pass is given; positions follow.
 _TOKEN, _PLACE, _SEEN, _FIRST_AXIS = range(4)
 
@@ -65,12 +64,14 @@ class Decode:
         table = self._rows
         if (plan.counts != 1).any() or (plan.starts < table.prompt_length[plan.rows]).any():
             return None
-        needed = int(plan.rows.max()) + 1
-        if needed > (1 + MAX_IDLE) * len(plan.rows) + SPARE_ROWS or not self._kv.has_layers:
+        if not self._kv.has_layers:
             return None
-        self._kv.reserve(needed, int(plan.ends.max()))
+        needed, longest = int(plan.rows.max()) + 1, int(plan.ends.max())
+        self._kv.reserve(needed, longest)
         num_rows = min(rounded(needed), self._kv.size[0])
-        width = min(rounded(max(int(plan.ends.max()), MIN_WIDTH)), self._kv.size[1])
+        width = min(rounded(max(longest, MIN_WIDTH)), self._kv.size[1])
+        if (num_rows - len(plan.rows)) * width * self._kv.token_bytes > MAX_IDLE_BYTES:
+            return None
         found = self._pass(num_rows, width)
         found.inputs.copy_(torch.from_numpy(self._inputs(plan, num_rows)), non_blocking=True)
         hidden = self._run(found)
@@ -125,7 +126,7 @@ class Decode:
 
     def _capture(self, found: _Pass) -> None:
         """The shape was computed once before, so that nothing is set up during the capture."""
-        graph = torch.cuda.CUDAGraph()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 found.hidden = self._compute(found)
@@ -133,6 +134,7 @@ class Decode:
         except RuntimeError as error:
             self._captures = False
             found.hidden = None
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
             print(f"decoding without graphs: {str(error).splitlines()[0]}", file=sys.stderr)
 
 

@@ -12,6 +12,7 @@ Waits for: a submission, an update, a cancellation or pixels, and only when no r
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 import traceback
@@ -27,6 +28,8 @@ import torch
 from sightline.compute.weights import adopt_into, read_weights
 from sightline.errors import EngineError, SightlineError
 from sightline.families import Family, Forward
+from sightline.inference.busy import Busy
+from sightline.inference.engine import Deliver
 from sightline.inference.errors import refusal, typed
 from sightline.inference.settings import ServeSettings
 from sightline.inference.torch_engine.plan import Plan, make_plan
@@ -36,12 +39,10 @@ from sightline.inference.torch_engine.rows import Rows
 from sightline.inference.torch_engine.runner import Runner
 from sightline.inference.torch_engine.scheduler import Scheduler
 from sightline.inference.torch_engine.scoring import score_prompts
-from sightline.inference.torch_engine.stats import Busy, Counts
+from sightline.inference.torch_engine.stats import Counts
 from sightline.inference.torch_engine.vision import FeatureCache
 from sightline.pixels import Materializer
 from sightline.wire.weights import Manifest
-
-Deliver = Callable[[list[Request]], None]
 
 
 @dataclass(slots=True)
@@ -85,6 +86,7 @@ class Engine:
             self._event.set,
         )
         self._inbox: deque[Request] = deque()
+        self._submitted_bytes = 0
         self._swaps: deque[_Swap] = deque()
         self._cancels: deque[Request] = deque()
         # Reentrant: a signal may call `stop` in the middle of `submit`, on the same thread.
@@ -108,27 +110,42 @@ class Engine:
     def join(self, timeout_s: float) -> None:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+        self.materializer.close()
 
     @property
     def num_waiting(self) -> int:
         return len(self._inbox) + len(self.scheduler.waiting) + len(self.scheduler.loading)
 
     @property
+    def waiting_bytes(self) -> int:
+        return self._submitted_bytes - self.scheduler.begun_bytes
+
+    @property
     def num_running(self) -> int:
         return len(self.scheduler.running)
 
     def submit(self, requests: list[Request]) -> None:
-        if self.num_waiting + len(requests) > self._settings.max_waiting:
-            raise refusal(
-                "overloaded",
-                f"{self.num_waiting} requests wait, {self._settings.max_waiting} may",
-                "try again, or send fewer at once",
-            )
+        self._check_room(requests)
         with self._lock:
             if self._is_stopping:
                 raise _stopping()
+            for request in requests:
+                request.waiting_bytes = request.nbytes
+                self._submitted_bytes += request.waiting_bytes
             self._inbox.extend(requests)
         self._event.set()
+
+    def _check_room(self, requests: list[Request]) -> None:
+        """A request that would wait alone is always taken."""
+        most, most_bytes = self._settings.max_waiting, self._settings.max_waiting_bytes
+        more = sum(request.nbytes for request in requests)
+        if self.num_waiting + len(requests) > most:
+            full = f"{self.num_waiting} requests wait, {most} may"
+        elif self.num_waiting and self.waiting_bytes + more > most_bytes:
+            full = f"requests of {self.waiting_bytes} bytes wait, {most_bytes} may"
+        else:
+            return
+        raise refusal("overloaded", full, "try again, or send fewer at once")
 
     def cancel(self, request: Request) -> None:
         self._cancels.append(request)
@@ -157,6 +174,33 @@ class Engine:
         except OSError as error:
             raise refusal("weights", str(error), "let the server read the weights") from error
         return manifest
+
+    def totals(self) -> dict[str, float]:
+        features = self.features
+        return {
+            **dataclasses.asdict(self.counts),
+            "busy_seconds": self.busy.seconds,
+            "steps_replayed": self.runner.num_replayed,
+            **self.materializer.counts.totals(),
+            "images_encoded": features.encoded,
+            "feature_cache_hits": features.hits,
+            "feature_cache_evicted": features.evicted,
+        }
+
+    def now(self) -> dict[str, float]:
+        return {
+            "running": self.num_running,
+            "waiting": self.num_waiting,
+            "waiting_bytes": self.waiting_bytes,
+            "rows": self.scheduler.rows.num_rows,
+            "rows_free": self.scheduler.rows.num_free,
+            "rows_cached": len(self.scheduler.prefixes),
+            "kv_bytes": self.runner.nbytes,
+            "pixel_cache_bytes": self.materializer.counts.bytes_held,
+            "feature_cache_bytes": self.features.bytes_held,
+            "version": self.manifest.version,
+            "vision_version": self.manifest.vision_version,
+        }
 
     # --- the loop
 

@@ -69,6 +69,12 @@ class KV:
         return bool(self._keys)
 
     @property
+    def token_bytes(self) -> int:
+        """Of one token in all layers."""
+        held = [*self._keys.values(), *self._values.values()]
+        return sum(table.stride(1) * table.element_size() for table in held)
+
+    @property
     def nbytes(self) -> int:
         held = [*self._keys.values(), *self._values.values()]
         return sum(tensor.nbytes for tensor in held)

@@ -33,6 +33,8 @@ class Request:
     next_position: int = 0
     """Of the first token after the prompt."""
     prompt_hash: int = 0
+    waiting_bytes: int = 0
+    """Its share of the bytes that wait; 0 once it has begun."""
     span_start: int = 0
     """First output token of the version that is sampling now."""
     pending: dict[str, Future[Pixels]] = field(default_factory=dict)
@@ -52,6 +54,12 @@ class Request:
     finish_reason: str = ""
     """stop or length; abort for a request that was cancelled."""
     error: EngineError | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What it holds in memory while it waits: its ids, and its images once decoded."""
+        shown = {slot.item.ref.digest: slot.item.ref for slot in self.slots}
+        return self.prompt.nbytes + sum(3 * ref.width * ref.height for ref in shown.values())
 
     def pixel_digests(self) -> list[str]:
         return [self.digests[key] for key in self.keys]

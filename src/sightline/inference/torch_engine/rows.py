@@ -42,6 +42,8 @@ class Rows:
         self.min_p = np.zeros(self.num_rows, dtype=np.float32)
         self.seed = np.zeros(self.num_rows, dtype=np.uint64)
         self.stops = np.full((self.num_rows, 2), NO_TOKEN, dtype=np.int32)
+        self.banned: dict[int, tuple[int, ...]] = {}
+        """By row, what its request bans beside the pads; most rows ban nothing."""
         self.is_mixed = np.zeros(self.num_rows, dtype=bool)
         """Whether keys and values of an older version are in use."""
         self._free = list(range(self.num_rows))
@@ -77,6 +79,9 @@ class Rows:
         self.min_p[row] = params.min_p
         self.seed[row] = mix_one(request.seed)
         self._fill_stops(row, params.stop_token_ids)
+        self.banned.pop(row, None)
+        if params.banned_token_ids:
+            self.banned[row] = params.banned_token_ids
         if start == 0:
             self.is_mixed[row] = False
 

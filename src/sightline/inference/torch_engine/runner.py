@@ -142,14 +142,26 @@ class Runner:
                 del request.pixels[key]
 
     def logprobs(
-        self, hidden: torch.Tensor, token_ids: np.ndarray, temperature: float
+        self,
+        hidden: torch.Tensor,
+        token_ids: np.ndarray,
+        temperature: float,
+        bans: tuple[int, ...] = (),
     ) -> np.ndarray:
         """float32 (S,) of hidden (S, H) and the tokens that follow; -inf for banned ids."""
         chosen = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
-        found: np.ndarray = (
-            chosen_logprobs(self.forward, hidden, chosen, self._banned, temperature).cpu().numpy()
-        )
-        return found
+        banned = self._banned
+        if bans:
+            banned = torch.cat([banned, torch.tensor(bans, device=self._device)])
+        found = chosen_logprobs(self.forward, hidden, chosen, banned, temperature)
+        on_host: np.ndarray = found.cpu().numpy()
+        return on_host
+
+    def _bans_of(self, rows: np.ndarray) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        bans = self._rows.banned
+        if not bans:
+            return ()
+        return tuple((i, bans[row]) for i, row in enumerate(rows.tolist()) if row in bans)
 
     def sample(self, plan: Plan, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """The next token of each row that samples, and its logprob."""
@@ -162,6 +174,7 @@ class Runner:
             uniform=sampling.uniforms(
                 table.seed[rows], table.length[rows] - table.prompt_length[rows]
             ),
+            bans=self._bans_of(rows),
         )
         if len(rows) < len(hidden):
             hidden = hidden[torch.from_numpy(plan.last()).to(self._device)]

@@ -32,6 +32,8 @@ class Settings:
     top_p: np.ndarray
     min_p: np.ndarray
     uniform: np.ndarray
+    bans: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Places among the rows, and the ids that each bans beside those that all do."""
 
     @property
     def has_filters(self) -> bool:
@@ -67,6 +69,8 @@ def sample(
     greedy = settings.temperature == 0
     scale = np.where(greedy, np.float32(1), settings.temperature)
     allowed = mask_banned(logits.float(), banned)
+    for place, ids in settings.bans:
+        allowed[place, torch.tensor(ids, device=logits.device)] = float("-inf")
     scaled = allowed
     if (scale != 1).any():
         scaled = allowed / torch.from_numpy(scale).to(logits.device)[:, None]

@@ -39,6 +39,8 @@ class Scheduler:
         self.running: dict[int, Request] = {}
         """By row, in the order in which they began."""
         self.done: list[Request] = []
+        self.begun_bytes = 0
+        """Of requests that wait no more, since the start."""
         self.prefixes = PrefixCache()
         self._hash = PrefixHash(rows.max_len)
         self._family = family
@@ -155,6 +157,7 @@ class Scheduler:
             self._begin(request)
 
     def _begin(self, request: Request) -> None:
+        self._wait_no_more(request)
         self.running[request.row] = request
         self._active = None
 
@@ -206,7 +209,12 @@ class Scheduler:
     def everyone(self) -> list[Request]:
         return [*self.running.values(), *self.loading, *self.waiting]
 
+    def _wait_no_more(self, request: Request) -> None:
+        self.begun_bytes += request.waiting_bytes
+        request.waiting_bytes = 0
+
     def _end(self, request: Request) -> None:
+        self._wait_no_more(request)
         if request.row >= 0:
             self.rows.release(request.row)
         self._forget(request)

@@ -34,5 +34,8 @@ def score_prompts(
         at = int(first[i])
         following = table.tokens[row, start + 1 : start + 1 + count]
         request.prompt_logprobs[start + 1 : start + 1 + count] = runner.logprobs(
-            hidden[at : at + count], following, request.params.temperature or 1.0
+            hidden[at : at + count],
+            following,
+            request.params.temperature or 1.0,
+            request.params.banned_token_ids,
         )

@@ -1,13 +1,8 @@
-"""What the engine has done, and when it was busy."""
+"""What the engine has done."""
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from dataclasses import dataclass, field
-
-JOIN_GAP_S = 0.02
-MAX_INTERVALS = 20_000
+from dataclasses import dataclass
 
 
 @dataclass
@@ -30,29 +25,3 @@ class Counts:
     prefilled_again: int = 0
     """Requests whose keys and values a weight update threw away."""
     rows_evicted: int = 0
-
-
-@dataclass
-class Busy:
-    """Wall-clock intervals in which the engine computed; short gaps are bridged."""
-
-    seconds: float = 0.0
-    _intervals: deque[list[float]] = field(default_factory=lambda: deque(maxlen=MAX_INTERVALS))
-
-    def add(self, began: float) -> None:
-        """The engine computed from `began` (seconds since 1970) until now."""
-        now = time.time()
-        self.seconds += now - began
-        if self._intervals and began - self._intervals[-1][1] < JOIN_GAP_S:
-            self._intervals[-1][1] = now
-        else:
-            self._intervals.append([began, now])
-
-    def since(self, moment: float) -> list[list[float]]:
-        """Intervals that end after `moment`; another thread may call this."""
-        for _ in range(8):
-            try:
-                return [list(pair) for pair in self._intervals if pair[1] > moment]
-            except RuntimeError:  # the engine added one while we looked
-                continue
-        return []

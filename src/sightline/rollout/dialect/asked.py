@@ -44,7 +44,8 @@ OF_A_ROLLOUT = Rules(
     why="cannot be honoured while a policy is trained",
 )
 OF_A_SERVER = Rules(
-    honoured=SAMPLING | {"n", "logprobs", "stop_token_ids", "return_token_ids", "tool_choice"},
+    honoured=SAMPLING
+    | {"n", "logprobs", "tool_choice", "stop_token_ids", "banned_token_ids", "return_token_ids"},
     set_aside=_SAYS_NOTHING,
     why="cannot be honoured by this server",
 )

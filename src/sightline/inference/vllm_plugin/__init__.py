@@ -1,0 +1,43 @@
+"""vLLM as the engine behind the generate protocol, through vLLM's own extension points.
+
+    vLLM's API server (process 0)                         vLLM's engine process
+      middleware: our server answers every path             weights: reads published files
+        door -> pixels in a pool -> items                   ban: pads out of the logits
+        engine: EngineClient.generate, pause, resume
+      register: the entry point of vllm.general_plugins, in both
+
+vLLM's own handlers, template and image processor are not reached. All names of vLLM that are used
+stand in `symbols`; no other file imports vllm.
+"""
+
+from __future__ import annotations
+
+TRANSFER = "sightline"
+"""What `--weight-transfer-config` calls our weight transfer."""
+MIDDLEWARE = "sightline.inference.vllm_plugin.middleware.Middleware"
+BAN = "sightline.inference.vllm_plugin.ban:BanIds"
+CONFIG = "sightline"
+"""The key of our settings in vLLM's `--additional-config`."""
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes, and in those of others who have us installed.
+
+    It only adds a name, so that a vLLM that is not ours runs as if we were not there.
+    """
+    from sightline.inference.vllm_plugin.child import end_with_parent, is_of_our_server
+    from sightline.inference.vllm_plugin.symbols import (
+        WeightTransferEngineFactory,
+        keep_images_with_requests,
+    )
+
+    if is_of_our_server():
+        end_with_parent()
+        keep_images_with_requests()
+
+    try:
+        WeightTransferEngineFactory.register_engine(
+            TRANSFER, "sightline.inference.vllm_plugin.weights", "FileTransfer"
+        )
+    except ValueError:  # vLLM may call this again in one process
+        pass

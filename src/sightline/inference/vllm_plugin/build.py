@@ -1,0 +1,119 @@
+"""Makes our server on top of a vLLM that is loaded. Construction only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import REGISTRY
+from safetensors.torch import load_file
+
+from sightline.compute.model import empty_parameters
+from sightline.families import Family
+from sightline.families.registry import load_serving
+from sightline.inference.door import Checked
+from sightline.inference.serve import Parts, seed_of
+from sightline.inference.server import Server
+from sightline.inference.settings import ServeSettings
+from sightline.inference.vllm_plugin import CONFIG, symbols
+from sightline.inference.vllm_plugin.engine import VllmEngine
+from sightline.inference.vllm_plugin.items import Items
+from sightline.inference.vllm_plugin.request import Request
+from sightline.inference.vllm_plugin.update import Updates, vision_digest
+from sightline.pixels import Materializer
+from sightline.wire.weights import Manifest
+
+SAMPLED = "vllm:generation_tokens_total"
+
+
+@dataclass(frozen=True)
+class Built:
+    server: Server
+    settings: ServeSettings
+    family: Family
+    begin: Callable[[], Any]
+    """To be awaited once the server has started."""
+
+
+async def build(client: Any) -> Built:
+    symbols.check()
+    settings = ServeSettings.from_json(client.vllm_config.additional_config[CONFIG]["settings"])
+    return await asyncio.to_thread(_build, client, settings)
+
+
+def _build(client: Any, settings: ServeSettings) -> Built:
+    parts = Parts.load(settings)
+    family = parts.family
+    serving = load_serving(settings.model, family, takes_updates=False)
+    multimodal = client.model_config.multimodal_config
+    materializer = Materializer(
+        family, parts.store, settings.pixel_cache_bytes, threads=settings.pixel_threads
+    )
+    materializer.warm()
+    items = Items(
+        family=family,
+        serving=serving,
+        materializer=materializer,
+        pool=ThreadPoolExecutor(settings.pixel_threads, thread_name_prefix="items"),
+        normalizes=bool(multimodal and multimodal.mm_device_do_normalize),
+        cache=client.renderer.mm_processor_cache,
+    )
+    updates = Updates(
+        client=client,
+        parameters=empty_parameters(settings.model, family),
+        vision=serving.VISION,
+        manifest=Manifest(version=0, vision_version=0, files=[]),
+        vision_digest=_vision_digest(settings.model, serving.VISION),
+    )
+    engine = VllmEngine(
+        client,
+        items,
+        updates,
+        settings,
+        max_image_tokens=client.input_processor.mm_encoder_cache_size,
+        sampled_tokens=sampled_tokens,
+    )
+
+    async def begin() -> None:
+        await updates.begin()
+        if settings.manifest is not None:
+            await asyncio.to_thread(engine.adopt, settings.manifest)
+
+    return Built(parts.server("vllm", engine, make), settings, family, begin)
+
+
+def make(checked: Checked) -> list[Request]:
+    params = checked.params
+    return [
+        Request(
+            checked.prompt,
+            checked.slots,
+            checked.keys,
+            params,
+            None if params.seed is None else seed_of(params.seed, choice),
+        )
+        for choice in range(params.n)
+    ]
+
+
+def sampled_tokens() -> float:
+    """What vLLM's engine has sampled, requests in flight included: vLLM's own metric."""
+    return sum(
+        sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == SAMPLED
+    )
+
+
+def _vision_digest(model: Path, prefixes: tuple[str, ...]) -> str:
+    tensors: dict[str, Any] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        tensors |= {
+            name: tensor for name, tensor in load_file(file).items() if name.startswith(prefixes)
+        }
+    return vision_digest(tensors, prefixes)

@@ -1,0 +1,103 @@
+"""Our server inside vLLM's: an ASGI middleware that answers every path itself.
+
+It is outermost, so that vLLM's handlers, template and image processor are never reached; it
+begins and ends with vLLM's application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from sightline.inference.serve import ENGINE_DIED
+from sightline.inference.server import Server
+from sightline.inference.settings import turns_line
+from sightline.inference.vllm_plugin.build import Built, build
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+FLUSH_S = 0.3
+"""Between the refusals of a server that is told to end, and the end of its connections."""
+
+LOOK_EVERY_S = 1.0
+
+
+class Middleware:
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._stack = AsyncExitStack()
+        self._server: Server | None = None
+        self._is_told = False
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, self._beside(scope, send))
+        elif scope["type"] == "http" and self._server is not None:
+            await self._server.app(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1000})
+
+    def _beside(self, scope: Message, send: Send) -> Send:
+        """`send` of the lifespan: our server begins and ends when vLLM's application does."""
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "lifespan.startup.complete":
+                try:
+                    await self._begin(scope["app"])
+                except BaseException as error:
+                    message = {"type": "lifespan.startup.failed", "message": str(error)}
+                    await self._stack.aclose()
+            if message["type"] == "lifespan.shutdown.complete":
+                await self._stack.aclose()
+            await send(message)
+
+        return sending
+
+    async def _begin(self, app: Any) -> None:
+        client, uvicorn_server = app.state.engine_client, app.state.server
+        built = await build(client)
+        server = built.server
+        server.engine.on_death = lambda: os._exit(ENGINE_DIED)
+        await self._stack.enter_async_context(server.app.router.lifespan_context(server.app))
+        await built.begin()
+        self._server = server
+
+        def end() -> None:
+            self._is_told = True
+            server.engine.stop()
+            loop.call_later(FLUSH_S, setattr, uvicorn_server, "should_exit", True)
+
+        async def look() -> None:
+            # vLLM's own watchdog would end the server as if all were well.
+            while True:
+                await asyncio.sleep(LOOK_EVERY_S)
+                if client.errored and not self._is_told:
+                    os._exit(ENGINE_DIED)
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, end)
+        for work in (look(), announce(built)):
+            task = loop.create_task(work)
+            self._stack.callback(task.cancel)
+
+
+async def announce(built: Built) -> None:
+    """Says where the server listens, once it does."""
+    settings = built.settings
+    while True:
+        try:
+            _, writer = await asyncio.open_connection(settings.host, settings.port)
+            break
+        except OSError:
+            await asyncio.sleep(0.05)
+    writer.close()
+    print(f"serving {settings.model} at http://{settings.host}:{settings.port}", flush=True)
+    print(turns_line(built.family), flush=True)

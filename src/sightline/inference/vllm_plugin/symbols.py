@@ -1,0 +1,142 @@
+"""Every name of vLLM that the plugin uses, and how it expects it to look.
+
+`check` compares them with the vLLM that is installed: it runs before a server starts, and a test
+runs it for each supported version, so that a name that moved is an error that names it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from vllm.distributed.weight_transfer import (
+    WeightTransferEngine,
+    WeightTransferEngineFactory,
+)
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
+)
+from vllm.engine.protocol import EngineClient
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import mm_input, tokens_input
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.multimodal.cache import BaseMultiModalProcessorCache
+from vllm.multimodal.inputs import (
+    MultiModalFieldConfig,
+    MultiModalKwargsItem,
+    MultiModalKwargsItems,
+    PlaceholderRange,
+)
+from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.core.sched import output as scheduler_output
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.sample.logits_processor import LogitsProcessor
+
+from sightline.errors import ConfigError
+from sightline.inference.vllm_plugin.versions import SUPPORTED, check_version
+
+# Documented for people who extend or embed vLLM.
+PUBLIC: dict[Any, tuple[str, ...]] = {
+    WeightTransferEngineFactory.register_engine: ("name", "module_path_or_cls", "class_name"),
+    WeightTransferEngine.__init__: ("config", "vllm_config", "device", "model"),
+    WeightTransferEngine.start_weight_update: (),
+    WeightTransferEngine.receive_weights: ("update_info",),
+    WeightTransferEngine.finish_weight_update: (),
+    LogitsProcessor.__init__: ("vllm_config", "device", "is_pin_memory"),
+    LogitsProcessor.apply: ("logits",),
+    LogitsProcessor.update_state: ("batch_update",),
+    LogitsProcessor.is_argmax_invariant: (),
+    EngineClient.generate: ("prompt", "sampling_params", "request_id"),
+    EngineClient.pause_generation: ("mode", "clear_cache"),
+    EngineClient.resume_generation: (),
+    EngineClient.start_weight_update: (),
+    EngineClient.update_weights: ("request",),
+    EngineClient.finish_weight_update: ("weight_version",),
+    EngineClient.update_weight_version: ("new_version",),
+    EngineClient.reset_prefix_cache: ("reset_running_requests",),
+    EngineClient.reset_encoder_cache: (),
+    SamplingParams: (
+        "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos",
+        "max_tokens", "logprobs", "prompt_logprobs", "detokenize", "output_kind",
+        "skip_reading_prefix_cache",
+    ),
+}  # fmt: skip
+
+# Reached because no documented way leads there.
+PRIVATE: dict[Any, tuple[str, ...]] = {
+    mm_input: ("prompt_token_ids", "mm_kwargs", "mm_hashes", "mm_placeholders", "cache_salt"),
+    tokens_input: ("prompt_token_ids", "cache_salt"),
+    MultiModalFieldConfig.batched: ("modality", "keep_on_cpu"),
+    MultiModalFieldConfig.flat: ("modality", "slices", "dim", "keep_on_cpu"),
+    MultiModalKwargsItems.from_hf_inputs: ("hf_inputs", "config_by_key"),
+    PlaceholderRange: ("offset", "length"),
+    BaseMultiModalProcessorCache.is_cached_item: ("mm_hash",),
+    BaseMultiModalProcessorCache.get_and_update_item: ("mm_item", "mm_hash"),
+    InputProcessor.process_inputs: ("request_id", "prompt", "params"),
+    WeightTransferInitInfo: (),
+    WeightTransferUpdateInfo: (),
+    WeightTransferUpdateRequest: ("update_info",),
+    WeightVersionSpan: ("version", "start", "end"),
+    CompletionOutput: ("index", "token_ids", "logprobs", "finish_reason", "weight_versions"),
+    RequestOutput: ("outputs", "num_cached_tokens", "prompt_logprobs"),
+    initialize_layerwise_reload: ("model",),
+    finalize_layerwise_reload: (),
+    scheduler_output.strip_covered_mm_data: ("mm_features", "num_computed_tokens", "uses_mrope"),
+}
+
+REACHED = (
+    "app.state.engine_client",
+    "app.state.server.should_exit",
+    "EngineClient.vllm_config.additional_config",
+    "EngineClient.model_config.multimodal_config.mm_device_do_normalize",
+    "EngineClient.renderer.mm_processor_cache",
+    "EngineClient.input_processor.mm_encoder_cache_size",
+    "EngineClient.errored",
+)
+"""Attributes of objects at run time: `middleware` and `engine` read them when a server starts."""
+
+ERRORS = (EngineDeadError, VLLMClientError)
+DATA = (MultiModalKwargsItem, RequestOutputKind)
+
+
+def keep_images_with_requests() -> None:
+    """vLLM sends its worker no pixels of an image that its prefix cache covers. A request that must
+    be computed again after a weight update needs them, and without them the worker dies."""
+    if scheduler_output.strip_covered_mm_data is not _all_of_them:
+        scheduler_output.strip_covered_mm_data = _all_of_them
+
+
+def _all_of_them(mm_features: Any, num_computed_tokens: int, uses_mrope: bool = False) -> Any:
+    return mm_features
+
+
+def check() -> str:
+    """The version that is installed; raises ConfigError unless it looks as the plugin expects."""
+    found = check_version()
+    moved = [
+        f"{_name(thing)} takes {list(parameters(thing))}, not {missing}"
+        for table in (PUBLIC, PRIVATE)
+        for thing, wanted in table.items()
+        if (missing := [name for name in wanted if name not in parameters(thing)])
+    ]
+    if moved:
+        raise ConfigError(
+            f"vLLM {found} is not what the plugin was made for: {'; '.join(moved)}",
+            f"install vLLM {' or '.join(SUPPORTED)}",
+        )
+    return found
+
+
+def parameters(thing: Any) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(thing).parameters if name != "self")
+
+
+def _name(thing: Any) -> str:
+    return f"{thing.__module__}.{thing.__qualname__}"

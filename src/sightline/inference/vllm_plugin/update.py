@@ -1,0 +1,113 @@
+"""Weight updates of a vLLM server: checked beside the engine, then taken between two steps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sightline.compute.weights import check_names, read_weights
+from sightline.errors import EngineError, SightlineError
+from sightline.inference.errors import refusal
+from sightline.inference.vllm_plugin.symbols import WeightTransferUpdateRequest
+from sightline.inference.vllm_plugin.weights import WEIGHTS_STAY
+from sightline.wire.weights import Manifest
+
+
+class HalfUpdated(Exception):
+    """vLLM holds neither the old weights nor the new ones whole."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Weights that were found whole and fitting."""
+
+    manifest: Manifest
+    paths: list[str]
+    vision_digest: str
+
+
+@dataclass
+class Updates:
+    """Which weights vLLM has."""
+
+    client: Any
+    parameters: Mapping[str, torch.Tensor]
+    """Names and shapes that published weights must have; on no device."""
+    vision: tuple[str, ...]
+    """What the names of the vision tower's parameters begin with."""
+    manifest: Manifest
+    vision_digest: str
+    count: int = 0
+    vision_count: int = 0
+
+    @property
+    def vision_label(self) -> str:
+        """Of the vision weights in use: their version, and which of this server's they are."""
+        return f"{self.manifest.vision_version}.{self.vision_count}"
+
+    @property
+    def salt(self) -> str:
+        """Keeps keys and values of one version from a prompt of another in vLLM's prefix cache."""
+        return f"{self.manifest.label}.{self.count}"
+
+    def read(self, path: Path) -> Wanted:
+        """Reads and checks the weights of a manifest; refuses what is torn or does not fit."""
+        try:
+            manifest, tensors = read_weights(path)
+            check_names(self.parameters, tensors)
+        except EngineError:
+            raise
+        except SightlineError as error:
+            raise refusal("weights", error.problem, error.fix) from error
+        except OSError as error:
+            raise refusal("weights", str(error), "let the server read the weights") from error
+        paths = [str(path.parent / file.name) for file in manifest.files]
+        return Wanted(manifest, paths, vision_digest(tensors, self.vision))
+
+    async def begin(self) -> None:
+        await self.client.update_weight_version(self.manifest.label)
+
+    async def apply(self, wanted: Wanted, keep_kv: bool) -> None:
+        """Requests in flight stand still meanwhile, and go on under the new weights.
+
+        Their keys and values are computed again unless `keep_kv`. Their images are too where the
+        vision tower is new: they go on under the engine keys with which they came.
+        """
+        is_vision_new = wanted.vision_digest != self.vision_digest
+        await self.client.pause_generation(mode="keep", clear_cache=False)
+        try:
+            await self.client.start_weight_update()
+            info = {"paths": wanted.paths}
+            try:
+                await self.client.update_weights(WeightTransferUpdateRequest(update_info=info))
+            except Exception as error:  # vLLM's own class, with our worker's words in it
+                if WEIGHTS_STAY in str(error):
+                    fix = "publish the version again"
+                    raise refusal("weights", str(error), fix) from error
+                raise HalfUpdated(str(error)) from error
+            await self.client.finish_weight_update(wanted.manifest.label)
+            if not keep_kv:
+                await self.client.reset_prefix_cache(reset_running_requests=True)
+                if is_vision_new:
+                    await self.client.reset_encoder_cache()
+            self.manifest = wanted.manifest
+            self.vision_digest = wanted.vision_digest
+            self.count += 1
+            self.vision_count += is_vision_new
+        finally:
+            await self.client.resume_generation()
+
+
+def vision_digest(tensors: Mapping[str, torch.Tensor], prefixes: tuple[str, ...]) -> str:
+    """Of the bits of the vision tower. A version made again may have the same number."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(name for name in tensors if name.startswith(prefixes)):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        digest.update(tensor.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

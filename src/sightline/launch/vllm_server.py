@@ -1,0 +1,121 @@
+"""The command that starts vLLM with our plugin, in the interpreter that has both."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from sightline.errors import ConfigError
+from sightline.families import load_family, load_renderer
+from sightline.families.registry import load_serving
+from sightline.inference.settings import ServeSettings
+from sightline.inference.vllm_plugin import BAN, CONFIG, MIDDLEWARE, TRANSFER
+from sightline.launch.processes import find_port
+from sightline.media import MediaStore
+
+GIBIBYTE = 2**30
+PROBE = "from sightline.inference.vllm_plugin.versions import check_version; check_version()"
+CHECK_S = 300
+PR_SET_PDEATHSIG = 1
+
+
+def find_python(name: str) -> str:
+    """The interpreter that a setting names; our own for an empty one."""
+    found = shutil.which(name) if name else sys.executable
+    if found is None:
+        raise ConfigError(
+            f"[inference] python = {name!r} is no interpreter",
+            "name the python of the environment that has vLLM, such as .venv-vllm/bin/python",
+        )
+    return os.path.abspath(found)
+
+
+def check_python(name: str) -> str:
+    """The interpreter, which has a vLLM that the plugin knows, and sightline."""
+    python = find_python(name)
+    done = subprocess.run(
+        [python, "-c", PROBE],
+        capture_output=True, text=True, timeout=CHECK_S, check=False, env=vllm_environment(1),
+    )  # fmt: skip
+    if done.returncode == 0:
+        return python
+    lines = [line for line in done.stderr.strip().splitlines() if "fix:" not in line]
+    last = (lines or [f"ended with {done.returncode}"])[-1]
+    raise ConfigError(
+        f"{python} cannot serve with vLLM: {last}",
+        'build its environment as docs/vllm.md says, or set [inference] engine = "torch"',
+    )
+
+
+def vllm_command(settings: ServeSettings, python: str) -> list[str]:
+    """The words of the command. vLLM's own console script looks for another distribution."""
+    family = load_family(settings.model, **settings.overrides)
+    serving = load_serving(settings.model, family, takes_updates=False)
+    renderer = load_renderer(settings.model, MediaStore(settings.media_roots[0]), family)
+    ours = {"settings": settings.to_json(), "banned": list(renderer.pad_token_ids)}
+    words = [python, "-m", "vllm.entrypoints.openai.api_server"]
+    words += ["--model", str(settings.model), "--host", settings.host]
+    words += ["--port", str(settings.port), "--dtype", settings.dtype]
+    words += ["--max-model-len", str(settings.max_len), "--max-num-seqs", str(settings.max_rows)]
+    words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+    words += ["--limit-mm-per-prompt", json.dumps(serving.LIMITS)]
+    words += ["--mm-processor-cache-gb", f"{settings.pixel_cache_bytes / GIBIBYTE:.6f}"]
+    words += ["--weight-transfer-config", json.dumps({"backend": TRANSFER})]
+    words += ["--middleware", MIDDLEWARE, "--logits-processors", BAN]
+    words += ["--additional-config", json.dumps({CONFIG: ours})]
+    words += ["--uvicorn-log-level", "warning", "--disable-fastapi-docs"]
+    if not settings.reuse_kv:
+        words.append("--no-enable-prefix-caching")
+    if is_cpu(settings.device):
+        words += ["--enforce-eager", *serving.CPU_ARGUMENTS]
+    return words
+
+
+def is_cpu(device: str) -> bool:
+    return device == "cpu" or (device == "auto" and not Path("/dev/nvidia0").exists())
+
+
+def vllm_environment(threads: int) -> dict[str, str]:
+    given = dict(os.environ)
+    # Compiling its sampler costs more than half a minute at the first request of a CPU.
+    given.setdefault("TORCHDYNAMO_DISABLE", str(int(not Path("/dev/nvidia0").exists())))
+    given.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # Threads tied to cores would stand in the way of trainer and workers on the same ones.
+    given.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    return given | {
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        # The logits processor that bans pads is of the first model runner's kind.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def become_vllm(settings: ServeSettings, python: str) -> None:
+    """Turns this process into the server; it keeps its number, its parent and its output.
+
+    What watched for the parent's end in this program is gone then, so the kernel does.
+    """
+    roots = tuple(root.absolute() for root in settings.media_roots)
+    settings = replace(settings, media_roots=roots, model=settings.model.absolute())
+    words = vllm_command(settings, python)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    sys.stdout.flush()
+    os.execve(words[0], words, vllm_environment(settings.threads))
+
+
+def serve_vllm(settings: ServeSettings, python: str) -> None:
+    """Serves with vLLM until SIGTERM or SIGINT. Refuses what cannot work before the model loads."""
+    if not settings.media_roots:
+        raise ConfigError("a server without a media root", "name the store's folder")
+    port = find_port(settings.host, settings.port, "port")
+    become_vllm(replace(settings, port=port), check_python(python))

@@ -1,0 +1,90 @@
+"""The best checkpoint so far, by held-out tasks: a folder that transformers and we can load.
+
+Published weights become a checkpoint without being computed on: bytes are copied, and what a
+checkpoint has beside parameters comes from the one that the run started from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from sightline.orchestrator.progress import Books
+
+WEIGHTS = "model.safetensors"
+
+
+@dataclass
+class Best:
+    source: Path
+    """The checkpoint folder that the run started from."""
+    target: Path
+    books: Books
+
+    async def consider(self, step: int, measure: float, weights: Path) -> None:
+        """Keeps the weights file of `step` unless an earlier step was as good."""
+        progress = self.books.progress
+        if progress.best_step and measure <= progress.best_measure:
+            return
+        # In a thread: a large checkpoint takes a while to copy.
+        await asyncio.to_thread(self._write, weights)
+        progress.best_step, progress.best_measure = step, measure
+        self.books.save()
+
+    def _write(self, weights: Path) -> None:
+        part = self.target.with_name(f".{self.target.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        for file in self.source.iterdir():
+            if file.is_file() and file.suffix != ".safetensors" and "index.json" not in file.name:
+                shutil.copy2(file, part / file.name)
+        merge(weights, sorted(self.source.glob("*.safetensors")), part / WEIGHTS)
+        # A reader finds the old one, none for a moment, or the new one; never a part.
+        shutil.rmtree(self.target, ignore_errors=True)
+        os.rename(part, self.target)
+
+
+def merge(weights: Path, others: list[Path], target: Path) -> None:
+    """A safetensors file with all of `weights`, and what only `others` have."""
+    taken: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    for path in (weights, *others):
+        with open(path, "rb") as file:
+            header, start = _read_header(file)
+        for name, described in header.items():
+            if name != "__metadata__" and name not in taken:
+                taken[name] = (path, start, described)
+    made: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (_, _, described) in taken.items():
+        first, last = described["data_offsets"]
+        made[name] = {**described, "data_offsets": [at, at + last - first]}
+        at += last - first
+    encoded = json.dumps(made, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with open(target, "wb") as out:
+        out.write(len(encoded).to_bytes(8, "little") + encoded)
+        for path, start, described in taken.values():
+            first, last = described["data_offsets"]
+            with open(path, "rb") as file:
+                file.seek(start + first)
+                _copy(file, out, last - first)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
+    size = int.from_bytes(file.read(8), "little")
+    header: dict[str, Any] = json.loads(file.read(size))
+    return header, 8 + size
+
+
+def _copy(source: IO[bytes], target: IO[bytes], count: int, chunk: int = 1 << 24) -> None:
+    while count:
+        data = source.read(min(count, chunk))
+        target.write(data)
+        count -= len(data)

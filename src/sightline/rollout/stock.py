@@ -1,0 +1,127 @@
+"""Speaks to a vLLM that is not ours: its own code makes the pixels, so nothing proves them.
+
+A request goes out with one pad for each image and the address of its file; vLLM expands and
+processes. The ids that it expanded come back and are compared with ours: a difference is an error.
+Answers carry no pixel digests, and the trainer refuses such samples unless the run file allows it.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sightline.errors import EngineError
+from sightline.media import MediaStore
+from sightline.rollout.client import GenerateClient
+from sightline.wire import Slot
+from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, Placeholder
+
+BAN = -100.0
+"""The lowest bias that vLLM takes: a banned id keeps less than 1e-43 of its probability."""
+SHOWN = 8
+"""Ids on either side of a difference that an error shows."""
+
+
+class StockAnswer(msgspec.Struct, frozen=True):
+    """What we read of vLLM's own answer."""
+
+    request_id: str
+    choices: list[Choice]
+    prompt_token_ids: list[int]
+    """As vLLM expanded them."""
+    mm_placeholders: dict[str, list[Placeholder]] | None = None
+
+
+_answers = msgspec.json.Decoder(StockAnswer)
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class StockClient:
+    client: GenerateClient
+    store: MediaStore
+    banned: tuple[int, ...]
+    """The renderer's pads: they go into each request's `logit_bias`."""
+    reads_files: bool
+    """Whether the server may read the store (`--allowed-local-media-path`). Where it may not,
+    images are sent as data urls: the one place where bytes of an image leave the store."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        slots = request.slots()
+        body = _encoder.encode(self._body(request, slots))
+        answer = _answers.decode(await self.client.post("/inference/v1/generate", body))
+        check_expanded(request.token_ids, slots, answer)
+        return GenerateResponse(request_id=answer.request_id, choices=answer.choices)
+
+    def _body(self, request: GenerateRequest, slots: Sequence[Slot]) -> dict[str, Any]:
+        params = request.sampling_params
+        return {
+            "token_ids": one_pad_each(request.token_ids, slots),
+            "content_parts": [self._part(slot) for slot in slots] or None,
+            "return_token_ids": True,
+            "sampling_params": {
+                "max_tokens": params.max_tokens,
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": max(0, params.top_k),
+                "min_p": params.min_p,
+                "seed": params.seed,
+                "stop_token_ids": list(params.stop_token_ids),
+                "logprobs": params.logprobs,
+                "n": params.n,
+                "ignore_eos": True,
+                "detokenize": False,
+                "logit_bias": {str(token): BAN for token in self.banned},
+            },
+        }
+
+    def _part(self, slot: Slot) -> dict[str, str]:
+        ref = slot.item.ref
+        if self.reads_files:
+            url = self.store.path(ref.digest).absolute().as_uri()
+        else:
+            data = base64.b64encode(self.store.get(ref)).decode()
+            url = f"data:{ref.mime};base64,{data}"
+        # vLLM keeps what it made of an image under the uuid.
+        return {"type": "image_url", "url": url, "uuid": slot.item.key}
+
+
+def one_pad_each(token_ids: Sequence[int], slots: Sequence[Slot]) -> list[int]:
+    """The form from which an engine expands by itself."""
+    short: list[int] = []
+    done = 0
+    for slot in slots:
+        short += token_ids[done : slot.offset + 1]
+        done = slot.end
+    return [*short, *token_ids[done:]]
+
+
+def check_expanded(token_ids: list[int], slots: Sequence[Slot], answer: StockAnswer) -> None:
+    """Raises, with both, unless vLLM expanded the prompt to our ids and places."""
+    theirs = answer.prompt_token_ids
+    if theirs != token_ids:
+        pairs = zip(token_ids, theirs, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(token_ids), len(theirs)))
+        near = slice(max(0, at - SHOWN), at + SHOWN)
+        raise _differs(
+            f"{len(token_ids)} ids here, {len(theirs)} there; from {near.start} on ours are "
+            f"{token_ids[near]}, theirs {theirs[near]}"
+        )
+    ours = [(slot.offset, slot.length) for slot in slots]
+    places = [place for found in (answer.mm_placeholders or {}).values() for place in found]
+    there = sorted((place.offset, place.length) for place in places)
+    if there != ours:
+        raise _differs(f"images at {ours} here, at {there} there")
+
+
+def _differs(what: str) -> EngineError:
+    return EngineError(
+        f"vLLM expanded the prompt in another way than the renderer: {what}",
+        "serve the checkpoint that the renderer was loaded from, with the same pixel limits",
+        kind="expansion",
+        status=502,
+    )

@@ -1,0 +1,98 @@
+"""On every kind of tiny checkpoint the engine says, greedily, what transformers generates.
+
+Qwen3-VL and Qwen3.5 have suites of their own beside this one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from agents import picture
+from serving import Client, live
+
+from sightline.compute.model import load_model
+from sightline.families import load_family, load_renderer, registry
+from sightline.inference.settings import ServeSettings
+from sightline.media import MediaStore
+from sightline.message import user
+from sightline.wire import Slot
+from sightline.wire.generate import SamplingParams
+
+NUM_TOKENS = 24
+CHECKPOINTS = [
+    ("qwen_vl", {"type": "qwen2_5_vl"}),
+    ("qwen_vl", {"type": "qwen3_vl_thinking"}),
+    ("qwen_vl", {"type": "qwen3"}),
+    ("kimi_k25", {}),
+]
+
+
+class Witness:
+    """transformers' own `generate`, with its own attention and its own search for the images."""
+
+    def __init__(self, path: Path, store: MediaStore) -> None:
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+        self.family = load_family(path)
+        self.store = store
+        auto = AutoModelForImageTextToText if self.family.shows_images else AutoModelForCausalLM
+        self.model = auto.from_pretrained(path, local_files_only=True, attn_implementation="sdpa")
+        self.rows: Any = load_model(path, self.family, "cpu", "float32")
+        self.banned = list(load_renderer(path, store).pad_token_ids)
+
+    @torch.no_grad()
+    def says(self, tokens: list[int], slots: list[Slot]) -> list[int]:
+        ids = torch.tensor([tokens])
+        inputs: dict[str, torch.Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if slots:
+            made = [self.family.patches(self.store.image(s.item.ref), s.item) for s in slots]
+            rows = [self.rows.rows(torch.from_numpy(patches)) for patches in made]
+            inputs["pixel_values"] = torch.cat(rows)
+            inputs["image_grid_thw"] = torch.tensor([slot.item.grid for slot in slots])
+            if self.family.num_axes > 1:  # positions follow the images: it wants to know where
+                kinds = torch.zeros_like(ids)
+                for slot in slots:
+                    kinds[0, slot.offset : slot.end] = 1
+                inputs["mm_token_type_ids"] = kinds
+        out = self.model.generate(
+            **inputs,
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            suppress_tokens=self.banned,
+            eos_token_id=None,
+        )
+        said: list[int] = out[0, len(tokens) :].tolist()
+        return said
+
+
+@pytest.mark.parametrize(("family", "options"), CHECKPOINTS, ids=str)
+def test_greedy_is_what_transformers_generates(
+    family: str, options: dict[str, str], tmp_path: Path, store: MediaStore
+) -> None:
+    registry.write_tiny(family, tmp_path / "model", seed=0, **options)
+    witness = Witness(tmp_path / "model", store)
+    renderer = load_renderer(tmp_path / "model", store)
+    shown = (
+        [store.put(picture(n, 40 * n, 64)) for n in (1, 2)] if witness.family.shows_images else []
+    )
+    talks = [[user("What is it?", *shown[:1])], [user(*shown, "Both of them?")], [user("Hello.")]]
+    prompts = [renderer.render(talk) for talk in talks]
+    settings = ServeSettings(
+        model=tmp_path / "model", media_roots=(store.root,), device="cpu", max_len=1024,
+        prefill_chunk=7,
+    )  # fmt: skip
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
+    with live(settings) as served:
+        client = Client(served.host, served.port, witness.family.modality)
+        for prompt in prompts:
+            said = client.generate(prompt.token_ids, prompt.slots, params).choices[0].token_ids
+            assert said == witness.says(prompt.token_ids, prompt.slots)
+            # The next prompt begins with this one and its answer: keys and values are taken over.
+            longer = [*prompt.token_ids, *said, *renderer.render([user("More.")]).token_ids]
+            answer = client.generate(longer, prompt.slots, params)
+            assert answer.choices[0].token_ids == witness.says(longer, prompt.slots)
+            assert answer.sightline is not None
+            assert answer.sightline.cached_tokens == len(prompt.token_ids) + NUM_TOKENS - 1

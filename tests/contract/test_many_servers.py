@@ -1,0 +1,176 @@
+"""No server knows more than another: where a request goes, and what is cached there, changes
+nothing; and a client that dies takes nothing from the others."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from agents import Worker, listening, picture, shown
+from aiohttp import web
+from serving import GREEDY, Client, Together, live
+
+from sightline.envs import Chat
+from sightline.families import load_renderer
+from sightline.inference.settings import ServeSettings
+from sightline.media import MediaRef, MediaStore
+from sightline.message import user
+from sightline.trace import Trace
+from sightline.wire.generate import GenerateRequest, SamplingParams
+
+NUM_ROLLOUTS, NUM_TURNS = 6, 3
+
+
+@pytest.fixture
+def settings(tiny_model: Path, store: MediaStore) -> ServeSettings:
+    return ServeSettings(
+        model=tiny_model, media_roots=(store.root,), device="cpu", max_rows=16, max_len=1024
+    )
+
+
+@asynccontextmanager
+async def round_robin(servers: list[str]) -> AsyncIterator[tuple[str, list[int]]]:
+    """An address whose requests go to the servers in turn, whoever sends them; and the statuses."""
+    turn, statuses = itertools.cycle(servers), list[int]()
+    async with aiohttp.ClientSession() as session:
+
+        async def pass_on(http: web.Request) -> web.Response:
+            body = await http.read()
+            async with session.request(http.method, next(turn) + http.path, data=body) as answer:
+                statuses.append(answer.status)
+                return web.Response(body=await answer.read(), status=answer.status)
+
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_route("*", "/{path:.*}", pass_on)
+        async with listening(app) as address:
+            yield address, statuses
+
+
+def play_all(servers: list[Client], model: Path, store: MediaStore) -> list[Trace]:
+    """Rollouts side by side, each turn of them at another server."""
+
+    def talk(number: int) -> Any:
+        async def rollout(chat: Chat) -> float:
+            for turn in range(NUM_TURNS):
+                await chat.send([shown(10 * number + turn)])
+            return 1.0
+
+        return rollout
+
+    async def main() -> list[Trace]:
+        addresses = [f"http://{server.host}:{server.port}" for server in servers]
+        async with round_robin(addresses) as (address, statuses):
+            worker = Worker(model, store, address, max_tokens=12)
+            played = [worker.play(talk(n), temperature=0.0) for n in range(NUM_ROLLOUTS)]
+            traces = await asyncio.gather(*played)
+        assert statuses == [200] * (NUM_ROLLOUTS * NUM_TURNS)
+        return list(traces)
+
+    traces = asyncio.run(main())
+    assert not any(trace.error for trace in traces)
+    return traces
+
+
+def test_two_servers_without_affinity_and_one_without_caches_say_what_one_cached_server_says(
+    settings: ServeSettings, tiny_model: Path, store: MediaStore
+) -> None:
+    bare = replace(settings, pixel_cache_bytes=0, feature_cache_bytes=0, reuse_kv=False)
+    with ExitStack() as stack:
+        cached, one, two, none = (
+            stack.enter_context(live(each)) for each in (settings, settings, settings, bare)
+        )
+        expected = play_all([cached], tiny_model, store)
+        for servers in ([one, two], [none]):
+            traces = play_all(servers, tiny_model, store)
+            for trace, known in zip(traces, expected, strict=True):
+                assert [n.token_ids for n in trace.nodes] == [n.token_ids for n in known.nodes]
+                assert [n.slots for n in trace.nodes] == [n.slots for n in known.nodes]
+        assert cached.totals()["cached_tokens"] > 0 and none.totals()["cached_tokens"] == 0
+        assert min(one.totals()["requests"], two.totals()["requests"]) == 9
+        assert none.totals()["pixel_cache_hits"] == none.totals()["feature_cache_hits"] == 0
+        assert sum(server.totals()["failed"] for server in (cached, one, two, none)) == 0
+
+
+class Gated(MediaStore):
+    """Gives no image before it is told to."""
+
+    gate = threading.Event()
+
+    def image(self, ref: MediaRef) -> Any:
+        assert self.gate.wait(60)
+        return super().image(ref)
+
+
+POST = """
+import http.client, sys
+connection = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=60)
+connection.request("POST", "/inference/v1/generate", sys.stdin.buffer.read())
+print(connection.getresponse().status)
+"""
+
+
+def test_a_client_that_is_killed_does_not_cancel_the_image_that_another_waits_for(
+    settings: ServeSettings, tiny_model: Path, store: MediaStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sightline.inference.serve.MediaStore", Gated)
+    Gated.gate.clear()
+    ref = store.put(picture(5))
+    rendered = load_renderer(tiny_model, store).render([user("What is it?", ref)])
+    body = msgspec.json.encode(GenerateRequest.of(rendered.token_ids, rendered.slots, GREEDY))
+    with live(settings) as server:
+        words = [sys.executable, "-c", POST, server.host, str(server.port)]
+        first = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert first.stdin is not None
+        first.stdin.write(body)
+        first.stdin.close()
+        server.wait_for("now", "waiting", 1)  # it began the flight
+        second = Together(server).generate(rendered.token_ids, rendered.slots)
+        server.wait_for("totals", "pixel_cache_joined", 1)
+        first.kill()
+        first.wait()
+        server.wait_for("totals", "cancelled", 1)
+        assert not second.done()
+        Gated.gate.set()
+        assert len(second.result(60).choices[0].token_ids) == GREEDY.max_tokens
+        totals = server.totals()
+        assert totals["images_made"] == 1 and totals["images_failed"] == totals["failed"] == 0
+    assert first.stdout is not None and first.stdout.read() == b""
+    first.stdout.close()
+
+
+def test_requests_that_wait_are_bounded_by_their_bytes_too(
+    settings: ServeSettings, tiny_model: Path, store: MediaStore
+) -> None:
+    """A picture of 64x64 takes 12,288 bytes once it is decoded."""
+    renderer = load_renderer(tiny_model, store)
+    rendered = [renderer.render([user(store.put(picture(n, 64, 64)))]) for n in range(4)]
+    small = replace(settings, max_rows=1, max_waiting_bytes=30_000)
+    with live(small) as server:
+        together = Together(server)
+        long = SamplingParams(max_tokens=900, seed=1)
+        running = together.generate(rendered[0].token_ids, rendered[0].slots, long)
+        server.wait_for("now", "running", 1)
+        waiting = [
+            together.generate(one.token_ids, one.slots, SamplingParams(max_tokens=1, seed=1))
+            for one in rendered[1:3]
+        ]
+        server.wait_for("now", "waiting", 2)
+        assert server.now()["waiting_bytes"] >= 2 * 12_288
+        request = GenerateRequest.of(rendered[3].token_ids, rendered[3].slots, GREEDY)
+        error = server.refused(json.dumps(msgspec.to_builtins(request)).encode())
+        assert (error.code, error.type) == (503, "overloaded") and "bytes" in error.message
+        for answer in (running, *waiting):
+            assert answer.result().choices
+        assert server.now()["waiting_bytes"] == 0

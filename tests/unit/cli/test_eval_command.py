@@ -1,0 +1,58 @@
+"""`sightline eval`: an environment against an endpoint and against a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from serving import Client, live
+
+from sightline.cli.main import main
+from sightline.inference.settings import ServeSettings
+from sightline.media import MediaStore
+
+WORDS = ["eval", "color_codeword", "--tasks", "6", "--max-tokens", "12", "--temperature", "0"]
+
+
+@pytest.fixture
+def server(tiny_model: Path, store: MediaStore) -> Iterator[Client]:
+    settings = ServeSettings(
+        model=tiny_model, media_roots=(store.root,), device="cpu", max_len=1024
+    )
+    with live(settings) as made:
+        yield made
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_an_endpoint_is_asked_with_data_urls_and_by_reference_alike(
+    server: Client, store: MediaStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint = ["--endpoint", f"http://{server.host}:{server.port}/v1"]
+    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
+    assert main([*WORDS, *endpoint, "--output", str(one)]) == 0
+    said = capsys.readouterr().out
+    assert "95% interval" in said and "reward" in said and "0 broken" in said
+    assert main([*WORDS, *endpoint, "--media", str(store.root), "--output", str(other)]) == 0
+    assert lines(one) == lines(other) and len(lines(one)) == 6
+    assert all(line["num_tokens"] for line in lines(one))
+
+
+def test_a_checkpoint_is_served_meanwhile(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, "--checkpoint", str(tiny_model), "--device", "cpu"]) == 0
+    assert "6 held-out tasks" in capsys.readouterr().out
+
+
+def test_rollouts_that_break_are_counted_and_shown(
+    server: Client, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint = f"http://{server.host}:{server.port}/v1"
+    assert main([*WORDS, "--endpoint", endpoint, "--model", "another"]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "6 broken" in said and "is not served here" in said

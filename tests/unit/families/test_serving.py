@@ -1,0 +1,83 @@
+"""What a family hands to an engine that is not ours: its own pixels, under that engine's names."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import making
+import numpy as np
+import pytest
+
+from sightline.errors import FamilyError
+from sightline.families import load_family
+from sightline.families.registry import load_serving, read_config, write_tiny
+from sightline.media import MediaStore
+
+
+@pytest.fixture(scope="module", params=["qwen_vl", "kimi_k25"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp(request.param)
+    write_tiny(request.param, path, seed=0)
+    return path
+
+
+def serving_of(family: Any) -> Any:
+    import importlib
+
+    return importlib.import_module(f"sightline.families.{family.name}.serving")
+
+
+def test_the_rows_are_the_family_s_patches(model: Path, store: MediaStore) -> None:
+    family: Any = load_family(model)
+    serving = serving_of(family)
+    item = family.item(store.put(making.image(random.Random(1), 70, 50)))
+    patches = family.patches(store.image(item.ref), item)
+    raw = serving.fields(family, item, patches, normalizes=True)
+    rows = serving.fields(family, item, patches, normalizes=False)
+    assert raw.keys() == rows.keys() and len(raw) == 2
+    pixels, grid = raw.values()
+    assert pixels.data.dtype == np.uint8 and pixels.is_flat
+    assert grid.data.tolist() == list(item.grid) and grid.stays_on_host and not grid.is_flat
+    floats = next(iter(rows.values())).data
+    np.testing.assert_array_equal(floats, family.rows(patches))
+    assert pixels.data.shape == floats.shape
+    # What the device makes of the raw values is what the family's table says.
+    table = family.table.T.astype(np.float64)
+    by_channel = pixels.data.reshape(len(patches), 3, -1)
+    made = np.stack([table[c][by_channel[:, c]] for c in range(3)], axis=1)
+    np.testing.assert_allclose(made.reshape(floats.shape), floats, atol=1e-6)
+
+
+def test_vision_parameters_are_known_by_their_names(model: Path) -> None:
+    from sightline.compute.model import empty_parameters, load_model
+
+    family = load_family(model)
+    empty = empty_parameters(model, family)
+    forward = load_model(model, family, "cpu", "float32")
+    own = dict(forward.model.named_parameters())
+    assert {name: p.shape for name, p in empty.items()} == {n: p.shape for n, p in own.items()}
+    vision = {name for name, _ in forward.vision_parameters()}
+    prefixes = serving_of(family).VISION
+    assert {name for name in own if name.startswith(prefixes)} == vision
+
+
+def test_a_checkpoint_that_vllm_cannot_serve_is_refused(model: Path) -> None:
+    family = load_family(model)
+    config = read_config(model)
+    if family.name == "qwen_vl":
+        load_serving(model, family)
+        config.pop("vision_config")
+    with pytest.raises(FamilyError) as caught:
+        serving_of(family).check_served(config, takes_updates=True)
+    assert 'engine = "torch"' in caught.value.fix
+
+
+def test_no_engine_is_imported(model: Path) -> None:
+    name = load_family(model).name
+    code = f"import sys, sightline.families.{name}.serving; print('vllm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,171 @@
+"""Evaluations beside a run: each against its own weights, none in the way, the best one kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sightline.compute.weights import write_weights
+from sightline.families.registry import write_tiny
+from sightline.monitor import EventLog, RunDir
+from sightline.orchestrator.beside import Beside
+from sightline.orchestrator.best import Best, merge
+from sightline.orchestrator.dispatch import Dispatch
+from sightline.orchestrator.policy import Policy
+from sightline.orchestrator.progress import Books
+from sightline.wire.control import Control, Play, Published
+
+MEASURES = {2: 0.2, 4: 0.7, 6: 0.5, 8: 0.7}
+
+
+class Asked:
+    """An evaluator and the client of its server: what was adopted, what was evaluated on it."""
+
+    base_url = "http://evaluator"
+
+    def __init__(self) -> None:
+        self.adopted: list[str] = []
+        self.evaluated: list[tuple[int, str, str]] = []
+        self.gate = asyncio.Event()
+
+    async def adopt(self, manifest: str) -> None:
+        self.adopted.append(manifest)
+
+    async def evaluate(self, name: str, step: int, server: str) -> float:
+        await self.gate.wait()
+        self.evaluated.append((step, self.adopted[-1], server))
+        return MEASURES[step]
+
+
+def publish(run_dir: RunDir, step: int) -> Published:
+    tensors = {"a": torch.full((3,), float(step))}
+    path, _ = write_weights(run_dir.weights, tensors, step, 0)
+    return Published(step, 0, str(path), {}, 0)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    found = RunDir(tmp_path / "run")
+    found.make()
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    write_buffer = {"buffer": torch.arange(4.0), "a": torch.zeros(3)}
+    from safetensors.torch import save_file
+
+    save_file(write_buffer, source / "model.safetensors", metadata={"format": "pt"})
+    return found
+
+
+def test_every_second_step_is_evaluated_on_its_own_weights_and_the_best_is_kept(
+    run_dir: RunDir,
+) -> None:
+    async def main() -> None:
+        asked: Any = Asked()
+        books = Books.open(run_dir)
+        policy = Policy([], run_dir.weights)
+        target = run_dir.checkpoints / "best"
+        best = Best(run_dir.path.parent / "source", target, books)
+        events = EventLog(run_dir.metrics, "orchestrator")
+        beside = Beside(asked, policy, best, books, events, asked, every=2, last_step=9)
+        working = asyncio.create_task(beside.keep_evaluating())
+        asked.gate.set()
+        for step in range(1, 9):
+            published = publish(run_dir, step)
+            beside.publish(published)
+            policy._forget(step)
+            # Nobody waited for it: the version after it may come at any time.
+            if step % 2 == 0:
+                assert (run_dir.weights / f"v{step:06d}").is_dir()
+                await beside.drain()
+                assert not policy.held
+        working.cancel()
+        assert [step for step, _, _ in asked.evaluated] == [2, 4, 6, 8]
+        for step, manifest, server in asked.evaluated:
+            assert f"v{step:06d}" in manifest and server == asked.base_url
+        assert (books.progress.best_step, books.progress.best_measure) == (4, 0.7)
+        kept = load_file(target / "model.safetensors")
+        assert kept["a"].tolist() == [4.0] * 3 and kept["buffer"].tolist() == [0, 1, 2, 3]
+        assert (target / "config.json").is_file()
+        # What was played is not played again, and a run that goes on knows its best.
+        assert Books.open(run_dir).progress.best_step == 4
+        beside.publish(publish(run_dir, 4))
+        assert not policy.held
+
+    asyncio.run(main())
+
+
+def test_a_slow_evaluation_lets_older_versions_go_and_keeps_what_it_holds(run_dir: RunDir) -> None:
+    async def main() -> None:
+        asked: Any = Asked()
+        books = Books.open(run_dir)
+        policy = Policy([], run_dir.weights)
+        best = Best(run_dir.path.parent / "source", run_dir.checkpoints / "best", books)
+        events = EventLog(run_dir.metrics, "orchestrator")
+        beside = Beside(asked, policy, best, books, events, asked, every=2, last_step=9)
+        working = asyncio.create_task(beside.keep_evaluating())
+        for step in (2, 4, 6):
+            beside.publish(publish(run_dir, step))
+            await asyncio.sleep(0.01)
+            policy._forget(step)
+        assert policy.held == {2, 6}
+        assert sorted(path.name for path in run_dir.weights.glob("v*")) == ["v000002", "v000006"]
+        asked.gate.set()
+        await beside.drain()
+        working.cancel()
+        assert [step for step, _, _ in asked.evaluated] == [2, 6] and not policy.held
+
+    asyncio.run(main())
+    skipped = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+    assert [e["step"] for e in skipped if e["kind"] == "eval_skipped"] == [4]
+
+
+def test_rollouts_at_another_server_take_no_place_of_the_runs_own() -> None:
+    sent: list[str] = []
+
+    async def send(worker: str, message: Control) -> None:
+        assert isinstance(message, Play)
+        sent.append(message.rollout_id)
+
+    async def main() -> None:
+        dispatch = Dispatch(send, ["a"], max_in_flight=2)
+        for i in range(3):
+            await dispatch.submit(Play(f"t{i}", "g", i, "train", 0, 1.0))
+        for i in range(4):
+            await dispatch.submit(Play(f"e{i}", "", i, "eval", 0, 1.0, server="http://evaluator"))
+        assert sent == ["t0", "t1", "e0", "e1", "e2", "e3"] and dispatch.num_waiting == 1
+        dispatch.done("t0", 1)
+        await dispatch._pump()
+        assert sent[-1] == "t2"
+
+    asyncio.run(main())
+
+
+def test_published_weights_with_the_rest_of_a_checkpoint_load_in_transformers(
+    tmp_path: Path,
+) -> None:
+    """Kimi's router has a buffer that is no parameter: published weights do not hold it."""
+    from transformers import AutoModelForImageTextToText
+
+    write_tiny("kimi_k25", tmp_path / "model", seed=0)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", local_files_only=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    path, _ = write_weights(tmp_path / "weights", dict(model.named_parameters()), 3, 3)
+    source = sorted((tmp_path / "model").glob("*.safetensors"))
+    merge(path.with_name("model.safetensors"), source, tmp_path / "merged.safetensors")
+    kept, before = load_file(tmp_path / "merged.safetensors"), load_file(source[0])
+    assert kept.keys() == before.keys()
+    parameters = dict(model.named_parameters())
+    for name, tensor in kept.items():
+        assert torch.equal(
+            tensor, parameters[name].detach() if name in parameters else before[name]
+        )
+    assert kept.keys() - parameters.keys()

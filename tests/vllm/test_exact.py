@@ -1,0 +1,229 @@
+"""The pixels are ours, and every engine computes the trainer's logprobs from them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import making
+import msgspec
+import numpy as np
+import pytest
+import vllm_servers
+from PIL import Image
+from serving import GREEDY, Client, Reference, Together, embedded, live, next_turn
+
+from sightline.errors import MediaError
+from sightline.inference.settings import ServeSettings
+from sightline.media import MediaStore
+from sightline.message import user
+from sightline.pack import Cost
+from sightline.pixels import Materializer
+from sightline.trainer.build import build_learner
+from sightline.trainer.feed import Preparer
+from sightline.wire import Slot
+from sightline.wire.array import Array
+from sightline.wire.generate import GenerateResponse, SamplingParams
+from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
+
+BOUND = 1e-4
+
+
+def noise(seed: int, width: int, height: int) -> Image.Image:
+    return making.image(random.Random(seed), width, height)
+
+
+def test_the_vision_tower_gets_the_patches_of_the_family(
+    client: Client, settings: ServeSettings, reference: Reference, media: MediaStore
+) -> None:
+    folder = vllm_servers.start(settings).folder
+    refs = [media.put(noise(i, *size)) for i, size in enumerate([(64, 96), (160, 32)], 900)]
+    rendered = reference.renderer.render([user("Look:", *refs)])
+    (folder / "wanted").touch()
+    try:
+        answer = client.generate(rendered.token_ids, rendered.slots)
+    finally:
+        (folder / "wanted").unlink()
+    seen = np.concatenate([np.load(file) for file in sorted(folder.glob("seen-*.npy"))])
+    for file in folder.glob("seen-*.npy"):
+        file.unlink()
+    family = reference.family
+    patches = [family.patches(media.image(s.item.ref), s.item) for s in rendered.slots]
+    ours = np.concatenate(patches)
+    assert seen.dtype == np.uint8 and len(seen) == len(ours)
+    for frame in range(family.temporal):
+        rows = seen.reshape(len(seen), 3, family.temporal, -1)[:, :, frame].reshape(len(seen), -1)
+        np.testing.assert_array_equal(rows, ours)
+    digests = Materializer(family, media, 0)
+    assert answer.sightline is not None
+    assert answer.sightline.pixel_digests == [digests.get(s.item).digest for s in rendered.slots]
+
+
+class Talk:
+    """A prompt, and what a server said to it."""
+
+    def __init__(self, tokens: list[int], slots: list[Slot], answer: GenerateResponse) -> None:
+        self.tokens, self.slots = tokens, slots
+        choice = answer.choices[0]
+        assert choice.logprobs is not None and answer.sightline is not None
+        self.said = choice.token_ids
+        self.logprobs = np.array([entry.logprob for entry in choice.logprobs.content])
+        self.digests = answer.sightline.pixel_digests
+
+    def sample(self, name: str, digests: list[str] | None = None) -> Sample:
+        num, start = len(self.said), len(self.tokens)
+        items = list(dict.fromkeys(slot.item for slot in self.slots))
+        return Sample(
+            trace_id=name, group_id="g", env="test", reward=0.0,
+            token_ids=Array.of([*self.tokens, *self.said], "int32"),
+            trained=Array.of(np.arange(start, start + num), "int32"),
+            logprobs=Array.of(self.logprobs, "float32"),
+            advantages=Array.of(np.zeros(num), "float32"),
+            versions=Array.of(np.zeros(num), "int32"),
+            segments=[Segment(0, start, start + num)],
+            items=items,
+            slots=[
+                SampleSlot(slot.offset, slot.length, items.index(slot.item), digest)
+                for slot, digest in zip(self.slots, digests or self.digests, strict=True)
+            ],
+        )  # fmt: skip
+
+
+def talks(client: Client, reference: Reference, media: MediaStore) -> list[Talk]:
+    """Two turns each, with images of several sizes."""
+    together = Together(client)
+    asked = []
+    for i in range(4):
+        refs = [media.put(noise(10 * i + j, 32 * (1 + j), 64)) for j in range(1 + i % 2)]
+        rendered = reference.renderer.render([user("What is it?", *refs)])
+        params = SamplingParams(max_tokens=16, seed=i)
+        first = client.generate(rendered.token_ids, rendered.slots, params)
+        said = first.choices[0].token_ids
+        shown = user(media.put(noise(500 + i, 96, 32)), "And this?")
+        tokens, slots = next_turn(
+            reference.renderer, rendered.token_ids, rendered.slots, said, shown
+        )
+        asked.append((tokens, slots, together.generate(tokens, slots, params)))
+    return [Talk(tokens, slots, answer.result()) for tokens, slots, answer in asked]
+
+
+def preparer(learner: Any, media: MediaStore) -> Preparer:
+    materializer = Materializer(learner.family, media, max_bytes=1 << 24)
+    return Preparer(learner.family, materializer, Cost(1 << 20, 1 << 20), max_bad_fraction=0.0)
+
+
+def trained_logprobs(
+    model: Path, media: MediaStore, samples: list[Sample]
+) -> dict[str, np.ndarray]:
+    """What the trainer computes for them, before its step."""
+    config = making.trainer_config()
+    learner = build_learner(making.model_config(model), config, media, steps=10)
+    scores = learner.step(preparer(learner, media).prepare(Batch(1, samples), "")).scores
+    values = scores.logprobs.numpy()
+    return {origin.trace_id: values[origin.start : origin.stop] for origin in scores.origins}
+
+
+def kl(sampler: np.ndarray, other: np.ndarray) -> float:
+    """The sampler's divergence from another, estimated on its own tokens."""
+    gap = other - sampler
+    return float(np.mean(np.expm1(gap) - gap))
+
+
+def test_vllm_the_embedded_engine_and_the_trainer_agree_on_every_token(
+    client: Client,
+    settings: ServeSettings,
+    reference: Reference,
+    media: MediaStore,
+    tiny_model: Path,
+) -> None:
+    said = talks(client, reference, media)
+    samples = [talk.sample(f"t{i}") for i, talk in enumerate(said)]
+    trainer = trained_logprobs(tiny_model, media, samples)
+    with embedded(settings) as torch_engine:
+        for i, talk in enumerate(said):
+            tokens = [*talk.tokens, *talk.said]
+            params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+            answer = torch_engine.generate(tokens, talk.slots, params)
+            assert answer.sightline is not None and answer.prompt_logprobs is not None
+            assert answer.sightline.pixel_digests == talk.digests
+            entries = answer.prompt_logprobs[len(talk.tokens) :]
+            scored = np.array([e[t].logprob for e, t in zip(entries, talk.said, strict=True)])
+            for name, other in (("embedded engine", scored), ("trainer", trainer[f"t{i}"])):
+                worst = float(np.abs(other - talk.logprobs).max())
+                print(f"vLLM and {name}: {worst:.1e} at most, KL {kl(talk.logprobs, other):.1e}")
+                assert worst < BOUND
+
+
+def test_a_pixel_that_differs_by_one_level_is_refused(
+    client: Client, reference: Reference, media: MediaStore, tiny_model: Path
+) -> None:
+    picture = noise(77, 64, 64)
+    red, green, blue = picture.getpixel((5, 9))
+    other = picture.copy()
+    other.putpixel((5, 9), (red ^ 1, green, blue))
+    refs = [media.put(picture), media.put(other)]
+    answers = []
+    for ref in refs:
+        rendered = reference.renderer.render([user("What is it?", ref)])
+        answer = client.generate(rendered.token_ids, rendered.slots, SamplingParams(seed=1))
+        answers.append(Talk(rendered.token_ids, rendered.slots, answer))
+    right, wrong = answers
+    learner = build_learner(
+        making.model_config(tiny_model), making.trainer_config(), media, steps=10
+    )
+    preparer(learner, media).prepare(Batch(1, [right.sample("right")]), "")
+    with pytest.raises(MediaError, match="PixelMismatch"):
+        sample = right.sample("wrong", digests=wrong.digests)
+        preparer(learner, media).prepare(Batch(1, [sample]), "")
+
+
+def test_an_exchanged_image_breaks_the_bound(
+    client: Client, reference: Reference, media: MediaStore, tiny_model: Path
+) -> None:
+    talk = talks(client, reference, media)[0]
+    other = media.put(noise(4321, *_size(talk.slots[0])))
+    item = reference.family.item(other)
+    slots = [msgspec.structs.replace(talk.slots[0], item=item), *talk.slots[1:]]
+    swapped = Talk(talk.tokens, slots, client.generate(talk.tokens, slots, GREEDY))
+    sample = msgspec.structs.replace(
+        talk.sample("t"), items=swapped.sample("t").items, slots=swapped.sample("t").slots
+    )
+    found = trained_logprobs(tiny_model, media, [sample])["t"]
+    assert np.abs(found - talk.logprobs).max() > 10 * BOUND
+
+
+def _size(slot: Slot) -> tuple[int, int]:
+    return slot.item.ref.width, slot.item.ref.height
+
+
+def test_two_servers_in_turn_and_one_without_caches_say_what_one_says(
+    settings: ServeSettings,
+    odd_settings: ServeSettings,
+    reference: Reference,
+    media: MediaStore,
+) -> None:
+    """vLLM with its caches, vLLM with none, and the embedded engine; no turn knows the last."""
+    with live(settings) as one, live(odd_settings) as bare, embedded(settings) as other:
+        ways = {"one": [one], "in turn": [one, other], "three": [bare, other, one]}
+        said = {
+            name: [greedy_rollout(servers, reference, media, i) for i in range(3)]
+            for name, servers in ways.items()
+        }
+        failed = [server.totals()["failed"] for server in (one, bare, other)]
+    assert said["in turn"] == said["one"] and said["three"] == said["one"]
+    assert failed == [0, 0, 0]
+
+
+def greedy_rollout(
+    servers: list[Client], reference: Reference, media: MediaStore, seed: int
+) -> list[int]:
+    refs = [media.put(noise(7000 + 10 * seed + i, 64, 32 * (1 + i))) for i in range(4)]
+    rendered = reference.renderer.render([user("What is it?", refs[0])])
+    tokens, slots, said = rendered.token_ids, rendered.slots, []
+    for turn, ref in enumerate([*refs[1:], None]):
+        new = servers[turn % len(servers)].generate(tokens, slots).choices[0].token_ids
+        said += new
+        if ref is not None:
+            tokens, slots = next_turn(reference.renderer, tokens, slots, new, user(ref, "Next?"))
+    return said

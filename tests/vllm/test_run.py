@@ -1,0 +1,26 @@
+"""A run whose server is vLLM: five steps of the demo, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sightline.monitor import RunDir
+from tests.loop.jobs import EXAMPLES, sightline, summary
+
+
+def test_five_steps_of_the_demo(tmp_path: Path, python: str) -> None:
+    sightline("model", "tiny", "models/tiny", cwd=tmp_path)
+    sightline("sft", EXAMPLES / "warmup.toml", "run.steps=20", cwd=tmp_path)
+    (tmp_path / "models" / "warm").rename(tmp_path / "models" / "half")
+    sightline(
+        "rl", "--plain", EXAMPLES / "vllm.toml", f"inference.python={json.dumps(python)}",
+        "run.steps=5", "eval.tasks=16", cwd=tmp_path,
+    )  # fmt: skip
+    run_dir = RunDir(tmp_path / "runs" / "color_codeword_vllm-001")
+    found = summary(run_dir)
+    assert found["steps"] == 5
+    assert found["bad_media"] == 0
+    assert found["mismatch_kl"] < 1e-6
+    said = sightline("inspect", "--shows-images", run_dir.path, cwd=tmp_path).stdout
+    assert said

@@ -1,0 +1,138 @@
+"""What is particular to a server that is vLLM: names that may move, paths that are closed, its
+end, and what is refused before it starts.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import vllm_servers
+from serving import Client, Reference, live
+
+from sightline.errors import ConfigError
+from sightline.inference.settings import ServeSettings
+from sightline.launch.vllm_server import check_python
+from sightline.message import user
+from sightline.wire.generate import GenerateRequest, SamplingParams
+
+MOVED = """
+from sightline.inference.vllm_plugin import symbols
+symbols.PUBLIC[symbols.EngineClient.pause_generation] = ("mode", "no_such_parameter")
+symbols.check()
+"""
+
+
+def run(python: str, code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [python, "-c", code], capture_output=True, text=True, timeout=300, check=False, cwd="/"
+    )
+
+
+def test_every_name_of_vllm_is_where_the_plugin_expects_it(python: str) -> None:
+    code = "from sightline.inference.vllm_plugin import symbols; print(symbols.check())"
+    done = run(python, code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1].startswith("0.32.")
+
+
+def test_a_name_that_moved_is_named(python: str) -> None:
+    done = run(python, MOVED)
+    assert done.returncode and "pause_generation" in done.stderr
+    assert "no_such_parameter" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions", "/v1/responses", "/tokenize", "/invocations", "/v1/chat/completions/render",
+     "/pause", "/update_weights", "/docs", "/v1/messages", "/inference/v1/abort_requests"],
+)  # fmt: skip
+def test_handlers_of_vllm_are_not_reached(client: Client, path: str) -> None:
+    """They would render and process images their own way, or change weights behind our back."""
+    for method in ("GET", "POST"):
+        status, body, _ = client.call(method, path, b"{}" if method == "POST" else None)
+        assert (status, body) == (404, b"Not Found")
+
+
+def test_what_vllm_cannot_say_is_refused(client: Client, reference: Reference) -> None:
+    tokens = reference.renderer.render([user("Hello.")]).token_ids
+    for params, path in (
+        (SamplingParams(prompt_logprobs=0), "sampling_params.prompt_logprobs"),
+        (SamplingParams(temperature=2.5), "sampling_params.temperature"),
+    ):
+        error = client.refused(msgspec.json.encode(GenerateRequest.of(tokens, [], params)))
+        assert (error.code, error.type, error.path) == (400, "sampling", path)
+
+
+def test_an_interpreter_without_vllm_is_refused_with_the_cure(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="vLLM is not installed") as caught:
+        check_python(sys.executable)
+    assert "docs/vllm.md" in caught.value.fix
+    with pytest.raises(ConfigError, match="no interpreter"):
+        check_python(str(tmp_path / "python"))
+
+
+def test_an_interpreter_without_sightline_is_refused(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "v"], check=True)
+    fake = tmp_path / "bare"
+    fake.write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {tmp_path}/v/bin/python "$@"\n')
+    fake.chmod(0o755)
+    with pytest.raises(ConfigError, match="sightline"):
+        check_python(str(fake))
+
+
+def test_requests_in_flight_are_refused_with_503_when_the_server_ends(
+    odd_settings: ServeSettings, reference: Reference
+) -> None:
+    found: list[Any] = []
+    rendered = reference.renderer.render([user("Hello.")])
+    request = GenerateRequest.of(rendered.token_ids, [], SamplingParams(max_tokens=4000))
+    body = msgspec.json.encode(request)
+    with live(odd_settings) as ending:
+        server = vllm_servers.start(odd_settings)
+        children = _children(server.process.pid)
+        assert len(children) >= 2
+        thread = threading.Thread(target=lambda: found.append(ending.refused(body)))
+        thread.start()
+        ending.wait_for("now", "running", 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        vllm_servers.forget(server)
+    thread.join(20)
+    assert (found[0].code, found[0].type) == (503, "stopping")
+    _wait_gone(children)
+
+
+def _children(pid: int) -> list[int]:
+    """Of a process, and theirs."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, IndexError):
+                continue
+            if parent == pid:
+                found += [int(folder.name), *_children(int(folder.name))]
+    return found
+
+
+def _wait_gone(pids: list[int], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists() and _is_alive(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return (Path(f"/proc/{pid}") / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

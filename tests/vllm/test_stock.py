@@ -1,0 +1,152 @@
+"""A vLLM that is not ours: our ids against those that it expands, and samples without proof."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import making
+import msgspec
+import numpy as np
+import pytest
+import vllm_servers
+from serving import Reference
+
+from sightline.errors import EngineError, MediaError
+from sightline.inference.settings import ServeSettings
+from sightline.launch.processes import find_port
+from sightline.launch.vllm_server import vllm_environment
+from sightline.media import MediaStore
+from sightline.message import user
+from sightline.pack import Cost
+from sightline.pixels import Materializer
+from sightline.rollout.client import GenerateClient
+from sightline.rollout.stock import StockClient, one_pad_each
+from sightline.trainer.feed import Preparer
+from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingParams
+from sightline.wire.sample import Batch
+
+START_S = 600
+
+
+@pytest.fixture(scope="module")
+def address(
+    tiny_model: Path, media: MediaStore, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """vLLM as it comes: none of our plugin's parts, but the flags that its documentation names."""
+    folder = tmp_path_factory.mktemp("stock")
+    port = find_port("127.0.0.1", 0, "port")
+    words = [os.path.abspath(vllm_servers.python), "-m", "vllm.entrypoints.openai.api_server"]
+    words += ["--model", str(tiny_model), "--port", str(port), "--host", "127.0.0.1"]
+    words += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]
+    words += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    words += ["--limit-mm-per-prompt", '{"image": 4, "video": 0}']
+    words += ["--allowed-local-media-path", str(media.root)]
+    settings = ServeSettings(model=tiny_model, media_roots=(media.root,), port=port)
+    variables = vllm_environment(1) | {"VLLM_PLUGINS": "none"}
+    with open(folder / "server.log", "wb") as log:
+        process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=variables)
+    server = vllm_servers.Server(settings, process, folder)
+    try:
+        server.wait("/version", "version")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def ask(address: str, client: StockClient, request: GenerateRequest) -> GenerateResponse:
+    async def main() -> GenerateResponse:
+        try:
+            return await client.generate(request)
+        finally:
+            await client.client.close()
+
+    return asyncio.run(main())
+
+
+def stock(address: str, media: MediaStore, reference: Reference, reads_files: bool) -> StockClient:
+    banned = reference.renderer.pad_token_ids
+    return StockClient(GenerateClient(address, deadline_s=5), media, banned, reads_files)
+
+
+def request_of(reference: Reference, media: MediaStore, seed: int = 3) -> GenerateRequest:
+    rng = random.Random(6000)
+    refs = [media.put(making.image(rng, 32 * (2 + i), 64)) for i in range(2)]
+    rendered = reference.renderer.render([user("What is", refs[0], "and", refs[1], "?")])
+    return GenerateRequest.of(
+        rendered.token_ids, rendered.slots, SamplingParams(max_tokens=12, seed=seed)
+    )
+
+
+@pytest.mark.parametrize("reads_files", [True, False], ids=["files", "data urls"])
+def test_its_ids_are_ours_and_its_logprobs_are_close(
+    address: str, reference: Reference, media: MediaStore, reads_files: bool
+) -> None:
+    """The images fit the grid as they are, so that its processor does not resize them."""
+    request = request_of(reference, media)
+    answer = ask(address, stock(address, media, reference, reads_files), request)
+    assert answer.sightline is None
+    choice = answer.choices[0]
+    assert choice.logprobs is not None
+    said = choice.token_ids
+    expected = reference.logprobs(request.token_ids, said, request.slots())
+    found = [entry.logprob for entry in choice.logprobs.content]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert set(said).isdisjoint(reference.renderer.pad_token_ids)
+
+
+def test_other_ids_are_an_error_that_shows_both(
+    address: str, reference: Reference, media: MediaStore
+) -> None:
+    request = request_of(reference, media)
+    slots = request.slots()
+    # A renderer with other pixel limits would have given the first image fewer pads.
+    shorter = msgspec.structs.replace(slots[0], length=slots[0].length - 1)
+    tokens = [*request.token_ids[: shorter.end], *request.token_ids[slots[0].end :]]
+    moved = [shorter, *(slot.moved(-1) for slot in slots[1:])]
+    wrong = GenerateRequest.of(tokens, moved, request.sampling_params)
+    with pytest.raises(EngineError, match="expanded the prompt in another way") as caught:
+        ask(address, stock(address, media, reference, True), wrong)
+    assert str(len(tokens)) in caught.value.problem
+    assert str(len(request.token_ids)) in caught.value.problem
+    assert caught.value.kind == "expansion"
+
+
+def test_one_pad_stands_for_each_image(reference: Reference, media: MediaStore) -> None:
+    request = request_of(reference, media)
+    slots = request.slots()
+    short = one_pad_each(request.token_ids, slots)
+    pads = [token for token in short if token in reference.family.slot_token_ids]
+    assert len(pads) == len(slots) == 2
+    assert len(short) == len(request.token_ids) - sum(slot.length - 1 for slot in slots)
+
+
+def test_samples_without_proof_are_counted_and_refused_unless_allowed(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    family = making.family(tiny_model)
+    samples = [
+        msgspec.structs.replace(
+            sample,
+            slots=[msgspec.structs.replace(slot, pixel_digest=None) for slot in sample.slots],
+        )
+        for sample in making.samples(tiny_model, store, count=6)
+    ]
+    unproven = sum(bool(sample.slots) for sample in samples)
+    assert unproven
+
+    def prepare(budget: float, allowed: bool) -> object:
+        materializer = Materializer(family, store, 1 << 24)
+        limit = Cost(1 << 20, 1 << 20)
+        preparer = Preparer(family, materializer, limit, budget, allows_unproven=allowed)
+        return preparer.prepare(Batch(1, samples), "")
+
+    with pytest.raises(MediaError, match="allow_unproven"):
+        prepare(0.0, False)
+    assert prepare(1.0, False).bad == {"PixelsUnproven": unproven}  # type: ignore[attr-defined]
+    assert prepare(0.0, True).bad == {}  # type: ignore[attr-defined]

@@ -1,0 +1,135 @@
+"""vLLM servers that the tests of a session share: one takes a minute to start.
+
+`python` is the interpreter that has vLLM (`--vllm PATH`); without one the embedded engine serves.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sightline.inference.settings import ServeSettings
+
+python = ""
+START_S = 600
+HOOKS = Path(__file__).parent / "vllm" / "hooks"
+_servers: dict[str, Server] = {}
+
+
+@dataclass
+class Server:
+    settings: ServeSettings
+    process: subprocess.Popen[bytes]
+    folder: Path
+    is_ready: bool = False
+    weights: list[Path] = field(default_factory=list)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "server.log"
+
+    def wait(self, path: str = "/health", name: str = "status") -> None:
+        deadline = time.monotonic() + START_S
+        while not self.is_ready:
+            assert self.process.poll() is None, self.log.read_text(errors="replace")[-6000:]
+            assert time.monotonic() < deadline, self.log.read_text(errors="replace")[-6000:]
+            try:
+                self.is_ready = bool(self.call("GET", path)[name])
+            except OSError:
+                time.sleep(0.2)
+
+    def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", self.settings.port, timeout=60)
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body))
+            answer = connection.getresponse()
+            data = answer.read()
+        finally:
+            connection.close()
+        assert answer.status == 200, data
+        return json.loads(data)
+
+    def go_back(self) -> None:
+        """To the weights of the checkpoint, as version 0."""
+        if self.call("GET", "/health")["version"] != "0":
+            self.call("POST", "/sightline/v1/adopt", {"manifest": str(self._first_weights())})
+
+    def _first_weights(self) -> Path:
+        if not self.weights:
+            from transformers import AutoModelForImageTextToText
+
+            from sightline.compute.weights import write_weights
+
+            model = AutoModelForImageTextToText.from_pretrained(
+                self.settings.model, local_files_only=True
+            )
+            path, _ = write_weights(self.folder, dict(model.named_parameters()), 0, 0)
+            self.weights.append(path)
+        return self.weights[0]
+
+
+def start(settings: ServeSettings) -> Server:
+    """A server with `settings`, the one that is there or one that begins to load."""
+    from sightline.inference.vllm_plugin import BAN
+    from sightline.launch.processes import find_port
+    from sightline.launch.vllm_server import vllm_command, vllm_environment
+
+    name = json.dumps(settings.to_json(), sort_keys=True)
+    if name not in _servers:
+        settings = replace(settings, port=find_port("127.0.0.1", 0, "port"))
+        folder = Path(tempfile.mkdtemp(prefix="sightline-vllm-"))
+        words = vllm_command(settings, os.path.abspath(python))
+        # Beside our own, one that writes down what the vision tower gets.
+        words.insert(words.index(BAN) + 1, "seen_by_tower:Watch")
+        path = os.pathsep.join([str(HOOKS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with open(folder / "server.log", "wb") as log:
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=vllm_environment(1) | {"PYTHONPATH": path},
+            )
+        _servers[name] = Server(settings, process, folder)
+    return _servers[name]
+
+
+def forget(server: Server) -> None:
+    """It was ended by a test; the next that asks gets another."""
+    for name in [name for name, other in _servers.items() if other is server]:
+        del _servers[name]
+
+
+@contextmanager
+def lend(settings: ServeSettings) -> Iterator[tuple[int, dict[str, float]]]:
+    """Its port, and its totals so far. It has the weights of the checkpoint, and is idle."""
+    server = start(settings)
+    server.wait()
+    server.go_back()
+    try:
+        yield server.settings.port, server.call("GET", "/sightline/v1/stats")["totals"]
+    finally:
+        if server.process.poll() is None:
+            server.go_back()
+
+
+def end_all() -> None:
+    for server in _servers.values():
+        server.process.terminate()
+    for server in _servers.values():
+        try:
+            server.process.wait(30)
+        except subprocess.TimeoutExpired:
+            server.process.kill()
+            server.process.wait()
+    _servers.clear()
