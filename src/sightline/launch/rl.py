@@ -134,7 +134,7 @@ def trainer_specs(trainer: Spec, settings: Trainer) -> list[Spec]:
     num = settings.ranks
     found = []
     for rank in range(num):
-        name = f"{trainer.name}-{rank}" if rank else trainer.name
+        name = name_of_rank(rank, trainer.name)
         words = [*trainer.arguments, "--rank", str(rank), "--ranks", str(num)]
         words += ["--meet", meet, "--channel", channel]
         words[1] = name

@@ -35,9 +35,8 @@ class Files:
     dtype: torch.dtype
 
     def publish(self, model: nn.Module, step: int, vision_version: int) -> tuple[Path, Manifest]:
-        return write_weights(
-            self.root, plain_parameters(model), step, vision_version, merging(model), self.dtype
-        )
+        weights, gather = plain_parameters(model), merging(model)
+        return write_weights(self.root, weights, step, vision_version, gather, self.dtype)
 
     def deliver(self, model: nn.Module) -> None:
         pass
@@ -58,4 +57,5 @@ class Sent:
 
     def deliver(self, model: nn.Module) -> None:
         assert self.manifest is not None
-        self.broadcaster.send(self.manifest, plain_parameters(model), merging(model), self.dtype)
+        weights, gather = plain_parameters(model), merging(model)
+        self.broadcaster.send(self.manifest, weights, gather, self.dtype)

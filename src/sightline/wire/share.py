@@ -11,9 +11,9 @@ ENDED_BY_ANOTHER = 3
 """Exit status of a rank that ends because another failed; the launcher reports the other."""
 
 
-def name_of_rank(rank: int) -> str:
+def name_of_rank(rank: int, lead: str = "trainer") -> str:
     """The process that computes it."""
-    return f"trainer-{rank}" if rank else "trainer"
+    return f"{lead}-{rank}" if rank else lead
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):

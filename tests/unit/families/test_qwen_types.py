@@ -28,7 +28,7 @@ from sightline.trainer.learner import Laps, Learner
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
 
-TYPES = ("qwen3_vl", "qwen3_vl_thinking", "qwen2_5_vl", "qwen3_5", "qwen3")
+TYPES = ("qwen3_vl", "qwen3_vl_thinking", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3")
 WHOLE, ALONE = Cost(1 << 20, 1 << 20), Cost(1, 1)
 PACKINGS = {"qwen3_5": "rows"}
 

@@ -1,4 +1,4 @@
-"""Qwen-VL: Qwen2.5-VL, Qwen3-VL and Qwen3.5 checkpoints, and text-only Qwen3.
+"""Qwen-VL: Qwen2.5-VL, Qwen3-VL (dense, with experts), Qwen3.5 checkpoints, text-only Qwen3.
 
 `vision` has layout and pixels, `positions` the MRoPE arithmetic, `text` the family of a
 text-only checkpoint, `formats/` the chat formats and `render` what they share, `forward` the

@@ -13,6 +13,7 @@ from sightline.families.qwen_vl.tiny_tokenizer import MAX_TOKENS
 TEMPLATES = {
     "qwen3_vl": "qwen3_vl.jinja",
     "qwen3_vl_thinking": "reasoning.jinja",
+    "qwen3_vl_moe": "qwen3_vl.jinja",
     "qwen2_5_vl": "qwen2_5_vl.jinja",
     "qwen3_5": "qwen3_5.jinja",
     "qwen3": "reasoning.jinja",
@@ -32,6 +33,8 @@ class TinySettings:
     kv_heads: int = 2
     head_dim: int = 32
     intermediate: int = 128
+    experts: int = 4
+    """Of each layer, where the type has any; two of them answer for a token."""
     rope_theta: float = 10_000.0
     vision_hidden: int = 64
     vision_layers: int = 2
@@ -132,6 +135,13 @@ def _text(settings: TinySettings, tokenizer: Tokenizer) -> dict[str, Any]:
         # Its head size is the hidden size over the heads, and has no field.
         del text["head_dim"]
         text["bos_token_id"] = None
+    if settings.type == "qwen3_vl_moe":
+        text |= {
+            "num_experts": settings.experts,
+            "num_experts_per_tok": 2,
+            # Not the hidden size: files of this type may hold experts either way round.
+            "moe_intermediate_size": settings.intermediate * 3 // 4,
+        }
     if settings.type == "qwen3_5":
         kinds = ["linear_attention", "full_attention"]
         text |= {
@@ -178,7 +188,7 @@ def _vision(settings: TinySettings) -> dict[str, Any]:
         side = 2 * settings.merge * settings.patch_size
         return vision | {"window_size": side, "fullatt_block_indexes": [settings.vision_layers - 1]}
     vision["num_position_embeddings"] = settings.vision_positions
-    if settings.model_type == "qwen3_vl":
+    if settings.model_type in ("qwen3_vl", "qwen3_vl_moe"):
         vision["deepstack_visual_indexes"] = list(settings.deepstack)
     return vision
 

@@ -26,6 +26,7 @@ from sightline.render import ChatTemplate, Tokenizer
 FORMATS: dict[str, tuple[type[ChatFormat], ...]] = {
     "qwen2_5_vl": (Qwen25VL,),
     "qwen3_vl": (Qwen3VL, Qwen3VLThinking),
+    "qwen3_vl_moe": (Qwen3VL, Qwen3VLThinking),
     "qwen3_5": (Qwen35,),
     "qwen3": (Qwen3,),
 }

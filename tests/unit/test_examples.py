@@ -1,0 +1,118 @@
+"""Every example loads, and holds as far as that can be seen without its model's weights.
+
+In place of a published model stands a tiny one of the same type: names of layers, chat format and
+token counts of images are the type's own.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sightline import config
+from sightline.cli.config import kind_of
+from sightline.compute.model import load_model
+from sightline.config import RunFile, SftFile
+from sightline.envs.mix import build_environment
+from sightline.errors import FamilyError
+from sightline.families import load_family, load_renderer
+from sightline.families.registry import write_tiny
+from sightline.launch.preflight import check_checkpoint, check_fit, check_model, resolve_model
+from sightline.media import MediaStore
+from sightline.trainer.lora import add_adapters
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FILES = sorted(EXAMPLES.glob("*/*.toml"))
+TYPES: dict[str, tuple[str, dict[str, str]]] = {
+    "Qwen/Qwen3-VL-4B-Instruct": ("qwen_vl", {"type": "qwen3_vl"}),
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": ("qwen_vl", {"type": "qwen3_vl_moe"}),
+    "moonshotai/Kimi-K2.5": ("kimi_k25", {}),
+}
+NAMES = [f"{path.parent.name}/{path.stem}" for path in FILES]
+PUBLISHED = [path for path in FILES if config.load(kind_of(path), path).model.path in TYPES]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Path] = {}
+
+    def of(model: str) -> Path:
+        if model not in made:
+            made[model] = tmp_path_factory.mktemp("models") / model.replace("/", "-")
+            family, options = TYPES[model]
+            write_tiny(family, made[model], seed=0, **options)
+        return made[model]
+
+    return of
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_an_example_loads_and_its_settings_go_together(path: Path) -> None:
+    file = config.load(kind_of(path), path)
+    assert file == config.check(type(file), config_values(file), str(path))
+    if isinstance(file, RunFile):
+        check_fit(file)
+    if file.env is not None:
+        environment = build_environment(file.env)
+        assert environment.task(0, "train") != environment.task(1, "train")
+
+
+def config_values(file: RunFile | SftFile) -> dict[str, Any]:
+    import tomllib
+
+    return tomllib.loads(config.dump(file))
+
+
+def test_there_are_examples_of_each_published_model() -> None:
+    named = {config.load(kind_of(path), path).model.path for path in PUBLISHED}
+    assert named == set(TYPES)
+    sizes = {p.stem for p in PUBLISHED if p.parent.name == "qwen3_vl_4b"}
+    assert {"one_gpu", "eight_gpus"} <= sizes
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_a_model_that_is_not_there_is_named_with_the_cure(path: Path) -> None:
+    file = config.load(kind_of(path), path)
+    with pytest.raises(FamilyError, match=f"'{file.model.path}' is no folder"):
+        resolve_model(file)
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_it_holds_on_a_small_model_of_the_same_type(
+    path: Path, tiny: Any, store: MediaStore
+) -> None:
+    file = config.load(kind_of(path), path)
+    model = tiny(file.model.path)
+    settings = file.model.model_copy(update={"path": str(model)})
+    if file.env is not None:
+        check_model(settings, file.env)
+    else:
+        check_checkpoint(settings, "[data]", shows_images=True)
+    family = load_family(model)
+    if file.lora.rank:
+        forward = load_model(model, family, "cpu", "float32")
+        add_adapters(forward, file.lora, settings.train_vision, seed=0)
+        vision = {name for name, p in forward.vision_parameters() if p.requires_grad}
+        assert bool(vision) == settings.train_vision
+    if isinstance(file, RunFile):
+        longest = longest_conversation(file, model, store)
+        assert longest + file.rollout.max_tokens <= file.inference.max_len
+        gpus = {f"cuda:{rank}" for rank in range(file.trainer.ranks)}
+        assert file.inference.device not in gpus, "a GPU of its own, where there are several"
+
+
+def longest_conversation(file: RunFile, model: Path, store: MediaStore) -> int:
+    """In tokens of the tiny vocabulary, whose texts are longer than any real one's."""
+    environment: Any = build_environment(file.env)
+    renderer = load_renderer(model, store)
+    longest = 0
+    for i in range(6):
+        task = environment.task(i, "train")
+        talk = environment.demonstration(task, store.put, random.Random(i))
+        turn = renderer.render(talk, environment.tools).token_ids
+        num_turns = sum(message.role == "assistant" for message in talk)
+        longest = max(longest, len(turn) * environment.max_turns // num_turns)
+    return longest
