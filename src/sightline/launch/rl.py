@@ -34,6 +34,7 @@ from sightline.monitor.console import LiveView
 from sightline.monitor.report import write_report
 from sightline.monitor.summary import print_summary, summarize
 from sightline.wire.file import write_atomic
+from sightline.wire.share import name_of_rank
 
 LEADER = "orchestrator"
 
