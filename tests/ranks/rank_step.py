@@ -43,7 +43,9 @@ def main() -> None:
     with torch.no_grad():
         for parameter in learner.forward.model.parameters():
             parameter.mul_(1.01)
-    ready = next(iter(feed(learner, ranks, model, store)))
+    materializer = Materializer(learner.family, store, 1 << 24)
+    ready = next(iter(feed(learner, ranks, model, store, materializer)))
+    patches = [m.patches for m in ready.micro_batches if m.patches is not None]
     found: dict[str, torch.Tensor] = {}
     norms: list[float] = []
     update = learner.update
@@ -61,7 +63,14 @@ def main() -> None:
         f"after.{n}": whole_tensor(p.detach()) for n, p in learner.forward.model.named_parameters()
     }
     local = sum(_local_bytes(p) for p in learner.forward.model.parameters())
-    (out / f"rank{rank}.json").write_text(json.dumps({"bytes": local}))
+    note_rank = {
+        "bytes": local,
+        "made": materializer.counts.made,
+        "mapped": materializer.counts.mapped,
+        "images": ready.num_images,
+        "patches": sum(len(p) for p in patches),
+    }
+    (out / f"rank{rank}.json").write_text(json.dumps(note_rank))
     if ranks.is_lead:
         save_file(
             {k: v.contiguous() for k, v in (found | after).items()}, out / "found.safetensors"
@@ -81,9 +90,8 @@ def _local_bytes(parameter: torch.Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def feed(learner, ranks, model, store):  # type: ignore[no-untyped-def]
+def feed(learner, ranks, model, store, materializer):  # type: ignore[no-untyped-def]
     family = learner.family
-    materializer = Materializer(family, store, 1 << 24)
     if not ranks.is_lead:
         follow = Follow(ranks)
         follow.hello()
@@ -95,7 +103,7 @@ def feed(learner, ranks, model, store):  # type: ignore[no-untyped-def]
         return [ready]
     lead = Lead(ranks)
     lead.gather()
-    given: ReadyBatch = Spread(lead, ranks.size)(ready)
+    given: ReadyBatch = Spread(lead, ranks.size, 1 << 24)(ready)
     return [given]
 
 

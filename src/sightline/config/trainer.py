@@ -64,5 +64,8 @@ class Trainer(Section):
         0, ge=0, description="Compute threads; 0 shares the cores with the server."
     )
     pixel_cache_mb: int = Field(
-        256, ge=0, description="Patches kept between batches.", json_schema_extra=FREE
+        256,
+        ge=0,
+        description="Patches kept between batches, and as much for other ranks of a batch.",
+        json_schema_extra=FREE,
     )

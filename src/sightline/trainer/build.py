@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from sightline.compute.model import load_model, pick_device
+from sightline.compute.transfer import stack
 from sightline.config import Model, RunFile, Trainer
 from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore
@@ -79,10 +81,11 @@ def build(
     state = checkpoints.load(learner.forward.model, learner.optimizer)
     preparer = Preparer(
         family=learner.family,
-        materializer=Materializer(learner.family, store, config.trainer.pixel_cache_mb * MEGABYTE),
+        materializer=build_materializer(learner, store),
         limit=Cost(config.trainer.micro_batch_tokens, config.trainer.micro_batch_patches),
         max_bad_fraction=config.media.max_bad_fraction,
         average=Average(config.trainer.loss_average, config.trainer.loss_constant),
+        stack=partial(stack, device=learner.device),
     )
     tell = (lead.fail,) if lead is not None else ()
     learner.pulse = Pulse(config.trainer.stuck_after_s, *tell)
@@ -99,7 +102,8 @@ def build(
         checkpoint_step=state.step,
         materializer=preparer.materializer,
     )
-    hand_out = Spread(lead, ranks.size) if lead is not None else _keep_all
+    max_laid_bytes = config.trainer.pixel_cache_mb * MEGABYTE
+    hand_out = Spread(lead, ranks.size, max_laid_bytes) if lead is not None else _keep_all
     return Parts(
         feed=Feed(announcements, preparer, state.step + 1, hand_out),
         learner=learner,
@@ -107,6 +111,12 @@ def build(
         pulse=learner.pulse,
         first_step=state.step,
     )
+
+
+def build_materializer(learner: Learner, store: MediaStore) -> Materializer:
+    """Pixels are made ahead of the step, by as many threads as the process may compute with."""
+    max_bytes = learner.config.pixel_cache_mb * MEGABYTE
+    return Materializer(learner.family, store, max_bytes, threads=torch.get_num_threads())
 
 
 def _keep_all(ready: ReadyBatch) -> ReadyBatch:
@@ -121,9 +131,14 @@ def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follo
     state = checkpoints.load(learner.forward.model, learner.optimizer)
     learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail)
     family = learner.family
-    materializer = Materializer(family, store, config.trainer.pixel_cache_mb * MEGABYTE)
     return Parts(
-        feed=ShareFeed(follow, materializer, len(family.positions(1, ())[0]), state.step + 1),
+        feed=ShareFeed(
+            follow,
+            build_materializer(learner, store),
+            len(family.positions(1, ())[0]),
+            state.step + 1,
+            partial(stack, device=learner.device),
+        ),
         learner=learner,
         keeper=Follower(learner, config.trainer.checkpoint_every, state.step),
         pulse=learner.pulse,

@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,6 +27,9 @@ from sightline.pixels import Materializer, Pixels
 from sightline.wire.control import Announce
 from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.sample import Batch, Sample, digest_of
+
+Stack = Callable[[Sequence[np.ndarray]], np.ndarray]
+"""Lays the patches of a micro-batch's images one after the other, where the device takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ class Preparer:
     limit: Cost
     max_bad_fraction: float
     average: Average = field(default_factory=Average)
+    stack: Stack = np.concatenate
 
     def prepare(self, batch: Batch, digest: str) -> ReadyBatch:
         began = time.monotonic()
@@ -118,11 +122,10 @@ class Preparer:
             )
         return kept, bad
 
-    @staticmethod
-    def _patches(packed: MicroBatch, pixels: dict[str, Pixels]) -> np.ndarray | None:
+    def _patches(self, packed: MicroBatch, pixels: dict[str, Pixels]) -> np.ndarray | None:
         if not packed.items:
             return None
-        return np.concatenate([pixels[entry.item.key].patches for entry in packed.items])
+        return self.stack([pixels[entry.item.key].patches for entry in packed.items])
 
 
 def _problem_of(

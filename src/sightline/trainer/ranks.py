@@ -18,7 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from sightline.errors import ProcessFailed, WireError
+from sightline.pixels import open_laid
 from sightline.transport.zmq_channel import Hub, Spoke
 from sightline.wire import share as wire
 from sightline.wire.share import ENDED_BY_ANOTHER, Failed, Hello, Over, RankMessage, Share, Taken
@@ -150,16 +153,20 @@ class Follow:
     def __init__(self, ranks: Ranks, end: Callable[[int, Failed], None] = end_with) -> None:
         self._ranks, self._end = ranks, end
         self._spoke = Spoke(ranks.channel, name_of(ranks.rank))
-        self._shares: queue.SimpleQueue[Share | None] = queue.SimpleQueue()
+        self._shares: queue.SimpleQueue[tuple[Share, list[np.ndarray | None]] | None]
+        self._shares = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True, name="ranks").start()
 
     def hello(self) -> None:
         self._send(Hello(self._ranks.rank, self._ranks.secret))
 
-    def shares(self) -> Iterator[Share]:
-        """Until rank 0 says that it is over. A step may take hours: there is no deadline."""
-        while (share := self._shares.get()) is not None:
-            yield share
+    def shares(self) -> Iterator[tuple[Share, list[np.ndarray | None]]]:
+        """Each with the patches that were laid for it, until rank 0 says that it is over.
+
+        A step may take hours: there is no deadline.
+        """
+        while (arrived := self._shares.get()) is not None:
+            yield arrived
 
     def fail(self, problem: str) -> None:
         self._send(Failed(self._ranks.rank, problem))
@@ -174,7 +181,8 @@ class Follow:
             assert data is not None
             message = wire.decode(data)
             if isinstance(message, Share):
-                self._shares.put(message)
+                # Opened before it is taken: after that, rank 0 lets go of the memory.
+                self._shares.put((message, open_laid(message.laid)))
                 self._send(Taken(self._ranks.rank, message.step))
             elif isinstance(message, Over):
                 self._shares.put(None)

@@ -23,9 +23,8 @@ from sightline.media import MediaStore
 from sightline.message import Message
 from sightline.monitor import EventLog, RunDir
 from sightline.pack import Cost
-from sightline.pixels import Materializer
 from sightline.render import Renderer
-from sightline.trainer.build import MEGABYTE, build_learner
+from sightline.trainer.build import build_learner, build_materializer
 from sightline.trainer.checkpoint import export_checkpoint
 from sightline.trainer.checks import check_micro_batch
 from sightline.trainer.feed import Preparer, ReadyBatch
@@ -57,7 +56,7 @@ def build(config: SftFile, run_dir: RunDir) -> Parts:
         learner=learner,
         preparer=Preparer(
             learner.family,
-            Materializer(learner.family, store, config.trainer.pixel_cache_mb * MEGABYTE),
+            build_materializer(learner, store),
             Cost(config.trainer.micro_batch_tokens, config.trainer.micro_batch_patches),
             max_bad_fraction=0.0,
         ),

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a trainer. References only: each rank makes its own pixels."""
+"""Messages between the ranks of a trainer. References only: to images, and to memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,25 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"
     secret: str
 
 
+class LaidPatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where in that memory the patches of a micro-batch lie."""
+
+    offset: int
+    rows: int
+    values: int
+
+
+class Laid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Memory of a process, for others on its machine."""
+
+    pid: int
+    fd: int
+    token: str
+    """What it begins with, as hex: whoever opens something else can tell."""
+    places: list[LaidPatches | None]
+    """One a micro-batch; None for one that shows no image, or for which there was no room."""
+
+
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"):
     """Rank 0 to a rank: what it computes in `step`."""
 
@@ -27,6 +46,8 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"
     """One a round, None for an empty one; every rank has as many."""
     shows: list[bool]
     """Whether some rank shows an image in the round: then all go through the vision tower."""
+    laid: Laid | None = None
+    """The patches of these micro-batches, made and compared with the sampler's already."""
 
 
 class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="taken"):
