@@ -23,6 +23,7 @@ from sightline.pack import Cost  # noqa: E402
 from sightline.pixels import Materializer  # noqa: E402
 from sightline.trainer.build import build_learner  # noqa: E402
 from sightline.trainer.feed import Preparer, ReadyBatch  # noqa: E402
+from sightline.trainer.price import price_of  # noqa: E402
 from sightline.trainer.ranks import Follow, Lead, Ranks  # noqa: E402
 from sightline.trainer.sft import sample_of  # noqa: E402
 from sightline.trainer.shard import whole_tensor  # noqa: E402
@@ -103,7 +104,7 @@ def feed(learner, ranks, model, store, materializer):  # type: ignore[no-untyped
         return [ready]
     lead = Lead(ranks)
     lead.gather()
-    given: ReadyBatch = Spread(lead, ranks.size, 1 << 24)(ready)
+    given: ReadyBatch = Spread(lead, ranks.size, price_of(learner.forward), 1 << 24)(ready)
     return [given]
 
 

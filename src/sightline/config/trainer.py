@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from sightline.config.section import FREE, Section
 
@@ -44,6 +44,11 @@ class Trainer(Section):
     micro_batch_patches: int = Field(
         65536, ge=1, description="Most image patches of a micro-batch."
     )
+    micro_batch_price: list[float] = Field(
+        [],
+        description="What micro-batches cost, to balance ranks: the six numbers that `sightline "
+        "bench cost` prints. Empty: operations counted from the model.",
+    )
     checkpoint_every: int = Field(
         25, ge=1, description="Steps between checkpoints.", json_schema_extra=FREE
     )
@@ -69,3 +74,10 @@ class Trainer(Section):
         description="Patches kept between batches, and as much for other ranks of a batch.",
         json_schema_extra=FREE,
     )
+
+    @field_validator("micro_batch_price")
+    @classmethod
+    def _has_six(cls, value: list[float]) -> list[float]:
+        if value and (len(value) != 6 or min(value) < 0):
+            raise ValueError("take the six numbers that `sightline bench cost` prints, or none")
+        return value

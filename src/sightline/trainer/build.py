@@ -22,6 +22,7 @@ from sightline.trainer.keeper import Follower, Keeper
 from sightline.trainer.learner import Learner
 from sightline.trainer.loop import Parts
 from sightline.trainer.optimizer import build_optimizer
+from sightline.trainer.price import price_of
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
 from sightline.trainer.shard import join, shard
@@ -102,8 +103,10 @@ def build(
         checkpoint_step=state.step,
         materializer=preparer.materializer,
     )
-    max_laid_bytes = config.trainer.pixel_cache_mb * MEGABYTE
-    hand_out = Spread(lead, ranks.size, max_laid_bytes) if lead is not None else _keep_all
+    hand_out: Callable[[ReadyBatch], ReadyBatch] = _keep_all
+    if lead is not None:
+        price = price_of(learner.forward, config.trainer.micro_batch_price)
+        hand_out = Spread(lead, ranks.size, price, config.trainer.pixel_cache_mb * MEGABYTE)
     return Parts(
         feed=Feed(announcements, preparer, state.step + 1, hand_out),
         learner=learner,

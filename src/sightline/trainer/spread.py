@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from sightline.errors import Misaligned, PixelMismatch
-from sightline.pack import empty_micro_batch, spread
+from sightline.pack import Price, empty_micro_batch, spread
 from sightline.pixels import Materializer, lay
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch, Stack
 from sightline.trainer.ranks import Follow, Lead
@@ -29,12 +29,13 @@ class Spread:
 
     lead: Lead
     size: int
+    price: Price
     max_laid_bytes: int
     """Of the patches of a batch that other ranks need."""
 
     def __call__(self, ready: ReadyBatch) -> ReadyBatch:
         packs = [micro_batch.batch for micro_batch in ready.micro_batches]
-        places = spread(packs, self.size)
+        places = spread(packs, self.size, self.price)
         shows = [
             any(at is not None and packs[at].items for at in beside)
             for beside in zip(*places, strict=True)

@@ -13,7 +13,7 @@ import pytest
 from sightline.families import load_family
 from sightline.launch.processes import find_port
 from sightline.media import MediaStore
-from sightline.pack import Cost
+from sightline.pack import Cost, Price
 from sightline.pixels import Materializer
 from sightline.trainer.feed import Preparer, ReadyBatch
 from sightline.trainer.ranks import Follow, Lead, Ranks
@@ -42,7 +42,7 @@ def test_two_ranks_make_an_image_once(
     with two_ranks() as (lead, follow):
         follow.hello()
         lead.gather(10)
-        mine = Spread(lead, 2, max_laid_bytes)(ready)
+        mine = Spread(lead, 2, Price(token=1.0), max_laid_bytes)(ready)
         lead.over()
         [theirs] = ShareFeed(follow, second, family.num_axes, 1)
     needed = {entry.item.key for m in theirs.micro_batches for entry in m.batch.items}
