@@ -20,7 +20,6 @@ from sightline.trainer.price import price_of
 
 
 def test_operations_are_about_those_that_torch_counts(tiny_model: Path, store: MediaStore) -> None:
-    """Half of them at least are counted, and no more than there are: mergers are left out."""
     family = load_family(tiny_model)
     forward = load_model(tiny_model, family, "cpu", "float32")
     [packed] = pack(making.samples(tiny_model, store, 8), 1, family, Cost(1 << 20, 1 << 20))
@@ -32,7 +31,9 @@ def test_operations_are_about_those_that_torch_counts(tiny_model: Path, store: M
         forward.logits(hidden).sum().backward()
     work = Work.of(packed)
     assert min(work.tokens, work.trained, work.patches) > 0
-    assert 0.5 < price_of(forward).of(work) / counter.get_total_flops() < 1.1
+    assert 0.8 < price_of(forward).of(work) / counter.get_total_flops() < 1.2, (
+        price_of(forward).of(work) / counter.get_total_flops()
+    )
 
 
 def test_a_stated_price_is_taken_as_it_is(tiny_model: Path) -> None:
