@@ -10,6 +10,7 @@ BUNDLE := build/gpu-bundle
 TORCHVISION := build/torchvision
 TOKENIZERS := build/tokenizers
 TOKENIZER_VERSION := 3.7.2
+TRL_VERSION := 1.16.0
 EXAMPLE := examples/color_codeword
 SMOKE := build/smoke
 ADAPTERS := gymnasium verifiers openenv
@@ -33,7 +34,7 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) demo tokenizers test test-loop test-ranks test-torchvision test-adapters smoke check format docs wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) demo tokenizers test test-loop test-ranks test-torchvision test-adapters bench-trl smoke check format docs wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -97,6 +98,16 @@ test-adapter-%: $(STAMP) .venv-adapters-%/.installed
 	.venv-adapters-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
+bench-trl: $(STAMP) .venv-trl/.installed ## the demo's training step beside TRL's
+	$(BIN)/python bench/trl_step.py --python .venv-trl/bin/python
+
+# torchvision without its dependencies, which would bring a torch for CUDA.
+.venv-trl/.installed: constraints.txt
+	$(PYTHON) -m venv --clear .venv-trl
+	.venv-trl/bin/python $(PIP_INSTALL) torch transformers pillow trl==$(TRL_VERSION)
+	.venv-trl/bin/python $(PIP_INSTALL) --no-deps torchvision
+	@touch $@
+
 smoke: $(STAMP) ## the mini browser task for one step, and what the trainer was sent (needs Chromium)
 	@$(BIN)/python -c 'from sightline.envs.chromium import get_chromium; get_chromium()' 2>$(VENV)/.smoke || { \
 		echo "skipped: $$(tail -2 $(VENV)/.smoke)"; test -z "$${CI:-}"; exit; }; \
@@ -145,4 +156,4 @@ gpu-bundle: $(STAMP) ## wheels that the GPU machine lacks, unpacked into build/g
 	@du -sh $(BUNDLE)
 
 clean: ## remove what `make` built; runs/ and models/ stay
-	rm -rf $(VENV) $(WHEEL_VENV) .venv-adapters-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(WHEEL_VENV) .venv-adapters-* .venv-trl build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import random
+import resource
+import statistics
 import string
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
+import torch.distributed as dist
 
 from sightline.config import Model, Trainer
 from sightline.envs.screenshots import Screenshots, marked
 from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore
-from sightline.message import assistant, user
+from sightline.message import Message, assistant, user
 from sightline.pack import Cost, Price, Work
 from sightline.trainer.build import build_learner, build_materializer
 from sightline.trainer.feed import Preparer, ReadyBatch
 from sightline.trainer.price import price_of
-from sightline.trainer.ranks import ALONE, Ranks
+from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
 from sightline.trainer.sft import sample_of
+from sightline.trainer.spread import ShareFeed, Spread
 from sightline.wire.sample import Batch
 
 NO_LIMIT = Cost(1 << 30, 1 << 30)
@@ -40,11 +46,14 @@ class Shape:
     """Pixels of an image, across and down."""
     group: int = 1
     """Samples that share a prompt."""
+    turns: int = 1
+    """Each with its own text, images and answer."""
 
     def __str__(self) -> str:
         shown = f", {self.images} x {self.side}x{self.side}" if self.images else ""
         shared = f", groups of {self.group}" if self.group > 1 else ""
-        return f"{self.samples} x ({self.text} + {self.answer}{shown}){shared}"
+        turns = f", {self.turns} turns" if self.turns > 1 else ""
+        return f"{self.samples} x ({self.text} + {self.answer}{shown}){turns}{shared}"
 
 
 class Trial:
@@ -57,7 +66,7 @@ class Trial:
             Model(path=str(model)), settings, self.store, steps=1 << 30, ranks=ranks
         )
         self.renderer = load_renderer(model, self.store, self.learner.family)
-        self._materializer = build_materializer(self.learner, self.store)
+        self.materializer = build_materializer(self.learner, self.store)
         self._pages: dict[int, bytes] = {}
 
     @property
@@ -65,11 +74,11 @@ class Trial:
         return price_of(self.learner.forward)
 
     def close(self) -> None:
-        self._materializer.close()
+        self.materializer.close()
 
     def ready(self, shape: Shape, seed: int = 0, limit: Cost = NO_LIMIT) -> ReadyBatch:
         """The batch, with its pixels made."""
-        preparer = Preparer(self.learner.family, self._materializer, limit, 0.0)
+        preparer = Preparer(self.learner.family, self.materializer, limit, 0.0)
         return preparer.prepare(self.batch(shape, seed), "")
 
     def batch(self, shape: Shape, seed: int = 0) -> Batch:
@@ -77,11 +86,16 @@ class Trial:
         samples = []
         for i in range(shape.samples):
             if i % shape.group == 0:
-                shown = [self._image(shape.side, f"{seed}.{i}.{j}") for j in range(shape.images)]
-                prompt = user(*shown, _letters(rng, shape.text))
-            talk = [prompt, assistant(_letters(rng, shape.answer))]
+                prompts = [self._prompt(shape, rng, f"{seed}.{i}.{t}") for t in range(shape.turns)]
+            talk: list[Message] = []
+            for prompt in prompts:
+                talk += [prompt, assistant(_letters(rng, shape.answer))]
             samples.append(sample_of(talk, self.renderer, f"{seed}.{i}"))
         return Batch(1, samples)
+
+    def _prompt(self, shape: Shape, rng: random.Random, name: str) -> Message:
+        shown = [self._image(shape.side, f"{name}.{j}") for j in range(shape.images)]
+        return user(*shown, _letters(rng, shape.text))
 
     def step(self, ready: ReadyBatch) -> float:
         """Takes the step; its seconds, of CPU time where the CPU computes."""
@@ -104,6 +118,80 @@ class Trial:
 
 def works(ready: ReadyBatch) -> list[Work]:
     return [Work.of(one.batch) for one in ready.micro_batches]
+
+
+class Point(msgspec.Struct, frozen=True):
+    """Steps to be measured in processes of their own."""
+
+    model: str
+    folder: str
+    shape: Shape
+    max_tokens: int
+    """Of a micro-batch."""
+    repeats: int
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a rank saw."""
+
+    wall_s: float
+    """Of a step, the median."""
+    cpu_s: float
+    peak_mb: float
+    """The most that the process ever held."""
+    start_mb: float
+    """Before the first step."""
+    tokens: int
+    """In its micro-batches of a step."""
+
+
+def take_steps(point: Point, ranks: Ranks) -> Found:
+    """One rank's part: as many steps as are wanted, and one before that is not counted."""
+    trial = Trial(Path(point.model), Path(point.folder), "cpu", ranks)
+    batches = _alone(trial, point) if ranks.size == 1 else _among(trial, point, ranks)
+    walls: list[float] = []
+    cpus: list[float] = []
+    tokens = 0
+    start_mb = _peak_mb()
+    for ready in batches:
+        if ranks.size > 1:
+            dist.barrier()
+        began, cpu = time.perf_counter(), trial.step(ready)
+        walls.append(time.perf_counter() - began)
+        cpus.append(cpu)
+        tokens = sum(work.tokens for work in works(ready))
+    if ranks.size > 1:
+        dist.barrier()  # no rank goes before the others have heard that it is over
+    trial.close()
+    wall_s, cpu_s = statistics.median(walls[1:]), statistics.median(cpus[1:])
+    return Found(wall_s, cpu_s, _peak_mb(), start_mb, tokens)
+
+
+def _alone(trial: Trial, point: Point) -> Iterator[ReadyBatch]:
+    for step in range(1, point.repeats + 2):
+        yield replace(_ready(trial, point), step=step)
+
+
+def _among(trial: Trial, point: Point, ranks: Ranks) -> Iterator[ReadyBatch]:
+    if not ranks.is_lead:
+        follow = Follow(ranks)
+        follow.hello()
+        yield from ShareFeed(follow, trial.materializer, trial.learner.family.num_axes, 1)
+        return
+    lead = Lead(ranks)
+    lead.gather()
+    give = Spread(lead, ranks.size, trial.counted, max_laid_bytes=1 << 30)
+    for ready in _alone(trial, point):
+        yield give(ready)
+    lead.over()
+
+
+def _ready(trial: Trial, point: Point) -> ReadyBatch:
+    return trial.ready(point.shape, limit=Cost(point.max_tokens, 1 << 30))
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def set_threads(num: int) -> None:
