@@ -2,6 +2,8 @@
 
 PYTHON ?= python3
 SEED ?= 0
+FUZZ ?= 10000
+KILLS ?= 5
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -34,11 +36,11 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) demo tokenizers test test-loop test-ranks test-torchvision test-adapters bench-trl smoke check format docs wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) demo tokenizers test fuzz test-loop test-ranks chaos test-torchvision test-adapters bench-trl smoke check format docs wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
-	@echo "variables: PYTHON=$(PYTHON) SEED=$(SEED)"
+	@echo "variables: PYTHON=$(PYTHON) SEED=$(SEED) KILLS=$(KILLS)"
 
 $(VENV): $(STAMP)
 
@@ -64,11 +66,17 @@ $(TOKENIZERS)/%:
 test: $(STAMP) tokenizers ## the quick tests
 	$(BIN)/python -m pytest tests -n auto --dist worksteal -m "not gpu and not loop and not torchvision and not adapters and not ranks"
 
+fuzz: $(STAMP) ## 10,000 mutated requests at an inference server (FUZZ=10000)
+	FUZZ=$(FUZZ) $(BIN)/python -m pytest -s tests/contract/test_fuzz.py
+
 test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
 	$(BIN)/python -m pytest tests -m "loop and not gpu"
 
 test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending together
 	$(BIN)/python -m pytest tests/ranks $(if $(THOROUGH),,-m "not thorough")
+
+chaos: $(STAMP) ## SIGKILL at seeded moments of a run on 2 ranks (KILLS=5 SEED=0)
+	$(BIN)/python bench/chaos.py --kills $(KILLS) --seed $(SEED)
 
 test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
 	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/processors

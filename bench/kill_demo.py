@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+from watching import find_child
+
 from sightline.monitor import RunDir, read_events
 from sightline.monitor.events import by_step
 
@@ -43,7 +45,9 @@ def kill_once(victim: str, at: int) -> str:
     run_dir = RunDir(found.pop())
     while max(trained(run_dir), default=0) < at:
         time.sleep(0.1)
-    os.kill(child(job.pid, victim), signal.SIGKILL)
+    pid = find_child(job.pid, victim)
+    assert pid is not None, f"no process {victim}"
+    os.kill(pid, signal.SIGKILL)
     code = job.wait()
     assert code == 2, f"the launcher ended with {code}"
     died_at, covered = max(trained(run_dir)), newest_checkpoint(run_dir)
@@ -65,20 +69,6 @@ def trained(run_dir: RunDir) -> list[int]:
 def newest_checkpoint(run_dir: RunDir) -> int:
     found = sorted(run_dir.checkpoints.glob("step_*"))
     return int(found[-1].name.removeprefix("step_")) if found else 0
-
-
-def child(parent: int, name: str) -> int:
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        try:
-            words = (folder / "cmdline").read_bytes().decode().split("\0")
-            owner = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError):
-            continue
-        if owner == parent and "process" in words and name in words:
-            return int(folder.name)
-    raise SystemExit(f"no process {name!r} of {parent}")
 
 
 if __name__ == "__main__":

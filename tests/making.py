@@ -59,31 +59,54 @@ def samples(
     for i in range(count):
         talk = conversation(rng, store, pool, turns=rng.randint(1, 3))
         plain = sample_of(talk, renderer, f"t{seed}.{i}")
-        num = len(plain.trained)
-        draws = np.random.default_rng(seed * 1000 + i)
-        made.append(
-            Sample(
-                trace_id=plain.trace_id,
-                group_id=f"g{i // 4}",
-                env="test",
-                reward=float(draws.random()),
-                token_ids=plain.token_ids,
-                trained=plain.trained,
-                logprobs=Array.of(-draws.random(num) * 3 - 4, "float32"),
-                advantages=Array.of(draws.normal(size=num), "float32"),
-                versions=Array.of(np.full(num, version), "int32"),
-                segments=plain.segments,
-                items=plain.items,
-                slots=[
-                    SampleSlot(
-                        s.offset, s.length, s.item, materializer.get(plain.items[s.item]).digest
-                    )
-                    for s in plain.slots
-                ],
-            )
-        )
+        made.append(_trainable(plain, f"g{i // 4}", seed * 1000 + i, version, materializer))
     materializer.close()
     return made
+
+
+def group(
+    model: Path, store: MediaStore, count: int, seed: int = 0, name: str = "group"
+) -> list[Sample]:
+    """Samples that begin alike and part at one turn or another; each trains all that was said."""
+    rng = random.Random(f"group {seed}")
+    renderer = load_renderer(model, store)
+    materializer = Materializer(load_family(model), store, max_bytes=1 << 24)
+    pool: list[MediaRef] = []
+    talks = [conversation(rng, store, pool, turns=3)]
+    while len(talks) < count:
+        before = rng.choice(talks)
+        kept = before[: 2 * rng.randint(1, len(before) // 2 - 1) + 1]
+        said = assistant(" ".join(rng.choices(WORDS[:2], k=rng.randint(1, 3))))
+        talks.append([*kept, said, *conversation(rng, store, pool, turns=1)])
+    made = [
+        _trainable(sample_of(talk, renderer, f"{name}.{i}"), name, seed * 1000 + i, 0, materializer)
+        for i, talk in enumerate(talks)
+    ]
+    materializer.close()
+    return made
+
+
+def _trainable(
+    plain: Sample, group_id: str, seed: int, version: int, materializer: Materializer
+) -> Sample:
+    draws, num = np.random.default_rng(seed), len(plain.trained)
+    return Sample(
+        trace_id=plain.trace_id,
+        group_id=group_id,
+        env="test",
+        reward=float(draws.random()),
+        token_ids=plain.token_ids,
+        trained=plain.trained,
+        logprobs=Array.of(-draws.random(num) * 3 - 4, "float32"),
+        advantages=Array.of(draws.normal(size=num), "float32"),
+        versions=Array.of(np.full(num, version), "int32"),
+        segments=plain.segments,
+        items=plain.items,
+        slots=[
+            SampleSlot(s.offset, s.length, s.item, materializer.get(plain.items[s.item]).digest)
+            for s in plain.slots
+        ],
+    )
 
 
 def family(model: Path) -> Family:

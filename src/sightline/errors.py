@@ -30,6 +30,10 @@ sink, at a server's door, around a rank's step and in the CLI's main.
 
 from __future__ import annotations
 
+import re
+
+_PATH = re.compile(r"(\w+(?:\[(?:\d+|\.\.\.)\]|\.\w+)*): ")
+
 
 class SightlineError(Exception):
     """A `problem` with its values and a `fix` to try; both survive pickling."""
@@ -44,6 +48,12 @@ class SightlineError(Exception):
     @property
     def fix(self) -> str:
         return str(self.args[1])
+
+    @property
+    def path(self) -> str:
+        """The JSON path that the problem begins with, such as `messages[3].role`; or empty."""
+        found = _PATH.match(self.problem)
+        return found[1] if found else ""
 
     def __str__(self) -> str:
         return f"{self.problem}\n  fix: {self.fix}"

@@ -145,6 +145,22 @@ def test_a_tree_computes_what_its_paths_compute(computing: Any, forward: Forward
             torch.testing.assert_close(tree[path], alone, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def test_a_group_as_a_tree_moves_the_parameters_as_its_samples_do(
+    computing: Any, forward: Forward
+) -> None:
+    if computing.family.packing.kind != "tree":
+        return  # the others say nothing of trees
+    samples = making.group(computing.path, computing.store, count=5)
+    tree, alone = (prepare(computing, samples, limit) for limit in (WHOLE, ALONE))
+    sizes = [sum(len(m.batch.token_ids) for m in batch.micro_batches) for batch in (tree, alone)]
+    assert len(tree.micro_batches) == 1 and sizes[0] < sizes[1]
+    together, apart = gradients(computing, forward, tree), gradients(computing, forward, alone)
+    floor = 1e-3 * max(float(gradient.norm()) for gradient in apart.values())
+    for name, gradient in apart.items():
+        size = max(float(gradient.norm()), floor)
+        assert float((gradient - together[name]).norm()) / size < TOLERANCE, name
+
+
 # -- images
 
 

@@ -222,10 +222,34 @@ def test_a_model_that_calls_tools_sees_their_pictures(caller: Path, media: Count
     with live(settings) as server:
         worker = Worker(caller, media, url_of(server), max_tokens=60)
         trace = watched(worker, rollout, temperature=0.0)
+        check_chat_door(url_of(server), caller.name, trace)
     assert trace.forks == {} and len(trace.branches()) == 1 and len(trace.toolsets) == 1
     assert [node.message.tool_calls for node in trace.turns] == [CALL.tool_calls] * 4
     assert turns == [("tool_calls", "whole")] * 2
     assert [n.message.role for n in trace.nodes if n.slots] == ["user", "tool", "tool", "tool"]
+
+
+def check_chat_door(address: str, model: str, trace: Trace) -> None:
+    """The server's own door, led through the same turns, gives the engine the same ids."""
+    history: list[Any] = [{"role": "developer", "content": "ab"}, shown(0, "abc")]
+    with OpenAI(base_url=f"{address}/v1", api_key="none") as client:
+        for turn, node in enumerate(trace.turns):
+            answer = client.chat.completions.create(
+                model=model,
+                messages=history,
+                tools=[GO],
+                temperature=0.0,
+                max_tokens=60,
+                extra_body={"return_token_ids": True},
+            )
+            (choice,) = answer.choices
+            assert choice.finish_reason == "tool_calls" and choice.message.content is None
+            path = trace.tokens(trace.path(node.id))
+            assert answer.prompt_token_ids + choice.token_ids == path
+            history.append(choice.message.model_dump(exclude_none=True))
+            (call,) = choice.message.tool_calls
+            part = {"type": "image_url", "image_url": {"url": picture_url(100 + turn)}}
+            history.append({"role": "tool", "tool_call_id": call.id, "content": [part]})
 
 
 async def streamed_message(client: Any, asked: dict[str, Any]) -> dict[str, Any]:

@@ -67,3 +67,6 @@ def test_turns_with_images_agree_with_the_cpu(
             # Not a user's: a format with reasoning would drop that of the turns before it.
             more = Message("tool", text("And now?"))
             talks[i] = next_turn(reference.renderer, tokens, slots, choice.token_ids[:-1], more)
+    # Graphs carry the decoding, where rows have no state of their own.
+    carries_state = reference.family.packing.carries_state
+    assert (client.totals()["steps_replayed"] > 0) != carries_state

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -36,14 +37,22 @@ def main() -> None:
     ranks = Ranks(rank, size, sys.argv[3], sys.argv[4], "secret")
     model, store, out = Path(sys.argv[5]), MediaStore(Path(sys.argv[6])), Path(sys.argv[7])
     frozen = "frozen" in sys.argv[8:]
-    trainer = making.trainer_config(kl_weight=0.1, lr=1e-2, grad_norm=1e9)
-    learner = build_learner(
-        making.model_config(model, train_vision=not frozen), trainer, store, 10, ranks
+    words = sys.argv[8:]
+    trainer = making.trainer_config(
+        kl_weight=0.1,
+        lr=1e-2,
+        grad_norm=1e9,
+        activation_checkpointing="recompute" in words,
+        compile="aot_eager" if "compile" in words else "",
     )
+    dtype = "bfloat16" if "mixed" in words else "float32"
+    settings = making.model_config(model, train_vision=not frozen, dtype=dtype)
+    learner = build_learner(settings, trainer, store, 10, ranks)
     # The reference is the model itself, and a KL of nothing proves nothing.
     with torch.no_grad():
         for parameter in learner.forward.model.parameters():
             parameter.mul_(1.01)
+    counts = watch_blocks(learner.forward.blocks())
     materializer = Materializer(learner.family, store, 1 << 24)
     ready = next(iter(feed(learner, ranks, model, store, materializer)))
     patches = [m.patches for m in ready.micro_batches if m.patches is not None]
@@ -66,6 +75,7 @@ def main() -> None:
     local = sum(_local_bytes(p) for p in learner.forward.model.parameters())
     note_rank = {
         "bytes": local,
+        "ways": ways(counts),
         "made": materializer.counts.made,
         "mapped": materializer.counts.mapped,
         "images": ready.num_images,
@@ -84,6 +94,23 @@ def main() -> None:
             for o in scores.origins
         ]
         (out / "scores.json").write_text(json.dumps(sorted(named)))
+
+
+def watch_blocks(blocks: list[torch.nn.Module]) -> Counter[str]:
+    """Counts calls of blocks, and of what each has inside: more of those were computed again."""
+    counts: Counter[str] = Counter()
+    for block in blocks:
+        block.register_forward_pre_hook(lambda *_: counts.update(["outer"]))
+        inner = next(block.children())
+        inner.register_forward_pre_hook(lambda *_: counts.update(["inner"]))
+    return counts
+
+
+def ways(counts: Counter[str]) -> list[str]:
+    from torch._dynamo.utils import counters
+
+    found = ["compile"] if counters["stats"]["unique_graphs"] else []
+    return [*found, *(["recompute"] if counts["inner"] == 2 * counts["outer"] else [])]
 
 
 def _local_bytes(parameter: torch.Tensor) -> int:

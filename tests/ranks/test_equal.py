@@ -29,11 +29,16 @@ class Found:
     tensors: dict[str, torch.Tensor]
     metrics: dict[str, Any]
     scores: list[Any]
-    ranks: list[dict[str, int]]
+    ranks: list[dict[str, Any]]
 
     @property
     def nbytes(self) -> list[int]:
         return [rank["bytes"] for rank in self.ranks]
+
+    @property
+    def ways(self) -> set[str]:
+        """How blocks computed, other than plainly."""
+        return {way for rank in self.ranks for way in rank["ways"]}
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -104,6 +109,48 @@ def test_loss_and_every_gradient_are_those_of_one_rank(
         ours = together.metrics[name]
         assert (ours is None) == (value is None), name
         assert value is None or math.isclose(ours, value, rel_tol=1e-5, abs_tol=1e-7), name
+
+
+@pytest.mark.parametrize("way", ["recompute", "compile"])
+def test_blocks_that_compute_otherwise_give_the_same_gradients(
+    step: Callable[..., Found], way: str
+) -> None:
+    plain = step("qwen_vl", {}, 1)
+    other = step("qwen_vl", {}, 2, way)
+    assert other.ways == {way}, "it did compute otherwise"
+    assert other.gradients.keys() == plain.gradients.keys()
+    for name, gradient in plain.gradients.items():
+        off = float((other.gradients[name] - gradient).norm())
+        assert off <= 1e-5 * float(gradient.norm()) + 1e-9, (name, off, float(gradient.norm()))
+    assert math.isclose(other.metrics["loss"], plain.metrics["loss"], rel_tol=1e-5, abs_tol=1e-7)
+
+
+def test_mixed_precision_computes_in_bfloat16_and_keeps_float32(
+    step: Callable[..., Found],
+) -> None:
+    plain, alone, together = (
+        step("qwen_vl", {}, size, *words)
+        for size, words in ((1, ()), (1, ("mixed",)), (2, ("mixed",)))
+    )
+    [whole] = plain.nbytes
+    for mixed in (alone, together):
+        assert sum(mixed.nbytes) == whole, "the shards are those of float32"
+        assert all(t.dtype == torch.float32 for t in mixed.tensors.values())
+        # bfloat16 has eight bits; a gradient that was taken in float32 would agree to the last.
+        off = _relative(mixed.gradients, plain.gradients)
+        assert 1e-4 < off < 0.1, off
+    assert _relative(together.gradients, alone.gradients) < 0.05
+    moved = {n for n, t in alone.tensors.items() if n.startswith("after.") and has_fine_bits(t)}
+    assert moved, "an update smaller than bfloat16 can hold is kept"
+
+
+def has_fine_bits(tensor: torch.Tensor) -> bool:
+    return not tensor.to(torch.bfloat16).float().equal(tensor)
+
+
+def _relative(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    off = sum(float((ours[name] - theirs[name]).square().sum()) for name in theirs)
+    return math.sqrt(off / sum(float(g.square().sum()) for g in theirs.values()))
 
 
 def test_scores_of_all_ranks_come_to_the_lead(step: Callable[..., Found]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from loop.conftest import SMALL
 from loop.jobs import EXAMPLES, Job, ledger, live_processes, sightline, summary
+from safetensors.torch import load_file
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
@@ -89,6 +90,17 @@ def test_a_run_goes_on_with_another_number_of_ranks(home: Path) -> None:
     job.wait_for_step(3)
     job.process.send_signal(signal.SIGTERM)
     assert job.output(timeout_s=120)
+    newest = sorted(job.run_dir.checkpoints.glob("step_*"))[-1]
+    assert [p.name for p in sorted(newest.glob("rank_*"))] == [
+        "rank_000.safetensors",
+        "rank_001.safetensors",
+    ]
+    sightline("export", job.run_dir.path, home / "exported", cwd=home)
+    exported = load_file(home / "exported" / "model.safetensors")
+    published = load_file(sorted(job.run_dir.weights.glob("v*"))[-1] / "model.safetensors")
+    assert exported.keys() == published.keys()
+    for name, tensor in published.items():
+        assert exported[name].equal(tensor), name
     sightline("rl", "--plain", "--resume", job.run_dir.path, "trainer.ranks=1", cwd=home)
     assert [step for step, _ in ledger(job.run_dir)] == list(range(1, STEPS + 1))
     assert summary(job.run_dir)["reward_final"] is not None

@@ -15,7 +15,7 @@ from sightline.families import load_renderer
 from sightline.media import Ingest, MediaRef, MediaStore
 from sightline.message import ImagePart, Message, TextPart, ToolCall, to_message, to_messages
 from sightline.render.reading import image_paths
-from sightline.rollout.intercept.images import take_images
+from sightline.rollout.dialect.images import take_images
 
 UNKNOWN_KINDS: list[Any] = [
     "video", "video_url", "input_video", "audio", "audio_url", "input_audio", "file", "input_file",

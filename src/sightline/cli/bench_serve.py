@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         asyncio.run(_play_baseline(args, args.baseline))
         return 0
     with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        args.model = args.model or _write_tiny(Path(folder) / "model")
+        args.model = args.model or write_tiny(Path(folder) / "model")
         lines = measure(args, Path(folder) / "media")
     _print(lines, args)
     return 0
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(args: argparse.Namespace, media: Path) -> list[Line]:
     lines = [_baseline(args, media)]
-    with _server(args, media) as address:
+    with serving(args, media, MAX_LEN) as address:
         for concurrency in args.concurrency:
             lines.append(asyncio.run(_engine(args, media, address, concurrency)))
     return lines
@@ -120,7 +120,7 @@ async def _play_baseline(args: argparse.Namespace, media: Path) -> None:
     from sightline.families import load_family
     from sightline.inference.torch_engine.plain import PlainGenerate
 
-    store, renderer = _renderer(args.model, media)
+    store, renderer = renderer_of(args.model, media)
     family = load_family(args.model)
     plain = PlainGenerate(args.model, family, args.device, args.dtype, renderer.pad_token_ids)
 
@@ -136,7 +136,7 @@ def _baseline(args: argparse.Namespace, media: Path) -> Line:
     words = ["--baseline", str(media), "--model", str(args.model)]
     for name in ("rollouts", "turns", "max_tokens", "side", "repeats", "device", "dtype"):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    done = _start(["bench", "serve", *words], args.threads)
+    done = start(["bench", "serve", *words], args.threads)
     out, _ = done.communicate()
     if done.returncode:
         raise ProcessFailed("the baseline failed", "see its output above")
@@ -144,10 +144,13 @@ def _baseline(args: argparse.Namespace, media: Path) -> Line:
 
 
 @contextlib.contextmanager
-def _server(args: argparse.Namespace, media: Path) -> Iterator[str]:
-    words = [str(args.model), "--media", str(media), "--port", "0", "--max-len", str(MAX_LEN)]
-    words += ["--threads", str(args.threads), "--device", args.device, "--dtype", args.dtype]
-    process = _start(["serve", *words], args.threads)
+def serving(
+    args: argparse.Namespace, media: Path, max_len: int, more: Sequence[str] = ()
+) -> Iterator[str]:
+    """The address of a server in a process of its own."""
+    words = [str(args.model), "--media", str(media), "--port", "0", "--max-len", str(max_len)]
+    words += ["--threads", str(args.threads), "--device", args.device, "--dtype", args.dtype, *more]
+    process = start(["serve", *words], args.threads)
     try:
         assert process.stdout is not None
         first = process.stdout.readline().split()
@@ -159,7 +162,7 @@ def _server(args: argparse.Namespace, media: Path) -> Iterator[str]:
         process.communicate()
 
 
-def _start(words: list[str], threads: int) -> subprocess.Popen[str]:
+def start(words: list[str], threads: int) -> subprocess.Popen[str]:
     from sightline.launch.processes import environment
 
     return subprocess.Popen(
@@ -175,7 +178,7 @@ async def _repeat(
 ) -> Line:
     """Plays the work a few times, with new images each time; the first, unmeasured, warms up."""
     work = Work(args.rollouts, args.turns, args.max_tokens, args.side)
-    store, renderer = _renderer(args.model, media)
+    store, renderer = renderer_of(args.model, media)
     speeds, said = [], []
     for repeat in range(args.repeats + 1):
         # A seed that no other line has used: no line finds the images of another in a cache.
@@ -226,7 +229,7 @@ async def _rollout(renderer: Renderer, refs: Sequence[Any], answer: Answer) -> l
     return said
 
 
-def _renderer(model: Path, media: Path) -> tuple[Any, Renderer]:
+def renderer_of(model: Path, media: Path) -> tuple[Any, Renderer]:
     from sightline.families import load_renderer
     from sightline.media import MediaStore
 
@@ -238,11 +241,11 @@ def _images(store: Any, work: Work, seed: str) -> list[list[Any]]:
     """A ref for each turn of each rollout, no two alike."""
     rng = random.Random(seed)
     return [
-        [store.put(_noise(rng, work.side)) for _ in range(work.turns)] for _ in range(work.rollouts)
+        [store.put(noise(rng, work.side)) for _ in range(work.turns)] for _ in range(work.rollouts)
     ]
 
 
-def _noise(rng: random.Random, side: int) -> bytes:
+def noise(rng: random.Random, side: int) -> bytes:
     """A PNG of random pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -259,7 +262,7 @@ def _noise(rng: random.Random, side: int) -> bytes:
     )
 
 
-def _write_tiny(folder: Path) -> Path:
+def write_tiny(folder: Path) -> Path:
     from sightline.families import registry
 
     registry.write_tiny(registry.first_family(), folder, seed=0)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from sightline.compute import attention_cuda
 from sightline.errors import Misaligned
 
 # transformers hands the boundaries of images to attention functions with "flash" in their name.
@@ -33,9 +34,13 @@ class Pattern(Protocol):
         ...
 
 
-def register() -> str:
-    """Makes the function known to transformers, and returns its name."""
-    AttentionInterface.register(NAME, _attend)
+def register(opaque: bool = False) -> str:
+    """Makes the function known to transformers, and returns its name.
+
+    A compiler leaves an `opaque` one as it is: a pattern differs from pack to pack, and each would
+    be compiled anew.
+    """
+    AttentionInterface.register(NAME, torch.compiler.disable(_attend) if opaque else _attend)
     AttentionMaskInterface.register(NAME, _no_mask)
     return NAME
 
@@ -62,12 +67,13 @@ def _attend(
     scaling: float,
     pattern: Pattern | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     if pattern is not None:
         out = pattern.attend(int(module.layer_idx), query, key, value, scaling)
     elif cu_seq_lens_q is not None:
-        out = _images(query, key, value, scaling, cu_seq_lens_q)
+        out = _images(query, key, value, scaling, cu_seq_lens_q, max_length_q)
     else:
         raise Misaligned(
             f"{type(module).__name__} attends without a pattern",
@@ -77,9 +83,16 @@ def _attend(
 
 
 def _images(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, ends: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    ends: torch.Tensor,
+    longest: Any,
 ) -> torch.Tensor:
     """Full attention inside each image; images of one length go through together."""
+    if attention_cuda.takes(q):
+        return attention_cuda.rows_of_lengths(q, k, v, scaling, ends, longest, causal=False)
     bounds = ends.tolist()
     lengths = np.diff(bounds)
     if len(set(lengths.tolist())) == 1:
@@ -143,28 +156,92 @@ class Flat:
 
 
 class Tree:
-    """Nodes each once: q sees k when k <= q < subtree_end[k]. A plain mask; exact, quadratic."""
+    """Nodes each once: q sees k when k <= q < subtree_end[k]. A plain mask for each tree.
+
+    Trees of about one size go through together, padded to the largest of them.
+    """
 
     state = None
 
     def __init__(self, subtree_end: np.ndarray, device: torch.device) -> None:
-        end = torch.from_numpy(subtree_end.astype(np.int64)).to(device)
-        index = torch.arange(len(subtree_end), device=device)
-        self._mask = (index[None, :] <= index[:, None]) & (index[:, None] < end[None, :])
+        self._parts = [
+            _TreePart(subtree_end, trees, device) for trees in _of_a_size(roots_of(subtree_end))
+        ]
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        return attend(
-            q, k, v, attn_mask=self._mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        out = q.new_empty(*q.shape[:3], v.shape[-1])
+        for part in self._parts:
+            out = out.index_copy(2, part.tokens, part.attend(q, k, v, scaling))
+        return out
+
+
+def roots_of(subtree_end: np.ndarray) -> list[tuple[int, int]]:
+    """Start and end of every tree: its first token is seen to the end."""
+    found, start = [], 0
+    while start < len(subtree_end):
+        end = int(subtree_end[start])
+        found.append((start, end))
+        start = end
+    return found
+
+
+def _of_a_size(trees: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """By size, none under three quarters of the largest of its part."""
+    parts: list[list[tuple[int, int]]] = []
+    for tree in sorted(trees, key=lambda tree: (tree[0] - tree[1], tree[0])):
+        largest = parts[-1][0][1] - parts[-1][0][0] if parts else 0
+        if tree[1] - tree[0] < 0.75 * largest or not parts:
+            parts.append([])
+        parts[-1].append(tree)
+    return parts
+
+
+class _TreePart:
+    def __init__(
+        self, subtree_end: np.ndarray, trees: list[tuple[int, int]], device: torch.device
+    ) -> None:
+        starts, ends = (np.array(bounds) for bounds in zip(*trees, strict=True))
+        column = np.arange(int((ends - starts).max()))
+        tokens = starts[:, None] + column
+        inside = tokens < ends[:, None]
+        # Past the end of a tree its first token is repeated; nobody may see those columns.
+        tokens = np.where(inside, tokens, starts[:, None])
+        last = np.where(inside, subtree_end[tokens] - starts[:, None], 0)
+        # A row that sees nothing has no softmax: padding sees the first token.
+        last[:, 0] = len(column)
+        sees = (column <= column[:, None]) & (column[:, None] < last[:, None, :])
+        self._rows = torch.from_numpy(tokens).to(device)
+        self._mask = torch.from_numpy(sees[:, None]).to(device)
+        self._back = torch.from_numpy(np.flatnonzero(inside.reshape(-1))).to(device)
+        self.tokens = torch.from_numpy(tokens[inside]).to(device)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        def split(x: torch.Tensor) -> torch.Tensor:
+            return x[0][:, self._rows].transpose(0, 1)
+
+        gqa = q.shape[1] != k.shape[1]
+        out = attend(
+            split(q), split(k), split(v), attn_mask=self._mask, scale=scaling, enable_gqa=gqa
         )
+        return out.transpose(0, 1).flatten(1, 2)[:, self._back].unsqueeze(0)
 
 
-def pattern_of(subtree_end: np.ndarray, device: torch.device) -> Flat | Tree:
-    """The cheapest pattern that says the same as `subtree_end`."""
+def pattern_of(
+    subtree_end: np.ndarray, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Pattern:
+    """The cheapest pattern that says the same as `subtree_end`, for arithmetic in `dtype`."""
     ends = np.unique(subtree_end)
     starts = np.concatenate([[0], ends[:-1]])
     flat = np.repeat(ends, ends - starts)
     if ends[-1] == len(subtree_end) and np.array_equal(flat, subtree_end):
-        return Flat((ends - starts).tolist(), device)
+        lengths = (ends - starts).tolist()
+        if device.type == "cuda" and dtype in attention_cuda.HALF:
+            return attention_cuda.Rows(lengths, device)
+        return Flat(lengths, device)
+    if device.type == "cuda":
+        return attention_cuda.FlexTree(subtree_end, device)
     return Tree(subtree_end, device)

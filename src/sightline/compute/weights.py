@@ -15,36 +15,41 @@ from pathlib import Path
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
+from sightline.compute.tensor_file import Gather, as_it_is, write_tensors
 from sightline.errors import Misaligned, WireError
-from sightline.wire.file import append_line, read_lines
-from sightline.wire.weights import MANIFEST, Manifest, WeightFile
+from sightline.wire.file import append_line, read_lines, write_atomic
+from sightline.wire.weights import MANIFEST, Manifest
 
 WEIGHTS_FILE = "model.safetensors"
 HISTORY = "history.jsonl"
 
 
 def write_weights(
-    root: Path, tensors: dict[str, torch.Tensor], version: int, vision_version: int
+    root: Path,
+    tensors: Mapping[str, torch.Tensor],
+    version: int,
+    vision_version: int,
+    gather: Gather = as_it_is,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Path, Manifest]:
     """Publishes `tensors` as `root/v<version>` and returns its manifest's path.
 
     A version keeps its meaning: made again with the same bits it is the same version, with
-    other bits it becomes the next epoch of it.
+    other bits it becomes the next epoch of it. Sharded tensors are gathered one by one.
     """
-    data = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
-    file = WeightFile(WEIGHTS_FILE, len(data), hashlib.sha256(data).hexdigest())
-    epoch = _epoch_of(root, version, file.sha256)
-    manifest = Manifest(version, vision_version, [file], epoch)
-    if (there := folder_of(root, version, epoch) / MANIFEST).is_file():
-        return there, manifest
-    target = folder_of(root, version, epoch)
-    part = root / f".{target.name}.part"
+    part = root / f".v{version:06d}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    _write(part / WEIGHTS_FILE, data)
-    _write(part / MANIFEST, msgspec.json.encode(manifest))
+    file = write_tensors(part / WEIGHTS_FILE, tensors, gather, dtype)
+    epoch = _epoch_of(root, version, file.sha256)
+    manifest = Manifest(version, vision_version, [file], epoch)
+    target = folder_of(root, version, epoch)
+    if (target / MANIFEST).is_file():
+        shutil.rmtree(part)
+        return target / MANIFEST, manifest
+    write_atomic(part / MANIFEST, msgspec.json.encode(manifest))
     shutil.rmtree(target, ignore_errors=True)
     os.rename(part, target)
     return target / MANIFEST, manifest
@@ -123,10 +128,3 @@ def check_names(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Ten
                 f"the model's is {tuple(parameter.shape)}",
                 "serve the checkpoint that the trainer trains",
             )
-
-
-def _write(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

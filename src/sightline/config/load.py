@@ -26,8 +26,7 @@ def load(kind: type[AnyFile], path: Path, overrides: Sequence[str] = ()) -> AnyF
         raise ConfigError(f"no run file at {path}", "check the path") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}", "mend the line that it names") from None
-    for override in overrides:
-        _apply(values, override)
+    apply_overrides(values, overrides)
     return check(kind, values, str(path))
 
 
@@ -36,6 +35,12 @@ def check(kind: type[AnyFile], values: dict[str, Any], where: str) -> AnyFile:
         return kind.model_validate(values)
     except ValidationError as error:
         raise _explain(kind, error, where) from None
+
+
+def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Puts `section.key=value` into the values of a file."""
+    for override in overrides:
+        _apply(values, override)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -55,6 +55,24 @@ class Trainer(Section):
     keep_checkpoints: int = Field(
         2, ge=1, description="Newest checkpoints that are kept.", json_schema_extra=FREE
     )
+    keep_every: int = Field(
+        0,
+        ge=0,
+        description="Checkpoints of every so many steps stay as well; 0 keeps none of them.",
+        json_schema_extra=FREE,
+    )
+    master_dtype: Literal["float32", "model"] = Field(
+        "float32",
+        description="Of the weights that the optimizer moves; `model` is that of [model] dtype.",
+    )
+    activation_checkpointing: bool = Field(
+        False,
+        description="Whether a block's activations are computed again in the backward pass.",
+        json_schema_extra=FREE,
+    )
+    compile: str = Field(
+        "", description="Backend of torch.compile for every block, such as inductor; empty is off."
+    )
     device: str = Field("auto", description="cpu, cuda or auto.")
     ranks: int = Field(
         1, ge=1, description="Processes that share the model and the work.", json_schema_extra=FREE

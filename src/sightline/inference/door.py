@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from sightline.errors import EngineError, FingerprintMismatch, MediaRefused, Misaligned, WireError
+from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned, WireError
 from sightline.families import Family
 from sightline.inference.errors import refusal
 from sightline.wire import MediaItem, Slot
 from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_CHOICES = 64
+MAX_STOPS = 256
 MAX_SEED = 2**64
+# Logits divided by less, or by more, leave what float32 can tell apart.
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e6
+_SEE = "see docs/serving.md for the fields of a request"
+_AT = re.compile(r"(.*) - at `\$\.?([^`]*)`", re.DOTALL)
+_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `([^`]*)`")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,9 @@ class Door:
         self._decoder = msgspec.json.Decoder(GenerateRequest)
 
     def check(self, body: bytes) -> Checked:
-        request = self._decode(body)
+        return self.check_request(self._decode(body))
+
+    def check_request(self, request: GenerateRequest) -> Checked:
         if request.model is not None and request.model not in self._models:
             raise refusal(
                 "model",
@@ -61,9 +69,7 @@ class Door:
         try:
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise refusal(
-                "schema", f"not a generate request: {error}", "see docs/serving.md for its fields"
-            ) from error
+            raise refusal("schema", _schema(str(error)), _SEE) from error
 
     def _tokens(self, token_ids: list[int], params: SamplingParams) -> np.ndarray:
         if not token_ids:
@@ -114,22 +120,21 @@ class Door:
         try:
             slots = request.slots()
         except WireError as error:
-            raise EngineError(error.problem, error.fix, "schema", 400) from error
+            raise refusal("schema", error.problem, error.fix) from error
         except Misaligned as error:
-            raise EngineError(error.problem, error.fix, "slots", 400) from error
+            raise refusal("slots", error.problem, error.fix) from error
         for i, slot in enumerate(slots):
             self._item(i, slot, modality)
         return slots, [_key(slot.item) for slot in slots]
 
     def _item(self, i: int, slot: Slot, modality: str) -> None:
+        path = f"features.kwargs_data.{modality}[{i}]"
         try:
             self._family.check_item(slot.item)
-        except FingerprintMismatch:
-            raise
+        except FingerprintMismatch as error:
+            raise FingerprintMismatch(f"{path}: {error.problem}", error.fix) from error
         except (Misaligned, MediaRefused) as error:
-            raise EngineError(
-                f"features.kwargs_data.{modality}[{i}]: {error.problem}", error.fix, "slots", 400
-            ) from error
+            raise refusal("slots", f"{path}: {error.problem}", error.fix) from error
         length = self._family.num_tokens(slot.item)
         if slot.length != length:
             raise refusal(
@@ -156,6 +161,15 @@ class Door:
         )
 
 
+def _schema(found: str) -> str:
+    """What the decoder found, with the path of the field in front."""
+    at = _AT.fullmatch(found)
+    what, path = (at[1], at[2]) if at else (found, "")
+    if (field := _FIELD.match(what)) and re.fullmatch(r"\w+", field[1]):
+        path = f"{path}.{field[1]}" if path else field[1]
+    return f"{path}: {what}" if path else f"not a generate request: {what}"
+
+
 def _key(item: MediaItem) -> str:
     """The item's key and its size: an item that lies about the size of its image must not find
     what was made for the true one."""
@@ -164,18 +178,20 @@ def _key(item: MediaItem) -> str:
 
 def _faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]]:
     """(name, what is allowed) of each parameter that cannot be honoured."""
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        yield "temperature", "0 or more"
+    if params.temperature and not LEAST_TEMPERATURE <= params.temperature <= MOST_TEMPERATURE:
+        yield "temperature", f"0, or {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}"
     if not 0 < params.top_p <= 1:
         yield "top_p", "more than 0, at most 1"
-    if params.top_k < -1:
-        yield "top_k", "a count; 0 or -1 is off"
+    if not -1 <= params.top_k < 2**31:
+        yield "top_k", "a count below 2**31; 0 or -1 is off"
     if not 0 <= params.min_p <= 1:
         yield "min_p", "0 to 1"
     if params.seed is not None and not 0 <= params.seed < MAX_SEED:
         yield "seed", "null, or 0 up to 2**64 - 1"
     if any(not 0 <= token < vocab_size for token in params.stop_token_ids):
         yield "stop_token_ids", f"ids below {vocab_size}"
+    if len(params.stop_token_ids) > MAX_STOPS:
+        yield "stop_token_ids", f"at most {MAX_STOPS} ids"
     if params.logprobs not in (None, 0):
         yield "logprobs", "0 for the sampled token's, or null for none"
     if params.prompt_logprobs not in (None, 0):

@@ -10,7 +10,6 @@ from sightline.errors import (
     MediaCorrupt,
     MediaError,
     MediaMissing,
-    MediaRefused,
     MediaUndecodable,
     MessageError,
     Misaligned,
@@ -21,22 +20,44 @@ from sightline.wire.generate import ErrorAnswer, ErrorBody
 
 RETRY_AFTER_S = 1
 
+STATUS = {
+    "schema": 400,
+    "model": 400,
+    "token_ids": 400,
+    "too_long": 400,
+    "sampling": 400,
+    "slots": 400,
+    "pads": 400,
+    "media_missing": 404,
+    "fingerprint": 409,
+    "too_large": 413,
+    "media_corrupt": 422,
+    "media_undecodable": 422,
+    "media_refused": 422,
+    "weights": 422,
+    "not_finite": 500,
+    "engine": 500,
+    "overloaded": 503,
+    "media_unavailable": 503,
+    "stopping": 503,
+}
+"""Every type, with its status; docs/serving.md says what they mean."""
+
 # The first class that fits decides, so the narrow ones stand before `MediaError`.
-_TYPES: tuple[tuple[type[SightlineError], int, str], ...] = (
-    (FingerprintMismatch, 409, "fingerprint"),
-    (MediaMissing, 404, "media_missing"),
-    (MediaCorrupt, 422, "media_corrupt"),
-    (MediaUndecodable, 422, "media_undecodable"),
-    (MediaRefused, 422, "media_refused"),
-    (MediaError, 422, "media_refused"),
-    (WireError, 400, "schema"),
-    (MessageError, 400, "schema"),
-    (Misaligned, 400, "slots"),
+_TYPES: tuple[tuple[type[SightlineError], str], ...] = (
+    (FingerprintMismatch, "fingerprint"),
+    (MediaMissing, "media_missing"),
+    (MediaCorrupt, "media_corrupt"),
+    (MediaUndecodable, "media_undecodable"),
+    (MediaError, "media_refused"),
+    (WireError, "schema"),
+    (MessageError, "schema"),
+    (Misaligned, "slots"),
 )
 
 
-def refusal(kind: str, problem: str, fix: str, status: int = 400) -> EngineError:
-    return EngineError(problem, fix, kind, status)
+def refusal(kind: str, problem: str, fix: str) -> EngineError:
+    return EngineError(problem, fix, kind, STATUS[kind])
 
 
 def typed(error: BaseException) -> EngineError:
@@ -44,20 +65,21 @@ def typed(error: BaseException) -> EngineError:
     if isinstance(error, EngineError):
         return error
     if isinstance(error, OSError):
-        return refusal("media_unavailable", str(error), "check the store, and try again", 503)
+        return refusal("media_unavailable", str(error), "check the store, and try again")
     # The exact class: decoders, too, raise an OSError for a file that is damaged for good.
     if type(error) is MediaError and isinstance(error.__cause__, OSError):
-        return EngineError(error.problem, error.fix, "media_unavailable", 503)
-    for cls, status, kind in _TYPES:
+        return refusal("media_unavailable", error.problem, error.fix)
+    for cls, kind in _TYPES:
         if isinstance(error, cls):
-            return EngineError(error.problem, error.fix, kind, status)
+            return refusal(kind, error.problem, error.fix)
     if isinstance(error, SightlineError):
-        return EngineError(error.problem, error.fix, "engine", 500)
-    return refusal("engine", f"{type(error).__name__}: {error}", "see the server's log", 500)
+        return refusal("engine", error.problem, error.fix)
+    return refusal("engine", f"{type(error).__name__}: {error}", "see the server's log")
 
 
 def answer(error: EngineError) -> tuple[int, bytes, dict[str, str]]:
     """Status, body and headers."""
-    body = ErrorBody(error.problem, error.kind, error.status, error.fix)
+    path = error.path if error.status == 400 else ""
+    body = ErrorBody(error.problem, error.kind, error.status, error.fix, path)
     headers = {"retry-after": str(RETRY_AFTER_S)} if error.status == 503 else {}
     return error.status, msgspec.json.encode(ErrorAnswer(body)), headers

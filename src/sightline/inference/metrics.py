@@ -31,6 +31,7 @@ def totals(engine: Engine) -> dict[str, float]:
     return {
         **dataclasses.asdict(engine.counts),
         "busy_seconds": engine.busy.seconds,
+        "steps_replayed": engine.runner.num_replayed,
         "images_made": pixels.made,
         "images_failed": pixels.failed,
         "pixel_cache_hits": pixels.hits,

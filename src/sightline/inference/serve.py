@@ -17,10 +17,11 @@ import uvicorn
 
 from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
+from sightline.inference.chat_door import ChatDoor
 from sightline.inference.door import Checked, Door
 from sightline.inference.server import Server
 from sightline.inference.settings import ServeSettings, turns_line
-from sightline.media import MediaStore
+from sightline.media import Ingest, MediaStore
 
 KEEP_ALIVE_S = 600
 GRACE_S = 10
@@ -38,7 +39,8 @@ def build_server(settings: ServeSettings) -> Server:
         raise ConfigError("a server without a media root", "name the store's folder")
     store = MediaStore(settings.media_roots[0], fallback_roots=settings.media_roots[1:])
     family = load_family(settings.model, **settings.overrides)
-    renderer = load_renderer(settings.model, store, family)
+    images = Ingest(store)
+    renderer = load_renderer(settings.model, store, family, images)
     engine = build_engine(settings, family, store, renderer.pad_token_ids)
     seeds = random.SystemRandom()
 
@@ -70,7 +72,15 @@ def build_server(settings: ServeSettings) -> Server:
         "vocab_size": renderer.vocab_size,
         "max_len": settings.max_len,
     }
-    return Server(engine, door, make, identity, settings.max_body_bytes)
+    chat = ChatDoor(
+        renderer,
+        images,
+        family.modality,
+        settings.model.name,
+        settings.max_len,
+        settings.max_body_bytes,
+    )
+    return Server(engine, door, make, chat, identity, settings.max_body_bytes)
 
 
 def _seed_of(seed: int, choice: int) -> int:

@@ -21,12 +21,15 @@ from starlette.routing import Route
 
 from sightline.errors import EngineError, SightlineError
 from sightline.inference import metrics
+from sightline.inference.body import read_body
+from sightline.inference.chat_door import CLIENT_CLOSED, ChatDoor
 from sightline.inference.door import Checked, Door
 from sightline.inference.errors import answer, refusal, typed
 from sightline.inference.scores import prompt_entries
 from sightline.wire.generate import (
     AdoptRequest,
     Choice,
+    GenerateRequest,
     GenerateResponse,
     Logprobs,
     SightlineAnswer,
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
     from sightline.inference.torch_engine.request import Request as EngineRequest
 
 JSON = "application/json"
-CLIENT_CLOSED = 499
 WATCH_EVERY_S = 0.25
 
 Make = Callable[[Checked], list["EngineRequest"]]
@@ -64,6 +66,7 @@ class Server:
         engine: Engine,
         door: Door,
         make: Make,
+        chat: ChatDoor,
         identity: dict[str, Any],
         max_body_bytes: int,
     ) -> None:
@@ -80,6 +83,7 @@ class Server:
         self.app = Starlette(
             routes=[
                 Route("/inference/v1/generate", self._safely(self._generate), methods=["POST"]),
+                *chat.routes(self._generate_for),
                 Route("/sightline/v1/adopt", self._safely(self._adopt), methods=["POST"]),
                 Route("/sightline/v1/stats", self._safely(self._stats)),
                 Route("/health", self._safely(self._health)),
@@ -123,7 +127,14 @@ class Server:
     # --- generate
 
     async def _generate(self, http: Request) -> Response:
-        checked = self._door.check(await self._body(http))
+        checked = self._door.check(await read_body(http, self._max_body_bytes))
+        return _json(await self._answer(checked, http))
+
+    async def _generate_for(self, request: GenerateRequest, http: Request) -> GenerateResponse:
+        """The same for a request that was made here, of which `http` waits for the answer."""
+        return await self._answer(self._door.check_request(request), http)
+
+    async def _answer(self, checked: Checked, http: Request) -> GenerateResponse:
         call = _Call(http, self._make(checked))
         for request in call.requests:
             request.owner = call
@@ -137,17 +148,6 @@ class Server:
         finally:
             self._calls.discard(call)
         return _answered(checked, call.requests)
-
-    async def _body(self, http: Request) -> bytes:
-        if int(http.headers.get("content-length") or 0) > self._max_body_bytes:
-            raise _too_large(self._max_body_bytes)
-        parts, size = [], 0
-        async for part in http.stream():
-            size += len(part)
-            if size > self._max_body_bytes:
-                raise _too_large(self._max_body_bytes)
-            parts.append(part)
-        return b"".join(parts)
 
     def _delivered(self, requests: list[EngineRequest]) -> None:
         for request in requests:
@@ -173,7 +173,7 @@ class Server:
 
     async def _adopt(self, http: Request) -> Response:
         try:
-            wanted = self._adopt_decoder.decode(await self._body(http))
+            wanted = self._adopt_decoder.decode(await read_body(http, self._max_body_bytes))
         except msgspec.MsgspecError as error:
             raise refusal("schema", f"not an adopt request: {error}", "send manifest") from error
         async with self._adopting:
@@ -205,22 +205,20 @@ class Server:
         return Response(metrics.prometheus(self.engine), media_type="text/plain; version=0.0.4")
 
 
-def _answered(checked: Checked, requests: list[EngineRequest]) -> Response:
+def _answered(checked: Checked, requests: list[EngineRequest]) -> GenerateResponse:
     for request in requests:
         if request.error is not None:
-            return _refused(request.error)
+            raise request.error
         if request.finish_reason == "abort":
-            return Response(status_code=CLIENT_CLOSED)
+            raise ClientDisconnect
     wants_logprobs = checked.params.logprobs is not None
-    return _json(
-        GenerateResponse(
-            request_id=checked.request_id,
-            choices=[_choice(i, r, wants_logprobs) for i, r in enumerate(requests)],
-            sightline=SightlineAnswer(
-                pixel_digests=requests[0].pixel_digests(), cached_tokens=requests[0].cached_tokens
-            ),
-            prompt_logprobs=prompt_entries(requests[0].prompt, requests[0].prompt_logprobs),
-        )
+    return GenerateResponse(
+        request_id=checked.request_id,
+        choices=[_choice(i, r, wants_logprobs) for i, r in enumerate(requests)],
+        sightline=SightlineAnswer(
+            pixel_digests=requests[0].pixel_digests(), cached_tokens=requests[0].cached_tokens
+        ),
+        prompt_logprobs=prompt_entries(requests[0].prompt, requests[0].prompt_logprobs),
     )
 
 
@@ -239,7 +237,3 @@ def _json(value: object) -> Response:
 def _refused(error: EngineError) -> Response:
     status, body, headers = answer(error)
     return Response(body, status, headers, media_type=JSON)
-
-
-def _too_large(most: int) -> EngineError:
-    return refusal("too_large", f"the body has more than {most} bytes", "send less", 413)

@@ -87,7 +87,11 @@ def check_disk(config: RunFile, run_dir: RunDir) -> None:
     # One more of each than is kept: the next is whole before the oldest goes.
     checkpoints = (config.trainer.keep_checkpoints + 1) * STATES_PER_CHECKPOINT
     published = config.orchestrator.max_lag + 2
-    batches = config.trainer.checkpoint_every + config.orchestrator.max_lag + 1
+    if config.trainer.keep_every:
+        checkpoints += config.run.steps // config.trainer.keep_every * STATES_PER_CHECKPOINT
+    # Where the newest checkpoint may turn out corrupt, the batches since the one before it stay.
+    spans = min(config.trainer.keep_checkpoints, 2)
+    batches = spans * config.trainer.checkpoint_every + config.orchestrator.max_lag + 1
     batch_bytes = (
         config.orchestrator.groups_per_step
         * config.orchestrator.group_size

@@ -92,17 +92,27 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def find_port(host: str, port: int, setting: str) -> int:
-    """`port` if it is free, or any free one for 0."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"{setting} = {port} on {host}: {error.strerror}",
-                "stop what uses the port, or set 0 to take a free one",
-            ) from error
-        return int(probe.getsockname()[1])
+    """`port` if it is free, or for 0 any free one, which stays reserved.
+
+    Bound and never listened on, until this process ends: the system gives the port to nobody, and a
+    server that is told it can bind it.
+    """
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind((host, port))
+    except OSError as error:
+        probe.close()
+        raise ConfigError(
+            f"{setting} = {port} on {host}: {error.strerror}",
+            "stop what uses the port, or set 0 to take a free one",
+        ) from error
+    found = int(probe.getsockname()[1])
+    if port:
+        probe.close()
+    else:
+        probe.detach()
+    return found
 
 
 @dataclass

@@ -85,13 +85,13 @@ def _specs(config: RunFile, run_dir: RunDir) -> list[Spec]:
     ]
     return [
         spec("server", threads.server),
-        *_ranks(trainer, config.trainer.ranks),
+        *trainer_specs(trainer, config.trainer.ranks),
         *workers,
         spec(LEADER, 1),
     ]
 
 
-def _ranks(trainer: Spec, num: int) -> list[Spec]:
+def trainer_specs(trainer: Spec, num: int) -> list[Spec]:
     """The trainer's processes: `trainer` is rank 0, `trainer-1` and so on the others."""
     if num == 1:
         return [trainer]

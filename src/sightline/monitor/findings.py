@@ -21,7 +21,7 @@ from sightline.render import Tokenizer
 from sightline.wire.event import Event
 
 IMAGES = "images"
-_STAGES = ("wait", "materialize", "compute", "publish", "checkpoint")
+_STAGES = ("wait", "materialize", "forward", "backward", "optimizer", "publish", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True)

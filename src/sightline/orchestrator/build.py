@@ -30,6 +30,8 @@ class Built:
     parts: Parts
     evaluator: Evaluator
     books: Books
+    caches: dict[str, dict[str, float]]
+    """Of the server; shared with what reports them."""
 
     def publish(self, published: Published) -> None:
         """What follows from a new version: engines adopt it, covered batches go."""
@@ -63,8 +65,16 @@ def build(
         max_bytes=config.rollout.max_in_flight_mb * 1_000_000,
     )
     policy = Policy(engines=[client.adopt], weights=run_dir.weights)
+    caches: dict[str, dict[str, float]] = {}
     watcher = StepWatcher(
-        books, policy, store, events, rollouts, config.run.steps, config.media.max_bad_fraction
+        books,
+        policy,
+        store,
+        events,
+        rollouts,
+        config.run.steps,
+        config.media.max_bad_fraction,
+        caches,
     )
     parts = Parts(
         rollouts=rollouts,
@@ -91,4 +101,4 @@ def build(
     evaluator = Evaluator(
         rollouts, books, events, run_dir, config.eval.tasks, config.eval.temperature
     )
-    return Built(parts, evaluator, books)
+    return Built(parts, evaluator, books, caches)

@@ -102,7 +102,7 @@ async def main(config: RunFile, run_dir: RunDir, media_root: Path, hub: str, ser
     board.on_published = built.publish
     board.on_lost = built.parts.rollouts.lost
     board.on_held = built.parts.rollouts.dispatch.held
-    notes = BusyNotes(client, events)
+    notes = BusyNotes(client, events, built.caches)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -240,6 +240,8 @@ class BusyNotes:
 
     client: GenerateClient
     events: EventLog
+    caches: dict[str, dict[str, float]]
+    """Filled with what the server tells of its caches."""
     since: float = field(default_factory=time.time)
 
     async def keep_taking(self) -> None:
@@ -253,8 +255,36 @@ class BusyNotes:
         now = time.time()
         stats = json.loads(await self.client.get(f"/sightline/v1/stats?since={self.since}"))
         self.since = now
+        self.caches.update(server_caches(stats.get("totals", {}), stats.get("now", {})))
         if stats.get("busy"):
             self.events.write("busy", intervals=stats["busy"])
+
+
+def server_caches(totals: dict[str, float], now: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Hits, misses, evictions and bytes of each cache that the server has, since its start."""
+    names = {
+        "server_pixels": (
+            ("pixel_cache_hits", "pixel_cache_joined"), "images_made", "pixel_cache_evicted",
+            "pixel_cache_bytes",
+        ),
+        "server_features": (
+            ("feature_cache_hits",), "images_encoded", "feature_cache_evicted",
+            "feature_cache_bytes",
+        ),
+        "server_prefix_tokens": (
+            ("cached_tokens",), "computed_tokens", "rows_evicted", "kv_bytes",
+        ),
+    }  # fmt: skip
+    return {
+        cache: {
+            "hits": sum(totals.get(name, 0) for name in hits),
+            "misses": totals[misses],
+            "evictions": totals.get(evictions, 0),
+            "bytes": now.get(size, 0),
+        }
+        for cache, (hits, misses, evictions, size) in names.items()
+        if misses in totals
+    }
 
 
 async def _first_of(job: Awaitable[None], *helpers: Awaitable[None]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from sightline.errors import ResumeRefused
 from sightline.monitor import RunDir
 from sightline.trace import Trace, write_traces
 from sightline.wire.control import Announce
@@ -97,6 +98,11 @@ class Books:
         found = []
         for later in range(step + 1, self.progress.step + 1):
             path = self.run_dir.batch(later)
+            if not path.is_file():
+                raise ResumeRefused(
+                    f"{path} is gone, and the trainer's checkpoint is of step {step}",
+                    "restore the newer checkpoint, or the batch, from a copy",
+                )
             found.append(Announce(later, str(path.resolve()), digest_of(path.read_bytes())))
         return found
 

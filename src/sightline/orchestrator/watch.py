@@ -51,6 +51,8 @@ class StepWatcher:
     rollouts: Rollouts
     steps_total: int
     max_bad_fraction: float
+    caches: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of the server, as it last told."""
     sums: StepSums = field(default_factory=StepSums)
     _recent_s: list[float] = field(default_factory=list)
 
@@ -129,4 +131,5 @@ class StepWatcher:
             waiting=self.rollouts.dispatch.num_waiting,
             bytes_in_flight=self.rollouts.dispatch.bytes_in_flight,
             workers_lost=dict(self.rollouts.workers_lost),
+            caches=self.caches,
         )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -24,6 +26,8 @@ from sightline.wire.generate import (
 _encoder = msgspec.json.Encoder()
 _responses = msgspec.json.Decoder(GenerateResponse)
 _errors = msgspec.json.Decoder(ErrorAnswer)
+MAY_HEAL = 503
+"""The one status after which the same request may be answered."""
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 5.0
 
@@ -49,6 +53,8 @@ class GenerateClient:
     base_url: str
     deadline_s: float = 60.0
     connections: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The processor settings of this side, to show beside the server's where they differ."""
     counts: WireCounts = field(default_factory=WireCounts)
     pace: Pace = field(default_factory=Pace)
     """Of all who make requests here: their work comes one after another."""
@@ -106,16 +112,26 @@ class GenerateClient:
         give_up = time.monotonic() + self.deadline_s
         wait_s = _FIRST_WAIT_S
         while True:
-            error = await self._try(path, body)
-            if isinstance(error, bytes):
-                return error
-            if error.status != 503 or time.monotonic() + wait_s > give_up:
-                raise error
+            found = await self._try(path, body)
+            if isinstance(found, bytes):
+                return found
+            error, asked_s = found
+            # Spread out, so that many who were refused together do not come back together.
+            pause_s = max(wait_s, asked_s) * (0.75 + 0.5 * random.random())
+            if error.status != MAY_HEAL or time.monotonic() + pause_s > give_up:
+                raise self._with_settings(error)
             self.counts.retries += 1
-            await asyncio.sleep(wait_s * (0.5 + random.random()))
+            await asyncio.sleep(pause_s)
             wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
 
-    async def _try(self, path: str, body: bytes) -> bytes | EngineError:
+    def _with_settings(self, error: EngineError) -> EngineError:
+        if error.kind != "fingerprint" or not self.settings:
+            return error
+        ours = json.dumps(self.settings, sort_keys=True)
+        return EngineError(f"{error.problem}; ours: {ours}", error.fix, error.kind, error.status)
+
+    async def _try(self, path: str, body: bytes) -> bytes | tuple[EngineError, float]:
+        """The answer; or what went wrong, and the seconds for which the server asks."""
         self.counts.requests += 1
         self.counts.sent_bytes += len(body)
         try:
@@ -124,14 +140,18 @@ class GenerateClient:
             ) as answer:
                 data = await answer.read()
                 self.counts.received_bytes += len(data)
-                return data if answer.status == 200 else _error_of(answer.status, data)
+                if answer.status == 200:
+                    return data
+                after = answer.headers.get("retry-after", "")
+                return _error_of(answer.status, data), float(after) if after.isdigit() else 0.0
         except aiohttp.ClientError as error:
-            return EngineError(
+            unreachable = EngineError(
                 f"the inference server at {self.base_url} does not answer: {error}",
                 "look at logs/server.log",
                 kind="unreachable",
-                status=503,
+                status=MAY_HEAL,
             )
+            return unreachable, 0.0
 
 
 def _error_of(status: int, data: bytes) -> EngineError:

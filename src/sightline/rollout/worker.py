@@ -36,7 +36,7 @@ def build_player(config: RunFile, media_root: Path, server: str) -> Player:
         env=build_environment(config.env),
         renderer=load_renderer(model.path, store, family, door, model.number_pictures),
         store=store,
-        client=GenerateClient(server),
+        client=GenerateClient(server, settings=family.settings),
         modality=family.modality,
         max_tokens=config.rollout.max_tokens,
         timeout_s=config.rollout.timeout_s,

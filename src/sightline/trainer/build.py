@@ -2,55 +2,76 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from sightline.compute.model import load_model, pick_device
+from sightline.compute.model import DTYPES, load_model, pick_device
 from sightline.compute.transfer import stack
 from sightline.config import Model, RunFile, Trainer
+from sightline.errors import ResumeRefused
 from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore
 from sightline.monitor import EventLog, RunDir
 from sightline.pack import Average, Cost
 from sightline.pixels import Materializer
-from sightline.trainer.checkpoint import Checkpoints, Ledger
+from sightline.trainer.blocks import wrap_blocks
+from sightline.trainer.checkpoint import Checkpoints, Chosen
 from sightline.trainer.feed import Feed, Preparer, ReadyBatch
 from sightline.trainer.keeper import Follower, Keeper
 from sightline.trainer.learner import Learner
+from sightline.trainer.ledger import Ledger, read_ledger
 from sightline.trainer.loop import Parts
 from sightline.trainer.optimizer import build_optimizer
 from sightline.trainer.price import price_of
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
-from sightline.trainer.shard import join, shard
+from sightline.trainer.saver import Saver, alone, from_all, to_lead
+from sightline.trainer.shard import agree, join, shard
+from sightline.trainer.snapshot import restore
 from sightline.trainer.spread import ShareFeed, Spread
 from sightline.wire.control import Announce, Control
+from sightline.wire.weights import WeightFile
 
 MEGABYTE = 1 << 20
+
+
+def device_of(name: str, ranks: Ranks) -> torch.device:
+    """Where a rank computes; ranks of one machine take its GPUs in turn."""
+    device = torch.device(pick_device(name))
+    if device.type == "cuda":
+        if device.index is None:
+            device = torch.device("cuda", ranks.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    return device
 
 
 def build_learner(
     model: Model, trainer: Trainer, store: MediaStore, steps: int, ranks: Ranks = ALONE
 ) -> Learner:
-    device = torch.device(pick_device(trainer.device))
-    if ranks.size > 1:
+    device = device_of(trainer.device, ranks)
+    master = model.dtype if trainer.master_dtype == "model" else "float32"
+    is_mixed = master != model.dtype
+    if ranks.size > 1 or is_mixed:
         join(ranks, device)
     family = load_family(model.path, **model.overrides())
     renderer = load_renderer(model.path, store, family)
-    forward = load_model(model.path, family, str(device), model.dtype)
+    forward = load_model(model.path, family, str(device), master)
     forward.model.train()
+    wrap_blocks(forward, trainer.activation_checkpointing, trainer.compile)
     reference = None
     if trainer.kl_weight > 0:
         reference = load_model(model.path, family, str(device), model.dtype)
         reference.model.eval().requires_grad_(False)
     whole = reference_whole = None
-    if ranks.size > 1:
-        whole = shard(forward, ranks.size, device)
-        if reference is not None:
-            reference_whole = shard(reference, ranks.size, device, frozen=True)
+    if ranks.size > 1 or is_mixed:
+        compute = DTYPES[model.dtype] if is_mixed else None
+        whole = shard(forward, ranks.size, device, compute=compute)
+    if ranks.size > 1 and reference is not None:
+        reference_whole = shard(reference, ranks.size, device, frozen=True)
     return Learner(
         forward=forward,
         reference=reference,
@@ -78,8 +99,10 @@ def build(
     """Of rank 0, which hears the orchestrator; with `lead` it hands out what the others compute."""
     store = MediaStore(Path(config.media.root or run_dir.media))
     learner = build_learner(config.model, config.trainer, store, config.run.steps, ranks)
-    checkpoints = Checkpoints(run_dir.checkpoints, config.trainer.keep_checkpoints)
-    state = checkpoints.load(learner.forward.model, learner.optimizer)
+    events = EventLog(run_dir.metrics, "trainer")
+    saver, chosen = _saver(config, run_dir, learner, alone if lead is None else from_all(lead))
+    _check_fallback(chosen, run_dir, events)
+    saver.checkpoints.clear()
     preparer = Preparer(
         family=learner.family,
         materializer=build_materializer(learner, store),
@@ -93,14 +116,13 @@ def build(
     keeper = Keeper(
         run_dir=run_dir,
         learner=learner,
-        checkpoints=checkpoints,
-        ledger=Ledger(run_dir.ledger, state.step),
-        events=EventLog(run_dir.metrics, "trainer"),
+        saver=saver,
+        ledger=Ledger(run_dir.ledger, chosen.step),
+        events=events,
         send=send,
         source=Path(config.model.path),
-        checkpoint_every=config.trainer.checkpoint_every,
         train_vision=config.model.train_vision,
-        checkpoint_step=state.step,
+        dtype=DTYPES[config.model.dtype],
         materializer=preparer.materializer,
     )
     hand_out: Callable[[ReadyBatch], ReadyBatch] = _keep_all
@@ -108,11 +130,11 @@ def build(
         price = price_of(learner.forward, config.trainer.micro_batch_price)
         hand_out = Spread(lead, ranks.size, price, config.trainer.pixel_cache_mb * MEGABYTE)
     return Parts(
-        feed=Feed(announcements, preparer, state.step + 1, hand_out),
+        feed=Feed(announcements, preparer, chosen.step + 1, hand_out),
         learner=learner,
         keeper=keeper,
         pulse=learner.pulse,
-        first_step=state.step,
+        first_step=chosen.step,
     )
 
 
@@ -120,6 +142,37 @@ def build_materializer(learner: Learner, store: MediaStore) -> Materializer:
     """Pixels are made ahead of the step, by as many threads as the process may compute with."""
     max_bytes = learner.config.pixel_cache_mb * MEGABYTE
     return Materializer(learner.family, store, max_bytes, threads=torch.get_num_threads())
+
+
+def _saver(
+    config: RunFile,
+    run_dir: RunDir,
+    learner: Learner,
+    deliver: Callable[[int, WeightFile], list[WeightFile] | None],
+) -> tuple[Saver, Chosen]:
+    """What writes checkpoints from now on, with the newest whole one put back."""
+    settings, ranks = config.trainer, learner.ranks
+    checkpoints = Checkpoints(run_dir.checkpoints, settings.keep_checkpoints, settings.keep_every)
+    chosen = checkpoints.choose(lambda found: agree(found, ranks.size), ranks.rank, ranks.size)
+    shards = chosen.shards()
+    if shards is not None and chosen.path is not None:
+        restore(shards, learner.forward.model, learner.optimizer, ranks, chosen.path)
+    every = settings.checkpoint_every
+    train_vision = config.model.train_vision
+    return Saver(checkpoints, ranks, every, chosen.step, train_vision, deliver), chosen
+
+
+def _check_fallback(chosen: Chosen, run_dir: RunDir, events: EventLog) -> None:
+    """Says which checkpoints were refused; going back needs the batches since."""
+    for problem in chosen.refused:
+        print(f"refused: {problem}", file=sys.stderr, flush=True)
+        events.write("checkpoint_refused", chosen.step, problem=problem)
+    trained = len(read_ledger(run_dir.ledger))
+    if chosen.refused and trained > chosen.step and not run_dir.batch(chosen.step + 1).is_file():
+        raise ResumeRefused(
+            f"{chosen.refused[0]}, and the batches after step {chosen.step} are gone",
+            "restore the checkpoint from a copy, or start a new run",
+        )
 
 
 def _keep_all(ready: ReadyBatch) -> ReadyBatch:
@@ -130,8 +183,7 @@ def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follo
     """Of a rank other than 0."""
     store = MediaStore(Path(config.media.root or run_dir.media))
     learner = build_learner(config.model, config.trainer, store, config.run.steps, ranks)
-    checkpoints = Checkpoints(run_dir.checkpoints, config.trainer.keep_checkpoints)
-    state = checkpoints.load(learner.forward.model, learner.optimizer)
+    saver, chosen = _saver(config, run_dir, learner, to_lead(follow))
     learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail)
     family = learner.family
     return Parts(
@@ -139,11 +191,11 @@ def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follo
             follow,
             build_materializer(learner, store),
             len(family.positions(1, ())[0]),
-            state.step + 1,
+            chosen.step + 1,
             partial(stack, device=learner.device),
         ),
         learner=learner,
-        keeper=Follower(learner, config.trainer.checkpoint_every, state.step),
+        keeper=Follower(learner, saver),
         pulse=learner.pulse,
-        first_step=state.step,
+        first_step=chosen.step,
     )

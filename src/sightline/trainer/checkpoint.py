@@ -1,6 +1,10 @@
 """Checkpoints of the trainer: everything that makes the next step bit-equal.
 
-A checkpoint is a folder that appears whole, by one rename, or not at all.
+    step_000050/  rank_000.safetensors  rank_001.safetensors ..  manifest.json
+
+Each rank writes what it holds. The manifest, with the checksum of every file, is written last, and
+the folder appears by one rename. What has no valid manifest is not read; what does not match its
+manifest is refused by name, and the checkpoint before it is used.
 """
 
 from __future__ import annotations
@@ -8,191 +12,153 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import torch
-from safetensors.torch import load_file, save_file
 
-from sightline.compute.weights import check_names
+from sightline.compute.tensor_file import digest_of_file, sync
 from sightline.errors import ResumeRefused
-from sightline.trainer.shard import like, whole_tensor
-from sightline.wire.file import append_line, read_lines, write_atomic
+from sightline.trainer.snapshot import Shards, Snapshot
+from sightline.wire.file import write_atomic
+from sightline.wire.weights import WeightFile
 
-_NAME = re.compile(r"step_(\d{6})")
+MANIFEST = "manifest.json"
+SCHEMA = 2
+_NAME = re.compile(r"step_(\d{6,})")
 
 
-class State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
     vision_version: int
-    schema: int = 1
-
-
-class LedgerLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A step in the history of the weights, and the batch that it trained on."""
-
-    step: int
-    batch: str
+    files: list[WeightFile]
+    """One a rank, in the order of ranks."""
+    schema: int = SCHEMA
 
 
 @dataclass(frozen=True)
-class Tensors:
-    """What a checkpoint holds, gathered from all ranks."""
+class Chosen:
+    """The newest checkpoint that is whole, and the newer ones that are not."""
 
-    model: dict[str, torch.Tensor]
-    optimizer: dict[str, torch.Tensor]
+    path: Path | None
+    step: int
+    refused: list[str]
+
+    def shards(self) -> Shards | None:
+        if self.path is None:
+            return None
+        return Shards(self.path / file.name for file in read_manifest(self.path).files)
 
 
-def gather(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Every rank calls it."""
-    return Tensors(parameters_of(model), _optimizer_tensors(optimizer))
+def read_manifest(path: Path) -> CheckpointManifest:
+    """Of the checkpoint folder at `path`."""
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=CheckpointManifest)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ResumeRefused(f"{path} has no valid manifest: {error}", _USE_ANOTHER) from None
+    if manifest.schema != SCHEMA:
+        raise ResumeRefused(
+            f"{path} is of schema {manifest.schema}, this is {SCHEMA}",
+            "go on with the version of sightline that wrote it",
+        )
+    return manifest
+
+
+def check_file(path: Path, file: WeightFile) -> None:
+    found = path / file.name
+    nbytes = found.stat().st_size if found.is_file() else -1
+    if nbytes != file.nbytes or digest_of_file(found) != file.sha256:
+        raise ResumeRefused(f"{found} is not the file that its manifest names", _USE_ANOTHER)
+
+
+_USE_ANOTHER = "use another checkpoint of the run"
 
 
 @dataclass
 class Checkpoints:
     root: Path
     keep: int
+    """Newest ones that stay."""
+    keep_every: int = 0
+    """Those of every so many steps stay too; 0 keeps none of them."""
 
-    def save(self, tensors: Tensors, state: State) -> None:
-        target = self.root / f"step_{state.step:06d}"
-        if target.is_dir():
-            return
-        part = self.root / f".{target.name}.part"
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        save_file(tensors.model, part / "model.safetensors")
-        save_file(tensors.optimizer, part / "optimizer.safetensors")
-        write_atomic(part / "state.json", msgspec.json.encode(state))
-        for file in part.iterdir():
-            _sync(file)
-        os.rename(part, target)
-        _sync(self.root)
-        self._prune()
-
-    def newest(self) -> Path | None:
-        found = self._all()
-        return found[-1] if found else None
-
-    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> State:
-        """Restores the newest checkpoint; step 0 when there is none."""
-        path = self.newest()
-        if path is None:
-            return State(step=0, vision_version=0)
-        state = msgspec.json.decode((path / "state.json").read_bytes(), type=State)
-        _restore_model(model, load_file(path / "model.safetensors"))
-        _restore_optimizer(optimizer, load_file(path / "optimizer.safetensors"), path)
-        return state
-
-    def _all(self) -> list[Path]:
+    def all(self) -> list[Path]:
+        """Oldest first."""
         if not self.root.is_dir():
             return []
         return sorted(p for p in self.root.iterdir() if _NAME.fullmatch(p.name))
 
+    @property
+    def covered(self) -> int:
+        """No resume goes back beyond this step: the batches up to it may go.
+
+        Where several checkpoints are kept, the newest may turn out corrupt.
+        """
+        steps = [step_of(path) for path in self.all()]
+        fallback = 1 if self.keep == 1 else 2
+        return steps[-fallback] if len(steps) >= fallback else 0
+
+    def choose(self, agree: Callable[[list[str]], list[str]] = lambda mine: mine,
+               rank: int = 0, size: int = 1) -> Chosen:  # fmt: skip
+        """Every rank calls it, reads its share of the files, and gets the same answer.
+
+        `agree` puts together what each rank found wrong.
+        """
+        refused: list[str] = []
+        for path in reversed(self.all()):
+            if not (problems := agree(_problems(path, rank, size))):
+                return Chosen(path, step_of(path), refused)
+            refused.append(problems[0])
+        return Chosen(None, 0, refused)
+
+    def part(self, step: int) -> Path:
+        """The folder that a checkpoint grows in."""
+        return self.root / f".step_{step:06d}.part"
+
+    def write_share(self, step: int, rank: int, snapshot: Snapshot) -> WeightFile:
+        """What one rank holds."""
+        part = self.part(step)
+        part.mkdir(parents=True, exist_ok=True)
+        return snapshot.write(part / f"rank_{rank:03d}.safetensors")
+
+    def complete(self, manifest: CheckpointManifest) -> None:
+        """Called once, when the files of all ranks are on the disk."""
+        part = self.part(manifest.step)
+        target = self.root / f"step_{manifest.step:06d}"
+        for stray in {file.name for file in part.iterdir()} - {f.name for f in manifest.files}:
+            (part / stray).unlink()
+        Shards(part / file.name for file in manifest.files)  # raises where a row is missing
+        write_atomic(part / MANIFEST, msgspec.json.encode(manifest))
+        sync(part)
+        # One of this step that is there was refused, or the run would not have made it again.
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(part, target)
+        sync(self.root)
+        self._prune()
+
+    def clear(self) -> None:
+        """Removes what a kill left half written."""
+        for part in self.root.glob(".*.part"):
+            shutil.rmtree(part)
+
     def _prune(self) -> None:
-        for old in self._all()[: -self.keep]:
-            shutil.rmtree(old)
+        for old in self.all()[: -self.keep]:
+            if not (self.keep_every and step_of(old) % self.keep_every == 0):
+                shutil.rmtree(old)
 
 
-class Ledger:
-    """Every step in the history of the surviving weights, once."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        # Steps after the checkpoint are about to be played again: they leave the ledger first.
-        self._path = path
-        lines = [msgspec.json.decode(line, type=LedgerLine) for line in read_lines(path)]
-        self._before = {line.step: line.batch for line in lines}
-        kept = [line for line in lines if line.step <= step]
-        if [line.step for line in kept] != list(range(1, step + 1)):
-            raise ResumeRefused(
-                f"{path} does not hold every step up to the checkpoint's {step}",
-                "start a new run from the checkpoint",
-            )
-        write_atomic(path, b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
-
-    def add(self, step: int, batch: str) -> None:
-        known = self._before.get(step)
-        if known is not None and known != batch:
-            raise ResumeRefused(
-                f"step {step} was trained on batch {known[:12]} and is to be replayed on "
-                f"{batch[:12]}",
-                "restore batches/ of the run, or start a new run",
-            )
-        append_line(self._path, msgspec.json.encode(LedgerLine(step, batch)), sync=True)
+def step_of(path: Path) -> int:
+    found = _NAME.fullmatch(path.name)
+    assert found is not None
+    return int(found.group(1))
 
 
-def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters, on the CPU; every rank calls it. One at a time leaves the device again."""
-    return {name: _on_cpu(p) for name, p in model.named_parameters()}
-
-
-def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return whole_tensor(tensor.detach()).cpu().contiguous()
-
-
-def _restore_model(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    own = dict(model.named_parameters())
-    check_names(own, tensors)
-    with torch.no_grad():
-        for name, parameter in own.items():
-            parameter.copy_(like(tensors[name], parameter))
-
-
-def _buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds beside parameters: the bias of a router, say. It does not train."""
-    kept = model.state_dict().keys()
-    buffers = model.named_buffers()
-    return {name: b.detach().cpu().contiguous() for name, b in buffers if name in kept}
-
-
-def export_checkpoint(source: Path, target: Path, model: torch.nn.Module) -> None:
-    """A plain transformers checkpoint: the source's files with the model's weights."""
-    part = target.with_name(f".{target.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    for file in source.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and "index.json" not in file.name:
-            shutil.copy2(file, part / file.name)
-    weights = parameters_of(model) | _buffers_of(model)
-    save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
-    shutil.rmtree(target, ignore_errors=True)
-    os.rename(part, target)
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    tensors = {"rng": torch.get_rng_state()}
-    for index, state in optimizer.state_dict()["state"].items():
-        for name, value in state.items():
-            tensors[f"{index}.{name}"] = _on_cpu(value)
-    return tensors
-
-
-def _restore_optimizer(
-    optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], path: Path
-) -> None:
-    torch.set_rng_state(tensors.pop("rng"))
-    description = optimizer.state_dict()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in tensors.items():
-        index, _, name = key.partition(".")
-        own = parameters[int(index)] if int(index) < len(parameters) else None
-        if own is not None and value.shape == own.shape:
-            value = like(value, own.detach())
-        state.setdefault(int(index), {})[name] = value
-    known = {i for group in description["param_groups"] for i in group["params"]}
-    if not set(state) <= known:
-        raise ResumeRefused(
-            f"{path} holds optimizer state of other parameters than the model trains",
-            "resume with the [model] settings that the run began with",
-        )
-    description["state"] = state
-    optimizer.load_state_dict(description)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def _problems(path: Path, rank: int, size: int) -> list[str]:
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        for place, file in enumerate(read_manifest(path).files):
+            if place % size == rank:
+                check_file(path, file)
+    except ResumeRefused as error:
+        return [error.problem]
+    return []

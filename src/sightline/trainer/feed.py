@@ -54,6 +54,8 @@ class ReadyBatch:
     materialize_s: float
     waited_s: float = 0.0
     """How long the loop stood still for it."""
+    num_made: int = 0
+    """Of the distinct images, those that were materialized; the others came from the cache."""
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Preparer:
 
     def prepare(self, batch: Batch, digest: str) -> ReadyBatch:
         began = time.monotonic()
+        made_before = self.materializer.counts.made
         pixels, problems = self._materialize(batch)
         kept, bad = self._keep(batch, pixels, problems)
         spent = time.monotonic() - began
@@ -83,6 +86,7 @@ class Preparer:
             num_images=len(pixels),
             bad=dict(bad),
             materialize_s=spent,
+            num_made=self.materializer.counts.made - made_before,
         )
 
     def _materialize(self, batch: Batch) -> tuple[dict[str, Pixels], dict[str, MediaError]]:

@@ -7,21 +7,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
+import torch
 
+from sightline.compute.tensor_file import each_whole
 from sightline.compute.weights import write_weights
 from sightline.families import Forward
 from sightline.monitor import EventLog, RunDir
 from sightline.pixels import Materializer
-from sightline.trainer.checkpoint import (
-    Checkpoints,
-    Ledger,
-    State,
-    export_checkpoint,
-    gather,
-    parameters_of,
-)
+from sightline.trainer.export import export_checkpoint, help_export
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner, Stepped
+from sightline.trainer.ledger import Ledger
+from sightline.trainer.saver import Saver
+from sightline.trainer.shard import whole_tensor
 from sightline.wire.control import Control, Finished, Published
 from sightline.wire.file import write_atomic
 
@@ -30,15 +28,15 @@ from sightline.wire.file import write_atomic
 class Keeper:
     run_dir: RunDir
     learner: Learner
-    checkpoints: Checkpoints
+    saver: Saver
     ledger: Ledger
     events: EventLog
     send: Callable[[Control], None]
     source: Path
     """The checkpoint folder that the run started from."""
-    checkpoint_every: int
     train_vision: bool
-    checkpoint_step: int
+    dtype: torch.dtype
+    """Of published weights, and of what is exported."""
     materializer: Materializer
     published: Published | None = None
 
@@ -53,24 +51,22 @@ class Keeper:
     def publish(self, step: int) -> None:
         path, manifest = write_weights(
             self.run_dir.weights,
-            parameters_of(self._forward.model),
+            dict(self._forward.model.named_parameters()),
             version=step,
             vision_version=step if self.train_vision else 0,
+            gather=whole_tensor,
+            dtype=self.dtype,
         )
         self.published = Published(
             version=step,
             epoch=manifest.epoch,
             manifest=str(path.resolve()),
             metrics={},
-            checkpoint_step=self.checkpoint_step,
+            checkpoint_step=self.saver.checkpoints.covered,
         )
 
     def checkpoint(self, step: int, last: bool = False) -> None:
-        if step > self.checkpoint_step and (last or step % self.checkpoint_every == 0):
-            state = State(step=step, vision_version=step if self.train_vision else 0)
-            tensors = gather(self._forward.model, self.learner.optimizer)
-            self.checkpoints.save(tensors, state)
-            self.checkpoint_step = step
+        self.saver.save(step, self._forward.model, self.learner.optimizer, last)
 
     def report(
         self, ready: ReadyBatch, stepped: Stepped, busy: tuple[float, float], publish_s: float
@@ -81,16 +77,24 @@ class Keeper:
             1 - visible / ready.materialize_s if ready.materialize_s > 0 else None
         )
         metrics["bad_media"] = float(sum(ready.bad.values()))
+        metrics["images_made"] = float(ready.num_made)
+        metrics["images_from_cache"] = float(ready.num_images - ready.num_made)
         seconds = {
             "wait": ready.waited_s,
             "materialize": ready.materialize_s,
-            "compute": metrics["compute_s"],
+            **stepped.seconds,
             "publish": publish_s,
         }
-        counts = asdict(self.materializer.counts)
+        counts = self.materializer.counts
+        cache = {
+            "hits": counts.hits + counts.joined,
+            "misses": counts.made + counts.failed,
+            "evictions": counts.evicted,
+            "bytes": counts.bytes_held,
+        }
         self.events.write(
             "train", ready.step, **metrics, seconds=seconds, busy=list(busy), bad=ready.bad,
-            pixels=counts,
+            pixels=asdict(counts), caches={"trainer_pixels": cache},
         )  # fmt: skip
         self.announce(metrics)
 
@@ -99,14 +103,20 @@ class Keeper:
         assert self.published is not None
         self.send(
             msgspec.structs.replace(
-                self.published, metrics=metrics or {}, checkpoint_step=self.checkpoint_step
+                self.published,
+                metrics=metrics or {},
+                checkpoint_step=self.saver.checkpoints.covered,
             )
         )
 
     def finish(self, step: int) -> None:
         if step > 0:
-            export_checkpoint(self.source, self.run_dir.checkpoints / "final", self._forward.model)
-        self.send(Finished(step))
+            export_checkpoint(
+                self.source, self.run_dir.checkpoints / "final", self._forward.model, self.dtype
+            )
+        # A run that was stopped early goes on, and may have to go back further than this.
+        is_over = step >= self.learner.steps
+        self.send(Finished(step if is_over else self.saver.checkpoints.covered))
 
 
 @dataclass
@@ -114,19 +124,17 @@ class Follower:
     """What a rank other than 0 does meanwhile: it hands over its shards, in the same order."""
 
     learner: Learner
-    checkpoint_every: int
-    checkpoint_step: int
+    saver: Saver
 
     def record(self, ready: ReadyBatch, stepped: Stepped) -> None:
         pass
 
     def publish(self, step: int) -> None:
-        parameters_of(self.learner.forward.model)
+        for _ in each_whole(dict(self.learner.forward.model.named_parameters()), whole_tensor):
+            pass
 
     def checkpoint(self, step: int, last: bool = False) -> None:
-        if step > self.checkpoint_step and (last or step % self.checkpoint_every == 0):
-            gather(self.learner.forward.model, self.learner.optimizer)
-            self.checkpoint_step = step
+        self.saver.save(step, self.learner.forward.model, self.learner.optimizer, last)
 
     def report(
         self, ready: ReadyBatch, stepped: Stepped, busy: tuple[float, float], publish_s: float
@@ -138,4 +146,4 @@ class Follower:
 
     def finish(self, step: int) -> None:
         if step > 0:
-            parameters_of(self.learner.forward.model)
+            help_export(self.learner.forward.model)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from sightline.compute.attention import pattern_of
-from sightline.compute.logprobs import chunked_log_softmax
 from sightline.config import Trainer
 from sightline.errors import Misaligned
 from sightline.families import Family, Forward
@@ -25,6 +24,7 @@ from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
 from sightline.trainer.optimizer import lr_scale, set_learning_rate
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import Ranks
+from sightline.trainer.score import Scored, Scorer
 from sightline.trainer.shard import Whole, gather_to_lead, sum_over_ranks, whole_tensor
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, Origin
@@ -47,6 +47,23 @@ class Stepped:
 
     metrics: dict[str, float | None]
     scores: StepScores
+    seconds: dict[str, float]
+    """Of its parts: forward, backward, optimizer."""
+
+
+class Laps:
+    """Seconds by what they were spent on; a device's work counts where it was asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        self._device, self._since = device, time.monotonic()
+
+    def end(self, lap: str) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.monotonic()
+        self.seconds[lap] += now - self._since
+        self._since = now
 
 
 def hidden_of(
@@ -73,7 +90,8 @@ def hidden_of(
             )
         features = encoded[torch.from_numpy(index).to(device)]
         places = torch.from_numpy(where).to(device)
-    pattern = pattern_of(batch.subtree_end.numpy(), device)
+    dtype = next(forward.model.parameters()).dtype
+    pattern = pattern_of(batch.subtree_end.numpy(), device, dtype)
     hidden = forward.hidden(token_ids, positions, features, places, pattern)[0]
     if blank is not None:
         hidden = hidden + 0.0 * blank.to(hidden.dtype)
@@ -129,28 +147,41 @@ class Learner:
         sums = dict.fromkeys(_SUMS, 0.0)
         scored: list[tuple[MicroBatch, np.ndarray]] = []
         self.optimizer.zero_grad(set_to_none=True)
+        laps = Laps(self.device)
         for number, micro_batch in enumerate(ready.micro_batches, start=1):
             self.pulse.mark(f"micro-batch {number} of step {ready.step}")
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
             sums["all_tokens"] += len(micro_batch.batch.token_ids)
             if len(micro_batch.batch.trained) or self.ranks.size > 1:
-                scored.append((micro_batch.batch, self._backward(micro_batch, ready.step, sums)))
+                scored.append(
+                    (micro_batch.batch, self._backward(micro_batch, ready.step, sums, laps))
+                )
         self.pulse.mark(f"the update of step {ready.step}")
         norm = self.update(ready.step)
         metrics = self._metrics(ready, sum_over_ranks(sums, self.ranks.size))
         metrics["grad_norm"] = norm
+        laps.end("optimizer")
         metrics["compute_s"] = time.monotonic() - began
         everyone = gather_to_lead(scored, self.ranks)
-        return Stepped(metrics, _scores(ready.step, [one for rank in everyone for one in rank]))
+        scores = _scores(ready.step, [one for rank in everyone for one in rank])
+        return Stepped(metrics, scores, laps.seconds)
 
-    def _backward(self, ready: ReadyMicroBatch, step: int, sums: dict[str, float]) -> np.ndarray:
-        total, chosen = _within(self.whole, self._beside_reference, ready, step, sums)
+    def _backward(
+        self, ready: ReadyMicroBatch, step: int, sums: dict[str, float], laps: Laps
+    ) -> np.ndarray:
+        total, chosen = self.within(self._beside_reference, ready, step, sums)
         if not torch.isfinite(total):
             raise Misaligned(f"step {step}: the loss is {float(total)}", _DIVERGED)
+        laps.end("forward")
         # Gradients are averaged over ranks, and the losses of a step are to be added.
         (total * self.ranks.size).backward()
+        laps.end("backward")
         sums["loss"] += float(total.detach())
         return chosen.cpu().numpy()
+
+    def within(self, function: Callable[..., T], *args: Any) -> T:
+        """Calls `function` with the parameters at hand, where they are sharded."""
+        return _within(self.whole, function, *args)
 
     def _beside_reference(
         self, ready: ReadyMicroBatch, step: int, sums: dict[str, float]
@@ -178,27 +209,15 @@ class Learner:
         advantages = _tensor(batch.advantages.numpy(), self.device)
         weight = _tensor(batch.loss_weight.numpy(), self.device)
         own = _tensor(batch.versions.numpy(), self.device) == step - 1
-        chosen = [hidden.new_zeros(0, dtype=torch.float32)]
-        kls = [hidden.new_zeros(0, dtype=torch.float32)]
-        for part, log_p in chunked_log_softmax(
-            self.forward, hidden, self.banned, batch.temperature
-        ):
-            logprobs = log_p.gather(-1, tokens[part, None]).squeeze(-1)
-            if self.reference is not None and reference is not None:
-                with torch.no_grad():
-                    logits = self.reference.logits(reference[part]).float()
-                    logits = logits.index_fill(-1, self.banned, float("-inf"))
-                    log_q = torch.log_softmax(logits / batch.temperature, dim=-1)
-                kls.append(losses.exact_kl(log_p, log_q, self.banned))
-            _measure(sums, log_p, logprobs, old[part], own[part], self.banned)
-            chosen.append(logprobs)
-        logprobs = torch.cat(chosen)
+        scorer = Scorer(self.forward, self.reference, self.banned, batch.temperature)
+        scored = scorer.score(hidden, tokens, reference)
+        logprobs = scored.logprobs
+        _measure(sums, scored, old, own)
         token_loss, held = self._policy_loss(logprobs, old, advantages, batch)
         sums["clipped"] += float(held.sum())
-        if self.reference is not None:
-            kl = torch.cat(kls)
-            token_loss = token_loss + self.config.kl_weight * kl
-            sums["kl_ref"] += float(kl.detach().sum())
+        if scored.kl is not None:
+            token_loss = token_loss + self.config.kl_weight * scored.kl
+            sums["kl_ref"] += float(scored.kl.detach().sum())
         total = (token_loss * weight).sum()
         if self.ranks.size > 1:
             # Also where nothing trains: every parameter needs a gradient on every rank.
@@ -266,18 +285,11 @@ def _within(whole: Whole | None, function: Callable[..., T], *args: Any) -> T:
     return result
 
 
-def _measure(
-    sums: dict[str, float],
-    log_p: torch.Tensor,
-    logprobs: torch.Tensor,
-    old: torch.Tensor,
-    own: torch.Tensor,
-    banned: torch.Tensor,
-) -> None:
+def _measure(sums: dict[str, float], scored: Scored, old: torch.Tensor, own: torch.Tensor) -> None:
     with torch.no_grad():
-        kl = losses.mismatch_kl(logprobs, old)
-        sums["tokens"] += len(logprobs)
-        sums["entropy"] += float(losses.entropy(log_p, banned).sum())
+        kl = losses.mismatch_kl(scored.logprobs, old)
+        sums["tokens"] += len(kl)
+        sums["entropy"] += float(scored.entropy.sum())
         sums["fresh_tokens"] += float(own.sum())
         sums["older_tokens"] += float((~own).sum())
         sums["fresh_kl"] += float(kl[own].sum())

@@ -24,11 +24,23 @@ from sightline.errors import ProcessFailed, WireError
 from sightline.pixels import open_laid
 from sightline.transport.zmq_channel import Hub, Spoke
 from sightline.wire import share as wire
-from sightline.wire.share import ENDED_BY_ANOTHER, Failed, Hello, Over, RankMessage, Share, Taken
+from sightline.wire.share import (
+    ENDED_BY_ANOTHER,
+    Failed,
+    Hello,
+    Over,
+    RankMessage,
+    Share,
+    Taken,
+    Wrote,
+)
+from sightline.wire.weights import WeightFile
 
 GATHER_S = 600.0
 """How long the ranks of a run may take to load their models."""
 DELIVER_S = 60.0
+WRITE_S = 3600.0
+"""How long a rank may take to write its part of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,7 @@ class Lead:
         self._changed = threading.Condition()
         self._here: set[int] = set()
         self._taken: dict[int, int] = {}
+        self._wrote: dict[int, Wrote] = {}
         self._strangers: list[str] = []
         threading.Thread(target=self._listen, daemon=True, name="ranks").start()
 
@@ -96,6 +109,20 @@ class Lead:
                 f"{DELIVER_S:.0f} s",
                 "look at their logs (trainer-N.log), and at the network between the machines",
             )
+
+    def files_of(self, step: int) -> list[WeightFile]:
+        """What ranks 1 and up wrote of a checkpoint, in order; returns when all have."""
+
+        def missing() -> set[int]:
+            return {r for r in self._others if r not in self._wrote or self._wrote[r].step < step}
+
+        if late := self._wait(missing, WRITE_S):
+            raise ProcessFailed(
+                f"ranks {sorted(late)} have not written their part of the checkpoint of step "
+                f"{step} within {WRITE_S:.0f} s",
+                "look at their logs (trainer-N.log), and at the disk of the run",
+            )
+        return [self._wrote[rank].file for rank in sorted(self._others)]
 
     def over(self) -> None:
         for rank in self._others:
@@ -134,6 +161,8 @@ class Lead:
             self._strangers.append(f"{peer} (said no hello)")
         elif isinstance(message, Taken):
             self._taken[message.rank] = message.step
+        elif isinstance(message, Wrote):
+            self._wrote[message.rank] = message
         elif isinstance(message, Failed):
             self._tell(message)
             self._end(0, message)
@@ -167,6 +196,9 @@ class Follow:
         """
         while (arrived := self._shares.get()) is not None:
             yield arrived
+
+    def wrote(self, step: int, file: WeightFile) -> None:
+        self._send(Wrote(self._ranks.rank, step, file))
 
     def fail(self, problem: str) -> None:
         self._send(Failed(self._ranks.rank, problem))

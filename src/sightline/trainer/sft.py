@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from sightline.compute.logprobs import chosen_logprobs
+from sightline.compute.model import DTYPES
 from sightline.config import SftFile
 from sightline.envs import Environment
 from sightline.envs.mix import build_environment
@@ -25,9 +26,9 @@ from sightline.monitor import EventLog, RunDir
 from sightline.pack import Cost
 from sightline.render import Renderer
 from sightline.trainer.build import build_learner, build_materializer
-from sightline.trainer.checkpoint import export_checkpoint
 from sightline.trainer.checks import check_micro_batch
-from sightline.trainer.feed import Preparer, ReadyBatch
+from sightline.trainer.export import export_checkpoint
+from sightline.trainer.feed import Preparer, ReadyBatch, ReadyMicroBatch
 from sightline.trainer.learner import Learner, hidden_of
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
@@ -75,7 +76,12 @@ def run(parts: Parts) -> None:
         parts.events.write(
             "sft", step, loss=loss, seconds=time.monotonic() - began, steps_total=config.run.steps
         )
-    export_checkpoint(Path(config.model.path), Path(config.sft.output), parts.learner.forward.model)
+    export_checkpoint(
+        Path(config.model.path),
+        Path(config.sft.output),
+        parts.learner.forward.model,
+        DTYPES[config.model.dtype],
+    )
 
 
 def _batch(parts: Parts, step: int) -> Batch:
@@ -129,14 +135,19 @@ def _step(learner: Learner, ready: ReadyBatch) -> float:
     for micro_batch in ready.micro_batches:
         batch = micro_batch.batch
         check_micro_batch(batch, learner.family, learner.pad_ids, learner.vocab_size)
-        hidden = hidden_of(learner.forward, micro_batch, learner.family, learner.device)
-        tokens = torch.from_numpy(batch.token_ids.numpy()[batch.trained.numpy()].astype(np.int64))
-        weight = torch.from_numpy(batch.loss_weight.numpy().copy()).to(learner.device)
-        logprobs = chosen_logprobs(
-            learner.forward, hidden, tokens.to(learner.device), learner.banned, 1.0
-        )
-        loss = -(logprobs * weight).sum()
+        loss = learner.within(_loss, learner, micro_batch)
         loss.backward()
         total += float(loss.detach())
     learner.update(ready.step)
     return total
+
+
+def _loss(learner: Learner, ready: ReadyMicroBatch) -> torch.Tensor:
+    batch = ready.batch
+    hidden = hidden_of(learner.forward, ready, learner.family, learner.device)
+    tokens = torch.from_numpy(batch.token_ids.numpy()[batch.trained.numpy()].astype(np.int64))
+    weight = torch.from_numpy(batch.loss_weight.numpy().copy()).to(learner.device)
+    logprobs = chosen_logprobs(
+        learner.forward, hidden, tokens.to(learner.device), learner.banned, 1.0
+    )
+    return -(logprobs * weight).sum()

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from sightline.families import Forward
 from sightline.trainer.ranks import Ranks
@@ -40,33 +40,45 @@ class Whole(nn.Module):
 def join(ranks: Ranks, device: torch.device) -> None:
     """Meets the other ranks; every rank calls it once."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if ranks.size == 1:
+        if not dist.is_initialized():
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
     dist.init_process_group(
         backend, init_method=f"tcp://{ranks.meet}", rank=ranks.rank, world_size=ranks.size
     )
 
 
-def shard(forward: Forward, size: int, device: torch.device, frozen: bool = False) -> Whole:
-    """Cuts the model into shards, in place: each block a unit, and the rest one."""
+def shard(
+    forward: Forward,
+    size: int,
+    device: torch.device,
+    frozen: bool = False,
+    compute: torch.dtype | None = None,
+) -> Whole:
+    """Cuts the model into shards, in place: each block a unit, and the rest one.
+
+    With `compute` the shards keep their precision, a block computes in that one, and gradients are
+    added up in float32.
+    """
     mesh = init_device_mesh(device.type, (size,))
+    reduce = None if compute is None else torch.float32
+    inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    # What goes into the function is no activation.
+    outer = MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
+    )
     for block in forward.blocks():
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=inner)
     whole = Whole(forward.model)
     # What has no backward pass would stay gathered for ever.
-    fully_shard(whole, mesh=mesh, reshard_after_forward=True if frozen else None)
+    fully_shard(whole, mesh=mesh, mp_policy=outer, reshard_after_forward=True if frozen else None)
     return whole
 
 
 def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself; a sharded one is gathered, and then every rank has to call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def like(full: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """`full`, cut as `own` is; every rank has all of `full`, so that nothing is sent."""
-    if not isinstance(own, DTensor):
-        return full
-    full = full.to(own.device)
-    return distribute_tensor(full, own.device_mesh, own.placements, src_data_rank=None)
 
 
 def sum_over_ranks(values: dict[str, float], size: int) -> dict[str, float]:
@@ -76,6 +88,15 @@ def sum_over_ranks(values: dict[str, float], size: int) -> dict[str, float]:
     total = torch.tensor([values[key] for key in sorted(values)], dtype=torch.float64)
     dist.all_reduce(total)
     return dict(zip(sorted(values), total.tolist(), strict=True))
+
+
+def agree(found: list[str], size: int) -> list[str]:
+    """What any rank found, in the order of ranks; the same answer on every one."""
+    if size == 1:
+        return found
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, found)
+    return [one for rank in everyone for one in rank]
 
 
 def gather_to_lead(value: Any, ranks: Ranks) -> list[Any]:

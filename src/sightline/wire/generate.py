@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sightline.errors import Misaligned
+from sightline.errors import Misaligned, WireError
 from sightline.wire.item import MediaItem, Slot, check_slots
 
 
@@ -54,6 +54,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
         params: SamplingParams,
         modality: str = "image",
         request_id: str = "",
+        model: str | None = None,
     ) -> GenerateRequest:
         features = None
         if slots:
@@ -62,9 +63,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
                 mm_placeholders={modality: [Placeholder(s.offset, s.length) for s in slots]},
                 kwargs_data={modality: [slot.item.to_raw() for slot in slots]},
             )
-        return cls(
-            token_ids=token_ids, sampling_params=params, features=features, request_id=request_id
-        )
+        return cls(token_ids, params, features, request_id, model)
 
     def slots(self) -> list[Slot]:
         """The slots of the request, checked: counts, order, bounds and keys."""
@@ -77,27 +76,36 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
         )
         if not (hashes.keys() == places.keys() == raws.keys()):
             raise Misaligned(
-                "features name different modalities in their three lists", "send the same in each"
+                "features: its three lists name different modalities", "send the same in each"
             )
         slots: list[Slot] = []
         for modality in hashes:
             counts = (len(hashes[modality]), len(places[modality]), len(raws[modality]))
             if len(set(counts)) != 1:
                 raise Misaligned(
-                    f"features.*.{modality} hold {counts} entries", "send one entry a slot in each"
+                    f"features.mm_placeholders.{modality}: the lists of hashes, places and items "
+                    f"hold {counts} entries",
+                    "send one entry a slot in each",
                 )
             for i, (key, place, raw) in enumerate(
                 zip(hashes[modality], places[modality], raws[modality], strict=True)
             ):
-                item = MediaItem.from_raw(raw)
+                item = _item(raw, f"features.kwargs_data.{modality}[{i}]")
                 if key != item.key:
                     raise Misaligned(
-                        f"features.mm_hashes.{modality}[{i}] is not the key of its item",
+                        f"features.mm_hashes.{modality}[{i}]: not the key of its item",
                         "send MediaItem.key: SHA-256 over media digest and fingerprint",
                     )
                 slots.append(Slot(place.offset, place.length, item))
-        check_slots(slots, len(self.token_ids))
+            check_slots(slots, len(self.token_ids), f"features.mm_placeholders.{modality}")
         return slots
+
+
+def _item(raw: str, path: str) -> MediaItem:
+    try:
+        return MediaItem.from_raw(raw)
+    except WireError as error:
+        raise WireError(f"{path}: {error.problem}", error.fix) from error
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -156,6 +164,8 @@ class ErrorBody(msgspec.Struct, frozen=True):
     """Stable; listed in docs/serving.md."""
     code: int
     fix: str = ""
+    path: str = ""
+    """Of the field that a 400 is about."""
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):

@@ -86,13 +86,13 @@ class Slot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Slot(offset=self.offset + by, length=self.length, item=self.item)
 
 
-def check_slots(slots: list[Slot], num_tokens: int) -> None:
+def check_slots(slots: list[Slot], num_tokens: int, path: str = "slots") -> None:
     """Slots are sorted, apart from one another and inside the tokens."""
     last = 0
     for i, slot in enumerate(slots):
         if slot.length < 1 or slot.offset < last or slot.end > num_tokens:
             raise Misaligned(
-                f"slot {i} covers {slot.offset} to {slot.end}, after {last}, of {num_tokens}",
+                f"{path}[{i}]: covers {slot.offset} to {slot.end}, after {last}, of {num_tokens}",
                 "slots must be sorted, must not overlap and must lie inside the tokens",
             )
         last = slot.end

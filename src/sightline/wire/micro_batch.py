@@ -51,7 +51,8 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parent: Array
     """int32 (T,): the index whose hidden state predicts the token, -1 for none."""
     trained: Array
-    """int32 (S,): indices of the tokens that train, ascending."""
+    """int32 (S,): indices of the tokens that train, in the order of `origins`. One that several
+    rollouts sampled stands there for each of them."""
     logprobs: Array
     """float32 (S,), by the sampler."""
     advantages: Array

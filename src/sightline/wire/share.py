@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sightline.wire.micro_batch import MicroBatch
+from sightline.wire.weights import WeightFile
 
 ENDED_BY_ANOTHER = 3
 """Exit status of a rank that ends because another failed; the launcher reports the other."""
@@ -57,6 +58,14 @@ class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="taken"
     step: int
 
 
+class Wrote(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wrote"):
+    """A rank to rank 0: its file of the checkpoint of `step` is on the disk."""
+
+    rank: int
+    step: int
+    file: WeightFile
+
+
 class Failed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failed"):
     """A rank to rank 0, and from there to all: this rank failed, and so all end."""
 
@@ -68,7 +77,7 @@ class Over(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="over"):
     """Rank 0 to a rank: no share follows."""
 
 
-RankMessage = Hello | Share | Taken | Failed | Over
+RankMessage = Hello | Share | Taken | Wrote | Failed | Over
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RankMessage)

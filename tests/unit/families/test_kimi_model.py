@@ -26,7 +26,7 @@ from sightline.message import user
 from sightline.pack import Cost
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
-from sightline.trainer.checkpoint import export_checkpoint
+from sightline.trainer.export import export_checkpoint
 from sightline.trainer.feed import Preparer, ReadyBatch
 from sightline.trainer.learner import Learner
 from sightline.wire.generate import SamplingParams

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 import time
 from pathlib import Path
 
-from sightline.launch.processes import Processes, Spec, environment
+from torch.distributed import TCPStore
+
+from sightline.launch.processes import Processes, Spec, environment, find_port
 from sightline.monitor import RunDir
+from sightline.transport.zmq_channel import Hub
 
 CAPS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
 
@@ -28,3 +33,31 @@ def test_native_thread_pools_are_capped_before_a_process_starts(tmp_path: Path) 
 
 def test_the_caps_are_the_threads_of_the_process() -> None:
     assert {environment(3)[name] for name in CAPS} == {"3"}
+
+
+def test_a_reserved_port_is_there_for_the_server_that_is_told_it() -> None:
+    here = "127.0.0.1"
+    ports = [find_port(here, 0, "test") for _ in range(3)]
+    # What the system hands out meanwhile, to listeners and to connections, is another port.
+    with socket.socket() as listener:
+        listener.bind((here, 0))
+        listener.listen()
+        for _ in range(500):
+            with socket.socket() as other:
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                other.bind((here, 0))
+                assert other.getsockname()[1] not in ports
+            with socket.create_connection(listener.getsockname()) as connection:
+                assert connection.getsockname()[1] not in ports
+                listener.accept()[0].close()
+    hub = Hub(f"tcp://{here}:{ports[0]}")
+    hub.close()
+    store = TCPStore(here, ports[1], 1, is_master=True)
+    store.set("key", "value")
+
+    async def serve() -> None:
+        server = await asyncio.start_server(lambda *_: None, here, ports[2])
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(serve())

@@ -60,7 +60,14 @@ def train(k: int, **values: Any) -> Event:
         "mismatch_kl": None if k % 5 else 3e-8 + 1e-9 * (k % 7),
         "entropy": 2.2 * math.exp(-k / 60),
         "grad_norm": 0.5 + 0.1 * (k % 3),
-        "seconds": {"compute": 0.8, "wait": 0.5, "materialize": 0.01, "publish": 0.1},
+        "seconds": {
+            "forward": 0.3,
+            "backward": 0.4,
+            "optimizer": 0.1,
+            "wait": 0.5,
+            "materialize": 0.01,
+            "publish": 0.1,
+        },
         "hidden_share": 0.95,
         "busy": [end - 0.9, end],
     }

@@ -20,8 +20,8 @@ from sightline.envs import Chat
 from sightline.errors import MediaError, MessageError
 from sightline.families import load_renderer
 from sightline.media import Ingest, MediaStore
-from sightline.rollout.intercept.asked import read_asked
-from sightline.rollout.intercept.images import take_images
+from sightline.rollout.dialect.asked import read_asked
+from sightline.rollout.dialect.images import take_images
 from sightline.rollout.scripted import ScriptedPolicy
 from sightline.trace import Trace, encode
 from sightline.trace import decode as decode_trace

@@ -68,6 +68,28 @@ def test_packed_gives_the_loss_and_gradients_of_unpacked(
     check_equal(grads_alone, grads, 1e-5)
 
 
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tree_gives_the_loss_and_gradients_of_its_samples_apart(
+    learner: Learner, tiny_model: Path, store: MediaStore, seed: int, loss: str
+) -> None:
+    learner.config = making.trainer_config(kl_weight=0.1, loss=loss)
+    samples = [
+        *making.group(tiny_model, store, count=6, seed=seed, name="one"),
+        *making.group(tiny_model, store, count=3, seed=seed + 10, name="two"),
+        *making.samples(tiny_model, store, count=2, seed=seed),
+    ]
+    trees = ready(learner, store, samples, WHOLE)
+    apart = ready(learner, store, samples, ALONE)
+    assert len(apart.micro_batches) == len(samples)
+    num_tokens = sum(len(m.batch.token_ids) for m in trees.micro_batches)
+    assert num_tokens < 0.8 * sum(len(m.batch.token_ids) for m in apart.micro_batches)
+    total, grads = gradients(learner, trees)
+    total_apart, grads_apart = gradients(learner, apart)
+    assert total == pytest.approx(total_apart, rel=1e-5, abs=1e-7)
+    check_equal(grads_apart, grads, 1e-5)
+
+
 def test_the_plain_mask_gives_what_the_flat_pattern_gives() -> None:
     torch.manual_seed(0)
     lengths = [5, 1, 9, 3]

@@ -16,7 +16,7 @@ from sightline.media import MediaStore
 from sightline.monitor import RunDir
 from sightline.trainer import loop
 from sightline.trainer.build import build
-from sightline.trainer.checkpoint import Ledger
+from sightline.trainer.ledger import Ledger
 from sightline.wire.control import Announce, Control, Finished, Published
 from sightline.wire.sample import Batch, digest_of
 
@@ -50,9 +50,16 @@ def write_batches(run_dir: RunDir, model: Path) -> list[Announce]:
 
 
 def train(
-    config: RunFile, run_dir: RunDir, batches: list[Announce], die_after: int | None = None
+    config: RunFile,
+    run_dir: RunDir,
+    batches: list[Announce],
+    die_after: int | None = None,
+    after: int | None = None,
 ) -> list[Control]:
-    """One life of the trainer; it dies after it has published `die_after`."""
+    """One life of the trainer; it dies after it has published `die_after`.
+
+    It is told of the batches `after` its checkpoint, by default the newest.
+    """
     sent: list[Control] = []
 
     def send(message: Control) -> None:
@@ -69,7 +76,7 @@ def train(
 
     def next_announcement() -> Announce | None:
         if not source:
-            first[0] = _checkpoint_step(run_dir)
+            first[0] = _checkpoint_step(run_dir) if after is None else after
             source.append(announcements())
         return next(source[0])
 
@@ -77,7 +84,7 @@ def train(
     try:
         loop.run(parts)
     except Killed:
-        pass
+        parts.keeper.saver.wait()  # type: ignore[attr-defined]
     return sent
 
 

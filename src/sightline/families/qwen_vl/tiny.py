@@ -1,4 +1,4 @@
-"""Writes small checkpoints with random weights: whole, and loadable by transformers."""
+"""Writes checkpoints with random weights: whole, and loadable by transformers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from transformers import (
 
 from sightline.errors import FamilyError
 from sightline.families.qwen_vl.tiny_config import (
+    SIZES,
     TEMPLATES,
     TinySettings,
     config_of,
@@ -32,7 +33,7 @@ from sightline.families.qwen_vl.tiny_tokenizer import MERGES, make_tokenizer, to
 __all__ = ["MERGES", "TinySettings", "make_tokenizer", "write"]
 
 
-def write(path: Path, seed: int = 0, **options: Any) -> None:
+def write(path: Path, seed: int = 0, size: str = "tiny", **options: Any) -> None:
     """Writes the checkpoint into folder `path`; `options` are fields of `TinySettings`.
 
     Equal arguments give equal bytes. Files appear whole, config.json last.
@@ -40,7 +41,9 @@ def write(path: Path, seed: int = 0, **options: Any) -> None:
     known = {field.name for field in dataclasses.fields(TinySettings)}
     for key in options.keys() - known:
         raise FamilyError(f"no option {key!r}", f"use one of {', '.join(sorted(known))}")
-    settings = TinySettings(**options)
+    if size not in SIZES:
+        raise FamilyError(f"no size {size!r}", f"use one of {', '.join(SIZES)}")
+    settings = TinySettings(**{**SIZES[size], **options})
     settings.check()
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -63,12 +66,20 @@ def _write_all(folder: Path, seed: int, settings: TinySettings) -> None:
     auto = AutoModelForImageTextToText if settings.shows_images else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = auto.from_config(config)
+        model = auto.from_config(config, dtype=getattr(torch, settings.dtype))
     # Not save_pretrained: it draws a progress bar and makes a file that only its owner can read.
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    (folder / "model.safetensors").write_bytes(save(model.state_dict(), {"format": "pt"}))
+    (folder / "model.safetensors").write_bytes(save(_once(model), {"format": "pt"}))
     _generation_config(tokenizer).save_pretrained(folder)
+
+
+def _once(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights, those that two modules share under their first name."""
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        named.setdefault(tensor.data_ptr(), (name, tensor))
+    return dict(named.values())
 
 
 def _template(settings: TinySettings) -> str:

@@ -1,4 +1,4 @@
-"""The architectures of the small checkpoints, as the keywords of their configurations."""
+"""The architectures of the checkpoints with random weights, as keywords of configurations."""
 
 from __future__ import annotations
 
@@ -49,6 +49,11 @@ class TinySettings:
     min_pixels: int = 1024
     """One visual token: a 32x32 image stays as it is."""
     max_pixels: int = 4096 * 1024
+    vocab: int = 0
+    """Rows of the embedding; 0: one for each token of the tokenizer."""
+    tied: bool = False
+    """Whether the embedding is also the head."""
+    dtype: str = "float32"
 
     @property
     def model_type(self) -> str:
@@ -77,6 +82,19 @@ class TinySettings:
             )
 
 
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    # What the published Qwen3-VL of 2 billion parameters has, for benchmarks.
+    "2b": {
+        "type": "qwen3_vl", "hidden": 2048, "layers": 28, "heads": 16, "kv_heads": 8,
+        "head_dim": 128, "intermediate": 6144, "rope_theta": 5_000_000.0, "vision_hidden": 1024,
+        "vision_layers": 24, "vision_heads": 16, "vision_intermediate": 4096,
+        "vision_positions": 2304, "deepstack": (5, 11, 17), "initializer_std": 0.02,
+        "vocab": 151_936, "tied": True, "dtype": "bfloat16",
+    },
+}  # fmt: skip
+
+
 def config_of(settings: TinySettings, tokenizer: Tokenizer) -> dict[str, Any]:
     """What `AutoConfig.for_model` takes for the type."""
     text = _text(settings, tokenizer)
@@ -89,14 +107,14 @@ def config_of(settings: TinySettings, tokenizer: Tokenizer) -> dict[str, Any]:
         "video_token_id": tokenizer.token_to_id("<|video_pad|>"),
         "vision_start_token_id": tokenizer.token_to_id("<|vision_start|>"),
         "vision_end_token_id": tokenizer.token_to_id("<|vision_end|>"),
-        "tie_word_embeddings": False,
-        "dtype": "float32",
+        "tie_word_embeddings": settings.tied,
+        "dtype": settings.dtype,
     }
 
 
 def _text(settings: TinySettings, tokenizer: Tokenizer) -> dict[str, Any]:
     text: dict[str, Any] = {
-        "vocab_size": tokenizer.get_vocab_size(with_added_tokens=True),
+        "vocab_size": settings.vocab or tokenizer.get_vocab_size(with_added_tokens=True),
         "hidden_size": settings.hidden,
         "num_hidden_layers": settings.layers,
         "num_attention_heads": settings.heads,
@@ -106,9 +124,9 @@ def _text(settings: TinySettings, tokenizer: Tokenizer) -> dict[str, Any]:
         "max_position_embeddings": MAX_TOKENS,
         "initializer_range": settings.initializer_std,
         "rope_parameters": _rope(settings),
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": settings.tied,
         "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
-        "dtype": "float32",
+        "dtype": settings.dtype,
     }
     if settings.type == "qwen2_5_vl":
         # Its head size is the hidden size over the heads, and has no field.
@@ -153,7 +171,7 @@ def _vision(settings: TinySettings) -> dict[str, Any]:
         "spatial_merge_size": settings.merge,
         "temporal_patch_size": settings.temporal,
         "initializer_range": settings.initializer_std,
-        "dtype": "float32",
+        "dtype": settings.dtype,
     }
     if settings.type == "qwen2_5_vl":
         # A window of two visual tokens by two, and one layer that sees past it.

@@ -123,7 +123,6 @@ class Engine:
                 "overloaded",
                 f"{self.num_waiting} requests wait, {self._settings.max_waiting} may",
                 "try again, or send fewer at once",
-                503,
             )
         with self._lock:
             if self._is_stopping:
@@ -154,9 +153,9 @@ class Engine:
         except EngineError:
             raise
         except SightlineError as error:
-            raise EngineError(error.problem, error.fix, "weights", 422) from error
+            raise refusal("weights", error.problem, error.fix) from error
         except OSError as error:
-            raise refusal("weights", str(error), "let the server read the weights", 422) from error
+            raise refusal("weights", str(error), "let the server read the weights") from error
         return manifest
 
     # --- the loop
@@ -282,7 +281,7 @@ class Engine:
 
 
 def _stopping() -> EngineError:
-    return refusal("stopping", "the server is ending", "send the request to another server", 503)
+    return refusal("stopping", "the server is ending", "send the request to another server")
 
 
 def _not_finite() -> EngineError:
@@ -290,5 +289,4 @@ def _not_finite() -> EngineError:
         "not_finite",
         "the model's logits are not numbers",
         "check the weights that were published last",
-        500,
     )

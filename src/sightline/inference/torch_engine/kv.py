@@ -4,8 +4,10 @@ A forward pass gets its tokens in one flat run, so that the linear layers comput
 Attention writes the run's keys and values into their rows, then lets rows of like shape attend
 together: those with one new token, and those with a chunk of them, each by length.
 
+Heads that share keys ask as further queries of one head, so that no key is repeated for them.
+
 Letters: R rows of a group, Q new tokens of a row, W keys that a group looks at, T tokens of the
-run, N heads, D head size.
+run, N heads, K heads of keys, G heads that share one of them, D head size.
 """
 
 from __future__ import annotations
@@ -42,15 +44,29 @@ class _Group:
 
 
 class KV:
-    """Grows by doubling, up to what the settings allow. Used by the engine's thread alone."""
+    """Grows by doubling, up to what the settings allow. Used by the engine's thread alone.
+
+    One row behind the last holds nothing: what belongs to no row may be written there.
+    """
 
     def __init__(self, max_rows: int, max_len: int, device: torch.device, dtype: torch.dtype):
         self._max = (max_rows, max_len)
         self._device = device
         self._dtype = dtype
         self._size = (0, 0)
+        self.generation = 0
+        """Counts how often the tables have moved."""
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows, and tokens of a row, that there is room for."""
+        return self._size
+
+    @property
+    def has_layers(self) -> bool:
+        return bool(self._keys)
 
     @property
     def nbytes(self) -> int:
@@ -67,8 +83,9 @@ class KV:
             for held in (self._keys, self._values):
                 for layer, old in held.items():
                     held[layer] = new = self._zeros(size, old.shape[2:])
-                    new[: old.shape[0], : old.shape[1]] = old
+                    new[: self._size[0], : self._size[1]] = old[:-1]
             self._size = size
+            self.generation += 1
 
     def wipe(self, row: int) -> None:
         """Zeroes a row that holds something other than numbers: masked keys must be finite."""
@@ -79,14 +96,14 @@ class KV:
     def layer(
         self, index: int, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows, tokens, heads, D) of keys and of values; made when a layer is first seen."""
+        """(rows + 1, tokens, K, D) of keys and of values; made when a layer is first seen."""
         if index not in self._keys:
             self._keys[index] = self._zeros(self._size, k.shape[1:])
             self._values[index] = self._zeros(self._size, v.shape[1:])
         return self._keys[index], self._values[index]
 
     def _zeros(self, size: tuple[int, int], heads: torch.Size) -> torch.Tensor:
-        return torch.zeros(*size, *heads, device=self._device, dtype=self._dtype)
+        return torch.zeros(size[0] + 1, size[1], *heads, device=self._device, dtype=self._dtype)
 
     def pattern(self, plan: Plan) -> RowsPattern:
         self.reserve(int(plan.rows.max()) + 1, int(plan.ends.max()))
@@ -101,8 +118,6 @@ class KV:
         width = int(ends.max())
         column = np.arange(num_queries)
         within = np.minimum(column[None, :], counts[:, None] - 1)
-        sees = np.arange(width) <= (starts[:, None] + within)[:, :, None]
-        mask = np.where(sees, np.float32(0), np.float32(-np.inf))[:, None]
         first = (np.cumsum(plan.counts) - plan.counts)[part]
         places = (first[:, None] + within).reshape(-1)
         is_real = (column[None, :] < counts[:, None]).reshape(-1)
@@ -112,11 +127,17 @@ class KV:
             num_rows=len(rows),
             num_queries=num_queries,
             width=width,
-            mask=torch.from_numpy(mask).to(self._device, self._dtype),
+            mask=self.mask(self._index(starts[:, None] + within + 1), width),
             queries=None if in_order else self._index(places),
             real=None if is_real.all() else self._index(np.flatnonzero(is_real)),
             places=None if in_order else self._index(places[is_real]),
         )
+
+    def mask(self, seen: torch.Tensor, width: int) -> torch.Tensor:
+        """(R, 1, Q, width) to add to scores: 0 for the first `seen` (R, Q) keys, else -inf."""
+        sees = torch.arange(width, device=self._device) < seen[:, None, :, None]
+        nothing = torch.zeros((), device=self._device, dtype=self._dtype)
+        return torch.where(sees, nothing, float("-inf"))
 
     def _rows(self, rows: np.ndarray) -> slice | torch.Tensor:
         """A slice, which copies nothing, where the rows are neighbours."""
@@ -137,6 +158,7 @@ class RowsPattern:
         self._kv = kv
         self._slots = slots
         self._groups = groups
+        self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
@@ -145,38 +167,44 @@ class RowsPattern:
         keys, values = self._kv.layer(layer, run_k, run_v)
         keys.flatten(0, 1).index_copy_(0, self._slots, run_k)
         values.flatten(0, 1).index_copy_(0, self._slots, run_v)
-        gqa = q.shape[1] != k.shape[1]
         if len(self._groups) == 1 and self._groups[0].places is None:
-            out = _attend(self._groups[0], run_q, keys, values, scaling, gqa)
+            out = self._attend(0, run_q, keys, values, scaling)
         else:
             out = run_q.new_empty(*run_q.shape[:2], v.shape[-1])
-            for group in self._groups:
-                part = _attend(group, run_q, keys, values, scaling, gqa)
+            for i, group in enumerate(self._groups):
+                part = self._attend(i, run_q, keys, values, scaling)
                 assert group.places is not None
                 out.index_copy_(0, group.places, part)
         return out.transpose(0, 1).unsqueeze(0)
 
+    def _attend(
+        self, i: int, run: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """(real tokens, N, D) of group `i`."""
+        group = self._groups[i]
+        q = run if group.queries is None else run[group.queries]
+        shared = q.shape[1] // keys.shape[2]
+        q = q.unflatten(0, (group.num_rows, group.num_queries)).unflatten(2, (-1, shared))
+        out = attend(
+            q.permute(0, 2, 3, 1, 4).flatten(2, 3),
+            _seen(keys, group),
+            _seen(values, group),
+            attn_mask=self._mask(i, shared),
+            scale=scaling,
+        )
+        out = out.unflatten(2, (shared, -1)).permute(0, 3, 1, 2, 4)
+        flat = out.flatten(2, 3).flatten(0, 1)
+        return flat if group.real is None else flat[group.real]
 
-def _attend(
-    group: _Group,
-    run: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    gqa: bool,
-) -> torch.Tensor:
-    """(real tokens, N, D)."""
-    q = run if group.queries is None else run[group.queries]
-    out = attend(
-        q.unflatten(0, (group.num_rows, group.num_queries)).transpose(1, 2),
-        _seen(keys, group),
-        _seen(values, group),
-        attn_mask=group.mask,
-        scale=scaling,
-        enable_gqa=gqa,
-    )
-    flat = out.transpose(1, 2).flatten(0, 1)
-    return flat if group.real is None else flat[group.real]
+    def _mask(self, i: int, shared: int) -> torch.Tensor:
+        """(R, 1, G*Q, W), made once for all layers."""
+        mask = self._groups[i].mask
+        if shared == 1 or mask.shape[2] == 1:
+            return mask
+        if (i, shared) not in self._masks:
+            repeated = mask.unsqueeze(2).expand(-1, -1, shared, -1, -1)
+            self._masks[i, shared] = repeated.flatten(2, 3)
+        return self._masks[i, shared]
 
 
 def _seen(held: torch.Tensor, group: _Group) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""transformers' own `generate`, one request after another: what the engine is measured against.
+"""transformers' own `generate`, for one request or one padded batch: what the engine is measured
+against.
 
 For families whose processor gives the model `pixel_values` and `image_grid_thw`.
 """
@@ -18,6 +19,9 @@ from sightline.compute.model import DTYPES, pick_device
 from sightline.families import Family
 from sightline.wire import Slot
 
+Asked = tuple[Sequence[int], Sequence[Slot], Sequence[np.ndarray]]
+"""Prompt, slots, and the patches of each slot."""
+
 
 class PlainGenerate:
     """Greedy, with the images of the whole prompt encoded at every call."""
@@ -33,7 +37,6 @@ class PlainGenerate:
             model, dtype=DTYPES[dtype], attn_implementation="sdpa", local_files_only=True
         ).to(self._device)
 
-    @torch.no_grad()
     def generate(
         self,
         token_ids: Sequence[int],
@@ -41,22 +44,34 @@ class PlainGenerate:
         patches: Sequence[np.ndarray],
         max_tokens: int,
     ) -> list[int]:
-        ids = torch.tensor([list(token_ids)])
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if slots:
-            kinds = torch.zeros_like(ids)
+        return self.generate_batch([(token_ids, slots, patches)], max_tokens)[0]
+
+    @torch.no_grad()
+    def generate_batch(self, asked: Sequence[Asked], max_tokens: int) -> list[list[int]]:
+        """All at once, shorter prompts padded on the left."""
+        longest = max(len(token_ids) for token_ids, _, _ in asked)
+        ids = torch.zeros(len(asked), longest, dtype=torch.long)
+        kinds, mask = torch.zeros_like(ids), torch.zeros_like(ids)
+        for i, (token_ids, slots, _) in enumerate(asked):
+            before = longest - len(token_ids)
+            ids[i, before:] = torch.tensor(list(token_ids))
+            mask[i, before:] = 1
             for slot in slots:
-                kinds[0, slot.offset : slot.end] = 1
-            rows = np.concatenate([self._family.rows(part) for part in patches])
+                kinds[i, before + slot.offset : before + slot.end] = 1
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if any(slots for _, slots, _ in asked):
+            rows = [self._family.rows(part) for _, _, patches in asked for part in patches]
             inputs["mm_token_type_ids"] = kinds
-            inputs["pixel_values"] = torch.from_numpy(rows).to(self._model.dtype)
-            inputs["image_grid_thw"] = torch.tensor([slot.item.grid for slot in slots])
+            inputs["pixel_values"] = torch.from_numpy(np.concatenate(rows)).to(self._model.dtype)
+            grids = [slot.item.grid for _, slots, _ in asked for slot in slots]
+            inputs["image_grid_thw"] = torch.tensor(grids)
         out = self._model.generate(
             **{name: value.to(self._device) for name, value in inputs.items()},
             do_sample=False,
             max_new_tokens=max_tokens,
             suppress_tokens=self._banned,
             eos_token_id=None,
+            pad_token_id=0,
         )
-        said: list[int] = out[0, len(token_ids) :].tolist()
+        said: list[list[int]] = out[:, longest:].tolist()
         return said

@@ -14,6 +14,7 @@ from sightline.compute.attention import Pattern
 from sightline.compute.logprobs import chosen_logprobs
 from sightline.families import Family, Forward
 from sightline.inference.torch_engine import sampling, vision
+from sightline.inference.torch_engine.decode import Decode
 from sightline.inference.torch_engine.kv import KV
 from sightline.inference.torch_engine.plan import Plan
 from sightline.inference.torch_engine.request import Request
@@ -50,6 +51,11 @@ class Runner:
         self._banned = torch.tensor(banned, dtype=torch.long, device=self._device)
         self._picks_kernels = self._device.type == "cpu" and platform.machine() == "aarch64"
         self.kv = KV(rows.num_rows, rows.max_len, self._device, parameter.dtype)
+        self.decode: Decode | None = None
+        if self._device.type == "cuda":
+            # cuDNN plans anew for every shape of a prompt, which takes longer than to attend.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            self.decode = Decode(forward, self.kv, rows, self._device)
 
     def close(self) -> None:
         """Leaves torch's switches as other users of the process expect them."""
@@ -64,8 +70,15 @@ class Runner:
         """Of what is kept of the rows."""
         return self.kv.nbytes
 
+    @property
+    def num_replayed(self) -> int:
+        """Steps that were a graph's."""
+        return 0 if self.decode is None else self.decode.num_replayed
+
     def hidden(self, plan: Plan, running: dict[int, Request]) -> torch.Tensor:
         """(T, H) of the plan's tokens; their keys and values are in their rows afterwards."""
+        if self.decode is not None and (hidden := self.decode.hidden(plan)) is not None:
+            return hidden
         return self._forward(plan, running, self.kv.pattern(plan))
 
     def _forward(

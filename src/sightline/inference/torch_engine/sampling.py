@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sightline.compute.logprobs import log_softmax, mask_banned
+from sightline.compute.logprobs import mask_banned
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -66,18 +66,20 @@ def sample(
     """Tokens int64 (S,) and their logprobs float32 (S,); a row without numbers gets a NaN."""
     greedy = settings.temperature == 0
     scale = np.where(greedy, np.float32(1), settings.temperature)
-    same = bool((scale == scale[0]).all())
-    temperature: float | torch.Tensor = (
-        float(scale[0]) if same else torch.from_numpy(scale).to(logits.device)[:, None]
-    )
+    allowed = mask_banned(logits.float(), banned)
+    scaled = allowed
+    if (scale != 1).any():
+        scaled = allowed / torch.from_numpy(scale).to(logits.device)[:, None]
     if settings.has_filters:
-        logits = _filter(mask_banned(logits.float(), banned) / temperature, settings)
-        temperature = 1.0
-    logs = log_softmax(logits, banned, temperature)
-    picks = _draw(logs, torch.from_numpy(settings.uniform).to(logits.device))
-    if greedy.any():
-        best = mask_banned(logits.float(), banned).argmax(-1)
-        picks = torch.where(torch.from_numpy(greedy).to(logits.device), best, picks)
+        scaled = _filter(scaled, settings)
+    logs = torch.log_softmax(scaled, dim=-1)
+    if greedy.all():
+        picks = allowed.argmax(-1)
+    else:
+        picks = _draw(logs, torch.from_numpy(settings.uniform).to(logits.device))
+        if greedy.any():
+            is_greedy = torch.from_numpy(greedy).to(logits.device)
+            picks = torch.where(is_greedy, allowed.argmax(-1), picks)
     chosen = logs.gather(-1, picks[:, None]).squeeze(-1)
     # One copy to the host: a float64 holds any token id exactly.
     both = torch.stack([picks.double(), chosen.double()]).cpu().numpy()

@@ -30,19 +30,22 @@ from sightline.errors import EngineError, EnvironmentFailed, SightlineError
 from sightline.media import MediaRef
 from sightline.message import Door, Message
 from sightline.rollout.chat import Answered, RolloutChat
-from sightline.rollout.intercept import answer
-from sightline.rollout.intercept.asked import Asked, read_asked
-from sightline.rollout.intercept.images import take_images
-from sightline.rollout.intercept.refusal import (
+from sightline.rollout.dialect.answer import Answer, Said, chunks, completion
+from sightline.rollout.dialect.asked import Asked, read_asked
+from sightline.rollout.dialect.images import take_images
+from sightline.rollout.dialect.refusal import (
     NO_SUCH_ROUTE,
     ROLLOUT_OVER,
     TOO_LARGE,
     UNKNOWN_KEY,
     Refusal,
 )
+from sightline.trace.recognise import call_id
 
 MAX_BODY_BYTES = 1 << 28
 """A history of hundreds of screenshots, each in base64."""
+MODEL = "policy"
+"""The one model here; a request may call it by any name."""
 _CLOSE_S = 1.0
 
 
@@ -138,7 +141,7 @@ class Interception:
     async def _models(self, http: web.Request) -> web.Response:
         if self._guest(http) is None:
             return _refused(UNKNOWN_KEY)
-        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "sightline"}
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "sightline"}
         return _json({"object": "list", "data": [model]})
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
@@ -157,9 +160,9 @@ class Interception:
             return _refused(done)
         asked, answered = done
         name = f"chatcmpl-{guest.chat.trace.id}-{answered.node.id}"
-        created = int(time.time())
+        answer = _answer(answered, name, asked.model or MODEL)
         if not asked.stream:
-            whole = _json(answer.completion(answered, name, asked.model, created))
+            whole = _json(completion(answer))
             self.counts.agent_received_bytes += len(whole.body)  # type: ignore[arg-type]
             return whole
         stream = web.StreamResponse(
@@ -168,7 +171,7 @@ class Interception:
         # The turn is in the trace: an agent that hangs up now has the rest of its rollout for it.
         with suppress(ConnectionError):
             await stream.prepare(http)
-            for chunk in answer.chunks(answered, name, asked.model, created, asked.include_usage):
+            for chunk in chunks(answer, asked.include_usage):
                 self.counts.agent_received_bytes += len(chunk)
                 await stream.write(chunk)
             await stream.write_eof()
@@ -232,6 +235,17 @@ async def _run(guest: _Guest, work: Coroutine[Any, Any, Any]) -> Any:
         return ROLLOUT_OVER
     finally:
         guest.requests.discard(task)
+
+
+def _answer(answered: Answered, name: str, model: str) -> Answer:
+    node, message = answered.node, answered.message
+    said = Said(
+        message,
+        call_ids=[call_id(node.id, k) for k in range(len(message.tool_calls))],
+        stopped=node.finish_reason == "stop",
+        num_tokens=node.num_sampled,
+    )
+    return Answer(name, model, int(time.time()), [said], answered.num_prompt, answered.num_cached)
 
 
 def _json(body: dict[str, Any]) -> web.Response:

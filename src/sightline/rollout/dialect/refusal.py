@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +14,6 @@ from sightline.errors import (
     StoreFull,
     Truncated,
 )
-
-_PATH = re.compile(r"(\w+(?:\[\d+\]|\.\w+)*): ")
 
 # The first class that fits decides.
 _CODES: tuple[tuple[type[SightlineError], int, str], ...] = (
@@ -38,13 +35,13 @@ class Refusal:
 
     @classmethod
     def of(cls, error: SightlineError) -> Refusal:
-        message = str(error)
+        message, param = str(error), error.path or None
         if isinstance(error, EngineError):
-            return cls(error.status, _ENGINE_CODES.get(error.kind, error.kind), message)
-        path = _PATH.match(error.problem)
+            code = _ENGINE_CODES.get(error.kind, error.kind)
+            return cls(error.status, code, message, param if error.status < 500 else None)
         for kind, status, code in _CODES:
             if isinstance(error, kind):
-                return cls(status, code, message, path[1] if path else None)
+                return cls(status, code, message, param)
         return cls(500, type(error).__name__, message)
 
     @property

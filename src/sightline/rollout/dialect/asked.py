@@ -1,8 +1,7 @@
 """A chat completion as it is asked for: every field is honoured, set aside or refused.
 
-What a policy is sampled with belongs to the run: its trainer computes the same distribution. So
-fields that would change it are set aside when any program sends them, and refused when an answer
-without them would not be what was asked for.
+Which is which, a door says by its `Rules`. Fields whose absence leaves the answer what was asked
+for are set aside; the others are refused, unless they ask for nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +15,39 @@ import msgspec
 from sightline.errors import MessageError
 from sightline.render.protocol import Tools
 
-SET_ASIDE = frozenset({
-    "temperature", "top_p", "top_k", "min_p", "seed",
+SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
+_SAYS_NOTHING = frozenset({
     "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
     "safety_identifier", "service_tier", "store", "user", "verbosity",
 })  # fmt: skip
-"""The rollout's own sampling wins; the others say nothing about the answer."""
-
-HONOURED = frozenset({
+_COMMON = frozenset({
     "model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream",
     "stream_options",
 })  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a door does with fields beyond those that every door honours."""
+
+    honoured: frozenset[str]
+    """Read by the door itself, from `Asked.more`."""
+    set_aside: frozenset[str]
+    why: str
+    """What is said about a field that cannot be honoured."""
+
+
+OF_A_ROLLOUT = Rules(
+    # What a policy is sampled with belongs to the run: its trainer computes the same distribution.
+    honoured=frozenset(),
+    set_aside=_SAYS_NOTHING | SAMPLING,
+    why="cannot be honoured while a policy is trained",
+)
+OF_A_SERVER = Rules(
+    honoured=SAMPLING | {"n", "logprobs", "stop_token_ids", "return_token_ids", "tool_choice"},
+    set_aside=_SAYS_NOTHING,
+    why="cannot be honoured by this server",
+)
 
 # Fields that cannot be honoured, each with the values that ask for nothing.
 _NEUTRAL: dict[str, Callable[[Any], bool]] = {
@@ -45,6 +66,7 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
 _FIXES = {
     "n": "ask several times: each answer is a turn of its own",
     "stop": "let the model end its turn, or cap it with max_tokens",
+    "top_logprobs": "ask for those of the sampled tokens: logprobs = true",
     "response_format": "ask for the form in the messages, and read it from the text",
     "tool_choice": "use auto, or offer only the tools that may be called",
 }
@@ -52,16 +74,18 @@ _FIXES = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    model: str
+    model: str | None
     messages: list[Any]
     """As they came: not looked into yet."""
     tools: Tools | None
     max_tokens: int | None
     stream: bool
     include_usage: bool
+    more: dict[str, Any]
+    """What else the door honours, as it came; a null is left out."""
 
 
-def read_asked(body: bytes) -> Asked:
+def read_asked(body: bytes, rules: Rules = OF_A_ROLLOUT) -> Asked:
     """Raises MessageError with the path of what is wrong."""
     try:
         request = msgspec.json.decode(body)
@@ -71,7 +95,7 @@ def read_asked(body: bytes) -> Asked:
         raise MessageError(
             f"the body is a JSON {type(request).__name__}", "send an object with messages"
         )
-    _check_fields(request)
+    _check_fields(request, rules)
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
         raise MessageError.at("messages", "missing, empty or not a list", "pass the conversation")
@@ -85,12 +109,14 @@ def read_asked(body: bytes) -> Asked:
         max_tokens=_max_tokens(request),
         stream=_flag(request.get("stream"), "stream"),
         include_usage=_flag(options.get("include_usage"), "stream_options.include_usage"),
+        more={k: v for k, v in request.items() if k in rules.honoured and v is not None},
     )
 
 
-def _check_fields(request: dict[str, Any]) -> None:
+def _check_fields(request: dict[str, Any], rules: Rules) -> None:
+    taken = _COMMON | rules.honoured | rules.set_aside
     for name, value in request.items():
-        if name in HONOURED or name in SET_ASIDE or value is None:
+        if name in taken or value is None:
             continue
         neutral = _NEUTRAL.get(name)
         if name == "tool_choice" and value == "none" and not request.get("tools"):
@@ -98,18 +124,14 @@ def _check_fields(request: dict[str, Any]) -> None:
         if neutral is None:
             raise MessageError.at(name, "not a field that we know", "leave it out")
         if not neutral(value):
-            raise MessageError.at(
-                name,
-                "cannot be honoured while a policy is trained",
-                _FIXES.get(name, "leave it out"),
-            )
+            raise MessageError.at(name, rules.why, _FIXES.get(name, "leave it out"))
 
 
-def _model(request: dict[str, Any]) -> str:
+def _model(request: dict[str, Any]) -> str | None:
     model = request.get("model")
     if model is not None and not isinstance(model, str):
-        raise MessageError.at("model", "not a string", "pass any name: there is one model here")
-    return model or "policy"
+        raise MessageError.at("model", "not a string", "pass a name that /v1/models lists")
+    return model or None
 
 
 def _tools(tools: Any) -> Tools | None:

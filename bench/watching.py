@@ -1,0 +1,38 @@
+"""The processes of a run, as the system sees them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def processes() -> list[tuple[int, int, list[str]]]:
+    """Number, parent and words of every process that can be read."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
+            state, owner = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue
+        if state != "Z":
+            found.append((int(folder.name), int(owner), words))
+    return found
+
+
+def find_child(parent: int, name: str) -> int | None:
+    """The process `name` that the launcher `parent` started."""
+    for pid, owner, words in processes():
+        if owner == parent and "process" in words and name in words:
+            return pid
+    return None
+
+
+def names_of(run: str) -> list[str]:
+    """Processes that work for the run directory `run`, as its launcher was told it."""
+    return [
+        words[words.index("process") + 1]
+        for _, _, words in processes()
+        if "process" in words and run in words
+    ]

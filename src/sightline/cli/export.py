@@ -1,0 +1,43 @@
+"""`sightline export`: a plain transformers checkpoint of a run, or of one of its checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sightline import config
+from sightline.config import RunFile
+from sightline.errors import ConfigError
+from sightline.monitor import RunDir
+
+
+def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "export",
+        help="write a run's checkpoint for transformers and vLLM",
+        description="Takes the newest whole checkpoint of a run, or the one that is named.",
+    )
+    parser.add_argument("source", type=Path, help="a run directory, or its checkpoints/step_N")
+    parser.add_argument("target", type=Path, help="folder to write")
+    parser.add_argument("--force", action="store_true", help="replace the folder if it is there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from sightline.trainer.export import export_saved, find_checkpoint
+
+    if args.target.exists() and not args.force:
+        raise ConfigError(f"{args.target} is there already", "name another, or say --force")
+    is_run = (args.source / "config.toml").is_file()
+    run_dir = RunDir(args.source if is_run else args.source.absolute().parents[1])
+    if not run_dir.config.is_file():
+        raise ConfigError(
+            f"{args.source} is neither a run nor a checkpoint of one",
+            "name the folder that holds config.toml, or its checkpoints/step_N",
+        )
+    checkpoint = find_checkpoint(run_dir.checkpoints) if is_run else args.source
+    settings = config.load(RunFile, run_dir.config).model
+    args.target.parent.mkdir(parents=True, exist_ok=True)
+    export_saved(checkpoint, settings, args.target)
+    print(f"{checkpoint} -> {args.target}")
+    return 0

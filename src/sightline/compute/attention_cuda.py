@@ -1,0 +1,146 @@
+"""Attention on a GPU: torch's own kernels for rows of any lengths, and for trees.
+
+Rows and images go through `varlen_attn`, which reads no padding. A tree goes through flex
+attention, with a block mask made from `subtree_end` by arithmetic on blocks: no mask of all pairs
+is ever made. Lengths are rounded up, so that few shapes are compiled.
+
+Letters: B rows, T tokens, N heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+BLOCK = 128
+BUCKET = 1024
+"""Trees are padded to a multiple: a shape of its own for each would be compiled for each."""
+HALF = (torch.bfloat16, torch.float16)
+"""What the kernels for rows take."""
+
+
+def takes(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.dtype in HALF
+
+
+def rows_of_lengths(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    ends: torch.Tensor,
+    longest: int,
+    causal: bool,
+) -> torch.Tensor:
+    """(1, N, T, D) of sequences side by side that end, from 0 on, at `ends` (int32)."""
+    width = v.shape[-1]
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, _widened(v, k)))
+    attend, knows_groups = _varlen()
+    options: dict[str, Any] = {"enable_gqa": True} if knows_groups else {}
+    if not knows_groups and q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    window = (-1, 0) if causal else (-1, -1)
+    out = attend(
+        q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window, **options
+    )
+    return out[..., :width].transpose(0, 1).unsqueeze(0)
+
+
+def _widened(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    missing = k.shape[-1] - v.shape[-1]
+    return F.pad(v, (0, missing)) if missing > 0 else v
+
+
+@functools.cache
+def _varlen() -> tuple[Callable[..., torch.Tensor], bool]:
+    """torch's function, and whether it knows heads that share keys (from 2.12 on)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+class Rows:
+    """Sequences side by side in one row, each causal in itself and blind to the others."""
+
+    state = None
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        ends = np.cumsum([0, *lengths])
+        self._ends = torch.from_numpy(ends.astype(np.int32)).to(device)
+        self._longest = max(lengths)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        return rows_of_lengths(q, k, v, scaling, self._ends, self._longest, causal=True)
+
+
+class FlexTree:
+    """Nodes each once: q sees k when k <= q < subtree_end[k]."""
+
+    state = None
+
+    def __init__(self, subtree_end: np.ndarray, device: torch.device) -> None:
+        padded = pad_ends(subtree_end)
+        self._num_padded = len(padded) - len(subtree_end)
+        end = torch.from_numpy(padded.astype(np.int32)).to(device)
+        self._mask = _block_mask(padded, end, device)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        width, missing = v.shape[-1], self._num_padded
+        q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, _widened(v, k)))
+        gqa = q.shape[1] != k.shape[1]
+        out = _flex()(q, k, v, block_mask=self._mask, scale=scaling, enable_gqa=gqa)
+        result: torch.Tensor = out[:, :, : out.shape[2] - missing, :width]
+        return result
+
+
+def pad_ends(subtree_end: np.ndarray) -> np.ndarray:
+    """With tokens behind the last that are a tree of their own, up to the next bucket."""
+    total = -(-len(subtree_end) // BUCKET) * BUCKET
+    return np.concatenate([subtree_end, np.full(total - len(subtree_end), total)])
+
+
+def blocks_of(padded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which blocks of keys a block of queries sees some of, and all of; booleans (Q, K)."""
+    by_block = padded.reshape(-1, BLOCK)
+    first = np.arange(len(by_block)) * BLOCK
+    before = first[None, :] < first[:, None]
+    same = first[None, :] == first[:, None]
+    # Every key of an earlier block comes before every query: only the ends decide.
+    some = before & (by_block.max(axis=1)[None, :] > first[:, None])
+    whole = before & (by_block.min(axis=1)[None, :] >= first[:, None] + BLOCK)
+    return (some & ~whole) | same, whole
+
+
+def _block_mask(padded: np.ndarray, end: torch.Tensor, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def sees(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (k <= q) & (q < end[k])
+
+    partial, whole = (_listed(blocks, device) for blocks in blocks_of(padded))
+    return BlockMask.from_kv_blocks(*partial, *whole, BLOCK_SIZE=BLOCK, mask_mod=sees)
+
+
+def _listed(blocks: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each block of queries how many blocks, and which, these first."""
+    counts = blocks.sum(axis=1).astype(np.int32)
+    order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
+    return tuple(torch.from_numpy(x)[None, None].to(device) for x in (counts, order))
+
+
+@functools.cache
+def _flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    return compiled

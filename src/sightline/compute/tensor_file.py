@@ -1,0 +1,91 @@
+"""Safetensors files written tensor by tensor, so that no second copy of the model is held."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from sightline.wire.weights import WeightFile
+
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+Gather = Callable[[torch.Tensor], torch.Tensor]
+
+
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def each_whole(
+    tensors: Mapping[str, torch.Tensor], gather: Gather = as_it_is
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor, gathered, in the one order that all ranks keep to; one is held at a time.
+
+    Wide elements come first, so that each tensor of a file is aligned.
+    """
+    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+        yield name, gather(tensors[name].detach())
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    gather: Gather = as_it_is,
+    dtype: torch.dtype | None = None,
+    metadata: dict[str, str] | None = None,
+) -> WeightFile:
+    """Writes `tensors`, floating ones as `dtype` where it is given, and syncs the file."""
+    sizes = {name: tensor.shape for name, tensor in tensors.items()}
+    kinds = {name: _dtype_of(tensor, dtype) for name, tensor in tensors.items()}
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    at = 0
+    for name in order:
+        nbytes = sizes[name].numel() * kinds[name].itemsize
+        header[name] = {
+            "dtype": DTYPES[kinds[name]],
+            "shape": list(sizes[name]),
+            "data_offsets": [at, at + nbytes],
+        }
+        at += nbytes
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+        for part in (len(head).to_bytes(8, "little"), head):
+            digest.update(part)
+            file.write(part)
+        for name, whole in each_whole(tensors, gather):
+            data = whole.to("cpu", kinds[name]).contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest.update(data)
+            file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        nbytes = file.tell()
+    return WeightFile(path.name, nbytes, digest.hexdigest())
+
+
+def digest_of_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, outlast the machine."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

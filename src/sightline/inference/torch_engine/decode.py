@@ -1,0 +1,174 @@
+"""The next token of every row as a pass of fixed shape, which a GPU replays as one graph.
+
+On a GPU a pass over a few hundred tokens is over before Python has asked for its kernels. Where
+every row of a step computes one token, the pass takes the table's first rows, idle ones among
+them, and as many keys as the longest needs, both rounded up. Shapes repeat, so a pass is captured
+when its shape comes again, and replayed from then on. A model whose pass cannot be captured (it
+looks at its values on the way) runs without a graph.
+
+Letters: R rows of the pass, W keys that it looks at, A position axes, H hidden size, K heads of
+keys, G heads that share one of them, D head size.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sightline.compute.attention import attend
+from sightline.families import Forward
+from sightline.inference.torch_engine.kv import KV
+from sightline.inference.torch_engine.plan import Plan
+from sightline.inference.torch_engine.rows import Rows
+
+MAX_SHAPES = 48
+MIN_WIDTH = 256
+# With more idle rows than this for each one that computes, looking at their keys costs more than
+# the graph saves.
+MAX_IDLE = 1
+SPARE_ROWS = 8
+# Rows of the array that a pass is given; positions follow.
+_TOKEN, _PLACE, _SEEN, _FIRST_AXIS = range(4)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What one shape needs from step to step."""
+
+    inputs: torch.Tensor
+    """int64 (3 + A, R): the next token of each row, where its keys go, how many it sees."""
+    width: int
+    graph: torch.cuda.CUDAGraph | None = None
+    hidden: torch.Tensor | None = None
+    """(R, H), where the graph leaves it."""
+
+
+class Decode:
+    """Used by the engine's thread alone."""
+
+    def __init__(self, forward: Forward, kv: KV, rows: Rows, device: torch.device) -> None:
+        self._forward = forward
+        self._kv = kv
+        self._rows = rows
+        self._device = device
+        self._passes: OrderedDict[tuple[int, int], _Pass] = OrderedDict()
+        self._generation = -1
+        self._captures = device.type == "cuda"
+        self.num_replayed = 0
+
+    def hidden(self, plan: Plan) -> torch.Tensor | None:
+        """(T, H) of the plan's tokens, or None where the plan is none for this."""
+        table = self._rows
+        if (plan.counts != 1).any() or (plan.starts < table.prompt_length[plan.rows]).any():
+            return None
+        needed = int(plan.rows.max()) + 1
+        if needed > (1 + MAX_IDLE) * len(plan.rows) + SPARE_ROWS or not self._kv.has_layers:
+            return None
+        self._kv.reserve(needed, int(plan.ends.max()))
+        num_rows = min(rounded(needed), self._kv.size[0])
+        width = min(rounded(max(int(plan.ends.max()), MIN_WIDTH)), self._kv.size[1])
+        found = self._pass(num_rows, width)
+        found.inputs.copy_(torch.from_numpy(self._inputs(plan, num_rows)), non_blocking=True)
+        hidden = self._run(found)
+        if len(plan.rows) == num_rows and bool((np.diff(plan.rows) == 1).all()):
+            return hidden
+        return hidden[torch.from_numpy(plan.rows).to(self._device)]
+
+    def _inputs(self, plan: Plan, num_rows: int) -> np.ndarray:
+        """An idle row shows token 0, sees one key, and writes behind the last row."""
+        table, (all_rows, all_tokens) = self._rows, self._kv.size
+        made = np.zeros((_FIRST_AXIS + table.num_axes, num_rows), dtype=np.int64)
+        made[_PLACE] = all_rows * all_tokens + np.arange(num_rows) % all_tokens
+        made[_SEEN] = 1
+        rows, at = plan.rows, plan.starts
+        made[_TOKEN, rows] = table.tokens[rows, at]
+        made[_PLACE, rows] = rows * all_tokens + at
+        made[_SEEN, rows] = at + 1
+        made[_FIRST_AXIS:, rows] = table.positions[:, rows, at]
+        return made
+
+    def _pass(self, num_rows: int, width: int) -> _Pass:
+        if self._generation != self._kv.generation:  # graphs know the tables by their addresses
+            self._passes.clear()
+            self._generation = self._kv.generation
+        key = (num_rows, width)
+        if key not in self._passes:
+            shape = (_FIRST_AXIS + self._rows.num_axes, num_rows)
+            inputs = torch.zeros(shape, dtype=torch.int64, device=self._device)
+            self._passes[key] = _Pass(inputs, width)
+            if len(self._passes) > MAX_SHAPES:
+                self._passes.popitem(last=False)
+            return self._passes[key]
+        self._passes.move_to_end(key)
+        found = self._passes[key]
+        if self._captures and found.graph is None:
+            self._capture(found)
+        return found
+
+    def _run(self, found: _Pass) -> torch.Tensor:
+        if found.graph is None or found.hidden is None:
+            return self._compute(found)
+        found.graph.replay()
+        self.num_replayed += 1
+        return found.hidden
+
+    def _compute(self, found: _Pass) -> torch.Tensor:
+        inputs = found.inputs
+        mask = self._kv.mask(inputs[_SEEN, :, None], found.width)
+        pattern = DecodePattern(self._kv, inputs[_PLACE], mask)
+        token_ids, positions = inputs[_TOKEN, None], inputs[_FIRST_AXIS:, None]
+        return self._forward.hidden(token_ids, positions, None, None, pattern)[0]
+
+    def _capture(self, found: _Pass) -> None:
+        """The shape was computed once before, so that nothing is set up during the capture."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                found.hidden = self._compute(found)
+            found.graph = graph
+        except RuntimeError as error:
+            self._captures = False
+            found.hidden = None
+            print(f"decoding without graphs: {str(error).splitlines()[0]}", file=sys.stderr)
+
+
+class DecodePattern:
+    """A `Pattern` of `sightline.compute.attention`: token i of the run belongs to row i."""
+
+    state = None
+
+    def __init__(self, kv: KV, places: torch.Tensor, mask: torch.Tensor) -> None:
+        self._kv = kv
+        self._places = places
+        self._mask = mask
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
+        keys, values = self._kv.layer(layer, run_k, run_v)
+        keys.flatten(0, 1).index_copy_(0, self._places, run_k)
+        values.flatten(0, 1).index_copy_(0, self._places, run_v)
+        num_rows, width = len(run_q), self._mask.shape[-1]
+        out = attend(
+            run_q.unflatten(1, (keys.shape[2], -1)),
+            keys[:num_rows, :width].transpose(1, 2),
+            values[:num_rows, :width].transpose(1, 2),
+            attn_mask=self._mask,
+            scale=scaling,
+        )
+        return out.flatten(1, 2).transpose(0, 1).unsqueeze(0)
+
+
+def rounded(count: int) -> int:
+    """At least `count`: a power of two, or one and a half times one."""
+    size = 1
+    while size < count:
+        if size >= 2 and size + size // 2 >= count:
+            return size + size // 2
+        size *= 2
+    return size

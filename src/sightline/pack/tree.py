@@ -1,0 +1,101 @@
+"""The rollouts of a group as a tree: what several begin with is laid out once.
+
+Samples are put into depth-first order. Each then brings only what it does not share with the one
+before it, and a token is shared when everything up to it is the same: ids, images and their
+places. What trains need not be the same: a token that two rollouts both sampled is one token
+with two advantages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sightline.pack.cost import Cost
+from sightline.wire.sample import Sample
+
+MIN_SAVED = 0.25
+"""A mask costs more than rows that are causal in themselves; a tree has to save so much first."""
+_IMAGE = 1 << 40
+_IN_SLOT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    sample: Sample
+    shared: int = 0
+    """How many of its first tokens are those of the row before it."""
+
+
+Unit = list[Row]
+"""What stays together in a micro-batch: one sample, or a tree."""
+
+
+def as_units(samples: Sequence[Sample], limit: Cost) -> list[Unit]:
+    """Trees of the groups that are worth one, cut where they outgrow `limit`; the rest alone."""
+    groups: dict[tuple[float, str], list[Sample]] = {}
+    for sample in samples:
+        group = sample.group_id or sample.trace_id  # what belongs to no group stands alone
+        groups.setdefault((sample.temperature, group), []).append(sample)
+    units: list[Unit] = []
+    for members in groups.values():
+        rows = depth_first(members)
+        total = sum(len(row.sample.token_ids) for row in rows)
+        if sum(row.shared for row in rows) >= MIN_SAVED * total:
+            units += cut(rows, limit)
+        else:
+            units += [[Row(sample)] for sample in members]
+    return units
+
+
+def depth_first(samples: Sequence[Sample]) -> list[Row]:
+    """The same samples in whatever order give the same rows."""
+    keys = _keys(samples)
+    order = sorted(range(len(samples)), key=lambda i: (keys[i].tobytes(), samples[i].trace_id, i))
+    rows, before = [], np.zeros(0, dtype=">i8")
+    for i in order:
+        rows.append(Row(samples[i], _num_common(before, keys[i])))
+        before = keys[i]
+    return rows
+
+
+def _keys(samples: Sequence[Sample]) -> list[np.ndarray]:
+    """The tokens, with the pads of a slot told apart by their image and their place in it.
+
+    Big-endian: the order of the bytes is the order of the tokens.
+    """
+    images: dict[str, int] = {}
+    keys = []
+    for sample in samples:
+        key = sample.token_ids.numpy().astype(">i8")
+        for slot in sample.slots:
+            image = images.setdefault(sample.items[slot.item].key, len(images) + 1)
+            pads = image * _IMAGE + slot.length * _IN_SLOT + np.arange(slot.length)
+            key[slot.offset : slot.offset + slot.length] = pads
+        keys.append(key)
+    return keys
+
+
+def _num_common(a: np.ndarray, b: np.ndarray) -> int:
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
+
+
+def cut(rows: Sequence[Row], limit: Cost) -> list[Unit]:
+    """Pieces that fit. The first row of a piece brings its whole path, as context again."""
+    pieces: list[Unit] = []
+    for row in rows:
+        if pieces and cost_of([*pieces[-1], row]).fits(limit):
+            pieces[-1].append(row)
+        else:
+            pieces.append([Row(row.sample)])
+    return pieces
+
+
+def cost_of(unit: Unit) -> Cost:
+    tokens = sum(len(row.sample.token_ids) - row.shared for row in unit)
+    grids = {item.key: item.grid for row in unit for item in row.sample.items}
+    return Cost(tokens, sum(int(np.prod(grid)) for grid in grids.values()))

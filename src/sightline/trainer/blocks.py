@@ -1,0 +1,27 @@
+"""How a block computes: compiled, or forgetting its activations, with the same result."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sightline.compute import attention
+from sightline.families import Forward
+
+
+def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
+    """Replaces the forward pass of each block, in place; parameters keep their names.
+
+    Before sharding: what gathers a block's parameters stays around what is called here.
+    """
+    if backend:
+        attention.register(opaque=True)
+    for block in forward.blocks():
+        call = block.forward
+        if backend:
+            call = torch.compile(call, backend=backend)
+        if recompute:
+            call = partial(checkpoint, call, use_reentrant=False)
+        block.forward = call

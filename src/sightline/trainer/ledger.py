@@ -1,0 +1,48 @@
+"""Which batch each step of the surviving weights was trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from sightline.errors import ResumeRefused
+from sightline.wire.file import append_line, read_lines, write_atomic
+
+
+class LedgerLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A step in the history of the weights, and the batch that it trained on."""
+
+    step: int
+    batch: str
+
+
+class Ledger:
+    """Every step in the history of the surviving weights, once."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        # Steps after the checkpoint are about to be played again: they leave the ledger first.
+        self._path = path
+        lines = read_ledger(path)
+        self._before = {line.step: line.batch for line in lines}
+        kept = [line for line in lines if line.step <= step]
+        if [line.step for line in kept] != list(range(1, step + 1)):
+            raise ResumeRefused(
+                f"{path} does not hold every step up to the checkpoint's {step}",
+                "start a new run from the checkpoint",
+            )
+        write_atomic(path, b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
+
+    def add(self, step: int, batch: str) -> None:
+        known = self._before.get(step)
+        if known is not None and known != batch:
+            raise ResumeRefused(
+                f"step {step} was trained on batch {known[:12]} and is to be replayed on "
+                f"{batch[:12]}",
+                "restore batches/ of the run, or start a new run",
+            )
+        append_line(self._path, msgspec.json.encode(LedgerLine(step, batch)), sync=True)
+
+
+def read_ledger(path: Path) -> list[LedgerLine]:
+    return [msgspec.json.decode(line, type=LedgerLine) for line in read_lines(path)]

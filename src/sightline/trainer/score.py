@@ -1,0 +1,81 @@
+"""Logprob, entropy and KL of every token that trains, without holding all logits at once.
+
+Tokens go through the head in parts. Where there is more than one, a part's logits are let go
+after the forward pass and made again in the backward pass: what stays is a number a token.
+
+Letters: S trained tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sightline.compute.logprobs import log_softmax
+from sightline.families import Forward
+from sightline.trainer import loss as losses
+
+MAX_LOGITS = 1 << 28
+"""Numbers of a part: 1 GiB of them in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """float32 (S,) each."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    """Without a gradient."""
+    kl: torch.Tensor | None
+    """To the reference; None without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    forward: Forward
+    reference: Forward | None
+    banned: torch.Tensor
+    temperature: float
+    max_logits: int = MAX_LOGITS
+
+    def score(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, reference_hidden: torch.Tensor | None
+    ) -> Scored:
+        """Of hidden (S, H) that predict `tokens` (S,); of the reference's where there is one."""
+        # No rows: the head says how wide it is, whatever the family calls it.
+        with torch.no_grad():
+            width = self.forward.logits(hidden[:0]).shape[-1]
+        rows = max(1, self.max_logits // width)
+        if len(hidden) <= rows:
+            parts = [self._part(hidden, tokens, reference_hidden)]
+        else:
+            parts = [
+                checkpoint(
+                    self._part,
+                    hidden[at : at + rows],
+                    tokens[at : at + rows],
+                    None if reference_hidden is None else reference_hidden[at : at + rows],
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+                for at in range(0, len(hidden), rows)
+            ]
+        logprobs, entropy, kl = (torch.cat(found) for found in zip(*parts, strict=True))
+        return Scored(logprobs, entropy.detach(), kl if self.reference is not None else None)
+
+    def _part(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, reference_hidden: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        log_p = log_softmax(self.forward.logits(hidden), self.banned, self.temperature)
+        logprobs = log_p.gather(-1, tokens[:, None]).squeeze(-1)
+        with torch.no_grad():
+            entropy = losses.entropy(log_p.detach(), self.banned)
+        kl = logprobs.new_zeros(0)
+        if self.reference is not None and reference_hidden is not None:
+            with torch.no_grad():
+                logits = self.reference.logits(reference_hidden)
+                log_q = log_softmax(logits, self.banned, self.temperature)
+            kl = losses.exact_kl(log_p, log_q, self.banned)
+        return logprobs, entropy, kl

@@ -1,0 +1,197 @@
+"""What a rank holds of model and optimizer, as a file of its own, and as rows of a whole again.
+
+A sharded tensor is cut along its rows: each rank has some in a row. Files say which, so that any
+number of ranks can read what any other number wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+
+from sightline.compute.tensor_file import write_tensors
+from sightline.compute.weights import check_names
+from sightline.errors import Misaligned, ResumeRefused
+from sightline.trainer.ranks import Ranks
+from sightline.wire.weights import WeightFile
+
+MODEL, OPTIMIZER, RNG, CUDA_RNG = "model", "optimizer", "rng", "cuda_rng"
+_PLACES = "places"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Copies on the CPU: training goes on while they are written."""
+
+    tensors: dict[str, torch.Tensor]
+    places: dict[str, tuple[int, int]]
+    """Of each tensor its first row in the whole, and how many rows that has."""
+
+    def write(self, path: Path) -> WeightFile:
+        return write_tensors(path, self.tensors, metadata={_PLACES: json.dumps(self.places)})
+
+
+def take(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Snapshot:
+    """What this rank holds, and what stands on every rank from rank 0."""
+    tensors: dict[str, torch.Tensor] = {}
+    places: dict[str, tuple[int, int]] = {}
+    for key, tensor in _all_tensors(model, optimizer):
+        local, first = local_rows(tensor)
+        if (local.numel() or not tensor.numel()) and (isinstance(tensor, DTensor) or ranks.is_lead):
+            tensors[key] = local.detach().to("cpu", copy=True)
+            places[key] = (first, _rows(tensor.shape))
+    for kind, state in _rng_states().items():
+        tensors[f"{kind}/{ranks.rank}"] = state
+        places[f"{kind}/{ranks.rank}"] = (0, len(state))
+    return Snapshot(tensors, places)
+
+
+def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """This rank's rows, and the first of them in the whole tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    [placement] = tensor.placements
+    if not placement.is_shard(0):
+        raise Misaligned(f"a tensor placed as {placement}", "shard along rows")
+    share = -(-tensor.shape[0] // tensor.device_mesh.size())
+    first = min(share * tensor.device_mesh.get_local_rank(), tensor.shape[0])
+    return tensor.to_local(), first
+
+
+class Shards:
+    """The files of a checkpoint, read as whole tensors or as any rows of them."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._pieces: dict[str, list[tuple[int, int, Any]]] = {}
+        self._num_rows: dict[str, int] = {}
+        for path in files:
+            file = safe_open(path, "pt")
+            for key, (first, rows) in json.loads(file.metadata()[_PLACES]).items():
+                length = _rows(file.get_slice(key).get_shape())
+                self._pieces.setdefault(key, []).append((first, first + length, file))
+                self._num_rows[key] = rows
+        for key, pieces in self._pieces.items():
+            pieces.sort(key=lambda piece: piece[0])
+            ends = [0, *(stop for _, stop, _ in pieces)]
+            if [start for start, _, _ in pieces] != ends[:-1] or ends[-1] != self._num_rows[key]:
+                raise Misaligned(f"the rows of {key} are not all there", "use another checkpoint")
+
+    def names(self, kind: str) -> list[str]:
+        return [key.partition("/")[2] for key in self._pieces if key.startswith(f"{kind}/")]
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        first = self._pieces[key][0][2].get_slice(key).get_shape()
+        return (self._num_rows[key], *first[1:]) if first else ()
+
+    def rows(self, key: str, start: int, stop: int) -> torch.Tensor:
+        found = []
+        for first, last, file in self._pieces[key]:
+            if first < stop and start < last:
+                part = file.get_slice(key)
+                found.append(part[max(start, first) - first : min(stop, last) - first])
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def whole(self, key: str) -> torch.Tensor:
+        if not self.shape(key):
+            tensor: torch.Tensor = self._pieces[key][0][2].get_tensor(key)
+            return tensor
+        return self.rows(key, 0, self._num_rows[key])
+
+
+def restore(
+    shards: Shards,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    source: Path,
+) -> None:
+    """Puts everything back, on as many ranks as there are now."""
+    restore_model(shards, model)
+    _restore_optimizer(shards, model, optimizer, source)
+    states = shards.names(RNG)
+    torch.set_rng_state(shards.whole(f"{RNG}/{ranks.rank % len(states)}"))
+    if states := shards.names(CUDA_RNG):
+        torch.cuda.set_rng_state(shards.whole(f"{CUDA_RNG}/{ranks.rank % len(states)}"))
+
+
+def restore_model(shards: Shards, model: torch.nn.Module) -> None:
+    own = dict(model.named_parameters())
+    found = {
+        name: torch.empty(shards.shape(f"{MODEL}/{name}"), device="meta")
+        for name in shards.names(MODEL)
+    }
+    check_names(own, found)
+    with torch.no_grad():
+        for name, parameter in own.items():
+            _fill(parameter.detach(), shards, f"{MODEL}/{name}")
+
+
+def _fill(own: torch.Tensor, shards: Shards, key: str) -> None:
+    local, first = local_rows(own)
+    if not own.shape:
+        local.copy_(shards.whole(key))
+    elif local.numel():
+        local.copy_(shards.rows(key, first, first + len(local)))
+
+
+def _restore_optimizer(
+    shards: Shards, model: torch.nn.Module, optimizer: torch.optim.Optimizer, source: Path
+) -> None:
+    parameters = dict(model.named_parameters())
+    places = _optimizer_places(model, optimizer)
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    for name in shards.names(OPTIMIZER):
+        parameter, _, what = name.rpartition("/")
+        if parameter not in places:
+            raise ResumeRefused(
+                f"{source} holds optimizer state of {parameter}, which does not train",
+                "resume with the [model] settings that the run began with",
+            )
+        key = f"{OPTIMIZER}/{name}"
+        own = parameters[parameter].detach()
+        if shards.shape(key) == tuple(own.shape):
+            value = torch.empty_like(own)
+            _fill(value, shards, key)
+        else:
+            value = shards.whole(key)
+        state.setdefault(places[parameter], {})[what] = value
+    description = optimizer.state_dict()
+    description["state"] = state
+    optimizer.load_state_dict(description)
+
+
+def _all_tensors(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield f"{MODEL}/{name}", parameter.detach()
+    names = {place: name for name, place in _optimizer_places(model, optimizer).items()}
+    for place, state in optimizer.state_dict()["state"].items():
+        for what, value in state.items():
+            yield f"{OPTIMIZER}/{names[place]}/{what}", value
+
+
+def _optimizer_places(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The optimizer's number of each parameter that trains."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    return {names[id(parameter)]: place for place, parameter in enumerate(ordered)}
+
+
+def _rng_states() -> dict[str, torch.Tensor]:
+    states = {RNG: torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states[CUDA_RNG] = torch.cuda.get_rng_state()
+    return states
+
+
+def _rows(shape: Iterable[int]) -> int:
+    """Of a scalar there is one."""
+    return next(iter(shape), 1)

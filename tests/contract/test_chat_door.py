@@ -1,0 +1,232 @@
+"""The OpenAI-compatible door of an inference server, asked by the official client.
+
+What the engine is given there is what a rollout gives it: the same ids, slots and pixels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from agents import LOOK, Seen, Worker, picture_url, shown, wire_to
+from serving import Client, live
+
+from sightline.envs import Chat
+from sightline.families import load_renderer
+from sightline.inference.settings import ServeSettings
+from sightline.media import MediaStore
+from sightline.render import Renderer
+
+MAX_LEN = 1024
+IDS = {"return_token_ids": True}
+CALLED = {
+    "id": "call_a",
+    "type": "function",
+    "function": {"name": "look", "arguments": '{"x": 1}'},
+}
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
+    return MediaStore(tmp_path_factory.mktemp("media"))
+
+
+@pytest.fixture(scope="module")
+def client(tiny_model: Path, media: MediaStore) -> Iterator[Client]:
+    settings = ServeSettings(
+        model=tiny_model, media_roots=(media.root,), device="cpu", max_rows=16, max_len=MAX_LEN
+    )
+    with live(settings) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def chat(client: Client, tiny_model: Path) -> Iterator[Any]:
+    """`chat.completions.create` of the official client, with the served model's name filled in."""
+    address = f"http://{client.host}:{client.port}/v1"
+    with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as made:
+        yield lambda **asked: made.chat.completions.create(
+            **{"model": tiny_model.name, "max_tokens": 6, "temperature": 0.0, **asked}
+        )
+
+
+@pytest.fixture(scope="module")
+def renderer(tiny_model: Path, media: MediaStore) -> Renderer:
+    return load_renderer(tiny_model, media)
+
+
+def tool_picture(number: int) -> dict[str, Any]:
+    part = {"type": "image_url", "image_url": {"url": picture_url(number, 64, 32)}}
+    return {"role": "tool", "tool_call_id": "call_a", "content": [part]}
+
+
+TALKS = {
+    "text": ([{"role": "user", "content": "Hello."}], None),
+    "picture": ([{"role": "system", "content": "Be brief."}, shown(1)], None),
+    "tools": ([shown(2)], [LOOK]),
+    "history": (
+        [
+            shown(3, "First."),
+            {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+            tool_picture(4),
+            {"role": "assistant", "content": "A tree."},
+            shown(5, "And now?"),
+        ],
+        [LOOK],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_the_engine_is_given_the_ids_that_a_rollout_gives_it(
+    name: str, chat: Any, client: Client, tiny_model: Path, media: MediaStore
+) -> None:
+    messages, tools = TALKS[name]
+    seen = Seen()
+
+    async def rollout(handle: Chat) -> float:
+        await handle.ask(messages, tools=tools)
+        return 1.0
+
+    async def main() -> None:
+        async with wire_to(f"http://{client.host}:{client.port}", seen) as address:
+            worker = Worker(tiny_model, media, address)
+            trace = await worker.play(rollout, temperature=0.0)
+            assert not trace.error, trace.error
+
+    asyncio.run(main())
+    ((request, response),) = seen.calls
+    answer = chat(messages=messages, tools=tools or openai.omit, extra_body=IDS)
+    assert answer.prompt_token_ids == request.token_ids
+    assert answer.choices[0].token_ids == response.choices[0].token_ids
+    assert answer.usage.prompt_tokens == len(request.token_ids)
+
+
+def test_images_are_stored_and_shown_by_reference(chat: Any, media: MediaStore) -> None:
+    message = shown(11)
+    url = message["content"][1]["image_url"]["url"]
+    digest = hashlib.sha256(base64.b64decode(url.partition(",")[2])).hexdigest()
+    answer = chat(messages=[message], extra_body=IDS)
+    assert media.find(digest).digest == digest
+    message["content"][1]["image_url"]["url"] = f"media:sha256:{digest}"
+    again = chat(messages=[message], extra_body=IDS)
+    assert again.prompt_token_ids == answer.prompt_token_ids
+    assert again.choices[0].token_ids == answer.choices[0].token_ids
+
+
+def test_a_stream_says_the_same_as_an_answer_in_one_piece(chat: Any, renderer: Renderer) -> None:
+    asked = {"messages": [shown(1)], "max_tokens": 40, "extra_body": IDS}
+    whole = chat(**asked)
+    assert whole.choices[0].message.content == renderer.parse(whole.choices[0].token_ids).text
+    *deltas, ending, usage = chat(**asked, stream=True, stream_options={"include_usage": True})
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in deltas)
+    assert text == whole.choices[0].message.content
+    assert {chunk.choices[0].finish_reason for chunk in deltas} == {None}
+    assert ending.choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert ending.choices[0].token_ids == whole.choices[0].token_ids
+    assert not usage.choices and usage.usage.completion_tokens == 40
+
+
+def test_sampling_parameters_reach_the_engine(chat: Any) -> None:
+    asked = {"messages": [shown(1)], "temperature": 1.0, "max_tokens": 12, "extra_body": IDS}
+    one, same = chat(**asked, seed=5), chat(**asked, seed=5)
+    assert one.choices[0].token_ids == same.choices[0].token_ids
+    three = chat(**asked, seed=5, n=3)
+    drawn = [choice.token_ids for choice in three.choices]
+    assert drawn[0] == one.choices[0].token_ids and len(set(map(tuple, drawn))) == 3
+    assert three.usage.completion_tokens == sum(map(len, drawn))
+    narrow = chat(**{**asked, "extra_body": {**IDS, "top_k": 1}}, seed=5)
+    greedy = chat(**{**asked, "temperature": 0.0})
+    assert narrow.choices[0].token_ids == greedy.choices[0].token_ids
+    stop = greedy.choices[0].token_ids[2]
+    cut = chat(**{**asked, "temperature": 0.0, "extra_body": {**IDS, "stop_token_ids": [stop]}})
+    first = greedy.choices[0].token_ids.index(stop)
+    assert cut.choices[0].token_ids == greedy.choices[0].token_ids[: first + 1]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_logprobs_are_those_of_the_generate_protocol(
+    chat: Any, client: Client, renderer: Renderer
+) -> None:
+    answer = chat(messages=[{"role": "user", "content": "Hi"}], logprobs=True, extra_body=IDS)
+    direct = client.generate(answer.prompt_token_ids).choices[0]
+    entries = answer.choices[0].logprobs.content
+    assert [entry.logprob for entry in entries] == pytest.approx(
+        [entry.logprob for entry in direct.logprobs.content][: len(entries)], abs=1e-5
+    )
+    assert [e.token for e in entries] == [renderer.decode([t]) for t in answer.choices[0].token_ids]
+
+
+def test_without_a_cap_an_answer_may_fill_its_row(chat: Any) -> None:
+    answer = chat(messages=[{"role": "user", "content": "Hi"}], max_tokens=openai.omit)
+    assert answer.usage.total_tokens <= MAX_LEN
+    if answer.choices[0].finish_reason == "length":
+        assert answer.usage.total_tokens == MAX_LEN
+
+
+def test_the_model_is_listed_and_another_is_refused(
+    chat: Any, client: Client, tiny_model: Path
+) -> None:
+    (model,) = client.get("/v1/models")["data"]
+    assert (model["id"], model["max_model_len"]) == (tiny_model.name, MAX_LEN)
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(messages=[{"role": "user", "content": "Hi"}], model="another")
+    assert (caught.value.param, caught.value.code) == ("model", "model")
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}
+GONE = {"type": "image_url", "image_url": {"url": "media:sha256:" + "0" * 64}}
+FAR = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+URL = "messages[0].content[0].image_url.url"
+WRONG = [
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, 422, URL),
+    ({"messages": [{"role": "user", "content": [GONE]}]}, 404, URL),
+    ({"messages": [{"role": "user", "content": [FAR]}]}, 422, URL),
+    ({"messages": [{"role": "king", "content": "x"}]}, 400, "messages[0].role"),
+    ({"temperature": -1.0}, 400, "temperature"),
+    ({"extra_body": {"min_p": "x"}}, 400, "min_p"),
+    ({"extra_body": {"beam": 3}}, 400, "beam"),
+    ({"stop": ["x"]}, 400, "stop"),
+    ({"tools": [LOOK], "tool_choice": "required"}, 400, "tool_choice"),
+    ({"max_tokens": MAX_LEN}, 400, "messages"),
+]
+
+
+@pytest.mark.parametrize(("change", "status", "param"), WRONG)
+def test_what_cannot_be_answered_is_refused_by_its_path(
+    chat: Any, change: dict[str, Any], status: int, param: str
+) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        chat(**{"messages": [{"role": "user", "content": "Hi"}], **change})
+    assert (caught.value.status_code, caught.value.param) == (status, param)
+    if change.get("max_tokens"):
+        assert caught.value.code == "context_length_exceeded"
+
+
+def test_tools_that_may_not_be_called_are_not_shown(chat: Any) -> None:
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "extra_body": IDS}
+    without = chat(**asked)
+    hidden = chat(**asked, tools=[LOOK], tool_choice="none")
+    offered = chat(**asked, tools=[LOOK])
+    assert hidden.prompt_token_ids == without.prompt_token_ids
+    assert len(offered.prompt_token_ids) > len(without.prompt_token_ids)
+
+
+def test_a_client_that_leaves_frees_its_row(client: Client) -> None:
+    before = client.totals()["cancelled"]
+    asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1000, "stream": True}
+    body = json.dumps({**asked, "seed": 3}).encode()
+    with socket.create_connection((client.host, client.port)) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}"
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        client.wait_for("now", "running", 1)
+    client.wait_for("totals", "cancelled", before + 1)
+    assert client.now()["running"] == 0

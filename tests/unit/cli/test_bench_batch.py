@@ -1,0 +1,22 @@
+"""`sightline bench batch`: engine and transformers, on the same requests, say the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sightline.cli.main import main
+
+
+@pytest.mark.timeout(300)
+def test_many_requests_at_once_are_answered_as_one_padded_batch(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--requests", "5", "--one-by-one", "2", "--max-tokens", "6", "--scale", "0.2"]
+    words += ["--repeats", "1", "--device", "cpu", "--model", str(tiny_model)]
+    assert main(["bench", "batch", *words]) == 0
+    out = capsys.readouterr().out
+    assert "token for token: 5 of 5" in out
+    assert len(re.findall(r"\d times", out)) == 2

@@ -1,0 +1,61 @@
+"""The block mask of a tree, held against the mask of all pairs; arithmetic, so on any machine."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from sightline.compute import attention_cuda
+from sightline.compute.attention import Tree
+from sightline.compute.attention_cuda import BLOCK, FlexTree, blocks_of, pad_ends
+
+CPU = torch.device("cpu")
+
+
+def random_ends(rng: random.Random, size: int) -> np.ndarray:
+    """The ends of trees, one after another, that branch at random."""
+    ends = np.zeros(size, dtype=np.int64)
+
+    def grow(start: int, stop: int) -> None:
+        at = start
+        while at < stop:
+            trunk = min(stop, at + rng.randint(1, 200))
+            end = rng.randint(trunk, stop)
+            ends[at:trunk] = end
+            grow(trunk, end)
+            at = end
+
+    grow(0, size)
+    return ends
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_blocks_say_what_all_pairs_say(seed: int) -> None:
+    rng = random.Random(seed)
+    padded = pad_ends(random_ends(rng, rng.randint(300, 2500)))
+    index = np.arange(len(padded))
+    sees = (index <= index[:, None]) & (index[:, None] < padded)
+    tiles = sees.reshape(-1, BLOCK, len(padded) // BLOCK, BLOCK)
+    partial, whole = blocks_of(padded)
+    assert np.array_equal(whole, tiles.all(axis=(1, 3)))
+    assert np.array_equal(partial | whole, tiles.any(axis=(1, 3)))
+    assert not (partial & whole).any()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(3))
+def test_flex_attention_gives_what_the_plain_mask_gives(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(attention_cuda, "_flex", lambda: flex_attention)  # not compiled here
+    torch.manual_seed(seed)
+    ends = random_ends(random.Random(seed), 700)
+    q, k, v = (torch.randn(1, heads, 700, 16) for heads in (4, 2, 2))
+    flex = FlexTree(ends, CPU).attend(0, q, k, v, 0.3)
+    plain = Tree(ends, CPU).attend(0, q, k, v, 0.3)
+    torch.testing.assert_close(flex, plain, rtol=1e-5, atol=1e-5)

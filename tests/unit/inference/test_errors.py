@@ -1,0 +1,57 @@
+"""The table of error types: one in the code, one in the docs, and they say the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sightline.errors import (
+    FingerprintMismatch,
+    MediaCorrupt,
+    MediaError,
+    MediaMissing,
+    MediaRefused,
+    MediaUndecodable,
+    Misaligned,
+    WireError,
+)
+from sightline.inference.errors import STATUS, answer, typed
+
+DOCS = Path(__file__).parents[3] / "docs" / "serving.md"
+ROW = re.compile(r"\| (\d{3}) \| `(\w+)` \| (.+) \|")
+
+
+def test_the_docs_list_every_type_with_its_status() -> None:
+    rows = ROW.findall(DOCS.read_text())
+    assert {kind: int(status) for status, kind, _ in rows} == STATUS
+    assert len(rows) == len(STATUS) and all(meaning.strip() for *_, meaning in rows)
+
+
+ERRORS: list[tuple[BaseException, str]] = [
+    (FingerprintMismatch("a", "b"), "fingerprint"),
+    (MediaMissing("a", "b"), "media_missing"),
+    (MediaCorrupt("a", "b"), "media_corrupt"),
+    (MediaUndecodable("a", "b"), "media_undecodable"),
+    (MediaRefused("a", "b"), "media_refused"),
+    (MediaError("a", "b"), "media_refused"),
+    (WireError("a", "b"), "schema"),
+    (Misaligned("a", "b"), "slots"),
+    (PermissionError("a"), "media_unavailable"),
+    (ZeroDivisionError("a"), "engine"),
+]
+
+
+@pytest.mark.parametrize(("error", "kind"), ERRORS, ids=lambda value: type(value).__name__)
+def test_every_error_has_one_type(error: BaseException, kind: str) -> None:
+    found = typed(error)
+    status, _, headers = answer(found)
+    assert (found.kind, status) == (kind, STATUS[kind])
+    assert ("retry-after" in headers) == (status == 503)
+
+
+def test_a_store_that_cannot_be_read_may_heal_and_a_damaged_file_may_not() -> None:
+    unread, damaged = MediaError("a", "b"), MediaUndecodable("a", "b")
+    unread.__cause__ = damaged.__cause__ = OSError("later")
+    assert typed(unread).status == 503 and typed(damaged).status == 422

@@ -1,0 +1,244 @@
+"""Checkpoints: whole or not there, checked on reading, cut by ranks, written beside training."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from pathlib import Path
+
+import making
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from sightline.cli.main import main
+from sightline.config import dump
+from sightline.errors import Misaligned, ResumeRefused
+from sightline.media import MediaStore
+from sightline.monitor import RunDir, read_events
+from sightline.trainer.build import build_learner
+from sightline.trainer.checkpoint import Checkpoints, read_manifest
+from sightline.trainer.ranks import Ranks
+from sightline.trainer.saver import Saver, alone
+from sightline.trainer.snapshot import Shards, Snapshot, take
+from sightline.wire.file import write_atomic
+from sightline.wire.weights import WeightFile
+
+from .test_resume import STEPS, run_dir, run_file, train, weights_digest, write_batches
+
+__all__ = ["run_dir"]
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def steps_of(run_dir: RunDir) -> list[int]:
+    return [int(path.name[5:]) for path in sorted(run_dir.checkpoints.glob("step_*"))]
+
+
+def test_a_corrupt_checkpoint_is_refused_by_name_and_the_one_before_it_used(
+    tiny_model: Path, run_dir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = run_file(tiny_model)
+    other = RunDir(tmp_path / "other")
+    other.make()
+    train(config, other, write_batches(other, tiny_model))
+    whole = [weights_digest(other, version) for version in range(1, STEPS + 1)]
+
+    batches = write_batches(run_dir, tiny_model)
+    train(config, run_dir, batches, die_after=4)
+    assert steps_of(run_dir) == [2, 4]
+    flip_a_byte(run_dir.checkpoints / "step_000004" / "rank_000.safetensors")
+    train(config, run_dir, batches, after=2)
+    assert "step_000004/rank_000.safetensors is not the file" in capsys.readouterr().err
+    [refused] = [e for e in read_events(run_dir.metrics) if e.kind == "checkpoint_refused"]
+    assert "step_000004" in refused.values["problem"] and refused.step == 2
+    assert [weights_digest(run_dir, version) for version in range(1, STEPS + 1)] == whole
+    ledger = [json.loads(line)["step"] for line in run_dir.ledger.read_bytes().splitlines()]
+    assert ledger == list(range(1, STEPS + 1))
+    assert not Checkpoints(run_dir.checkpoints, 2).choose().refused, "it was written again"
+
+
+@pytest.mark.parametrize("harm", ["gone", "torn", "of another schema"])
+def test_what_has_no_valid_manifest_is_never_read(
+    tiny_model: Path, run_dir: RunDir, harm: str
+) -> None:
+    train(run_file(tiny_model), run_dir, write_batches(run_dir, tiny_model))
+    path = run_dir.checkpoints / f"step_{STEPS:06d}" / "manifest.json"
+    if harm == "gone":
+        path.unlink()
+    elif harm == "torn":
+        path.write_bytes(path.read_bytes()[:40])
+    else:
+        manifest = msgspec.structs.replace(read_manifest(path.parent), schema=99)
+        write_atomic(path, msgspec.json.encode(manifest))
+    chosen = Checkpoints(run_dir.checkpoints, 2).choose()
+    assert chosen.step == 4 and len(chosen.refused) == 1
+    assert str(path.parent) in chosen.refused[0]
+
+
+def test_going_back_without_the_batches_since_is_refused(tiny_model: Path, run_dir: RunDir) -> None:
+    config = run_file(tiny_model, keep_checkpoints=1)
+    batches = write_batches(run_dir, tiny_model)
+    train(config, run_dir, batches, die_after=4)
+    flip_a_byte(run_dir.checkpoints / "step_000004" / "rank_000.safetensors")
+    for step in range(1, 5):
+        run_dir.batch(step).unlink()
+    with pytest.raises(ResumeRefused, match="batches after step 0 are gone"):
+        train(config, run_dir, batches, after=0)
+
+
+def test_batches_stay_until_no_fallback_needs_them(tiny_model: Path, run_dir: RunDir) -> None:
+    sent = train(run_file(tiny_model), run_dir, write_batches(run_dir, tiny_model), die_after=4)
+    assert all(message.checkpoint_step <= 2 for message in sent)  # type: ignore[union-attr]
+    assert steps_of(run_dir) == [2, 4]
+    assert Checkpoints(run_dir.checkpoints, 2).covered == 2
+    assert Checkpoints(run_dir.checkpoints, 1).covered == 4
+
+
+def test_checkpoints_of_every_so_many_steps_stay(tiny_model: Path, run_dir: RunDir) -> None:
+    config = run_file(tiny_model, keep_checkpoints=1, checkpoint_every=1, keep_every=2)
+    train(config, run_dir, write_batches(run_dir, tiny_model))
+    assert steps_of(run_dir) == [2, 4, 5]
+
+
+def test_what_a_kill_left_half_written_goes(tiny_model: Path, run_dir: RunDir) -> None:
+    half = run_dir.checkpoints / ".step_000002.part"
+    half.mkdir()
+    (half / "rank_007.safetensors").write_bytes(b"half")
+    train(run_file(tiny_model), run_dir, write_batches(run_dir, tiny_model))
+    assert not half.exists()
+    assert sorted(p.name for p in (run_dir.checkpoints / "step_000004").iterdir()) == [
+        "manifest.json",
+        "rank_000.safetensors",
+    ]
+
+
+def test_training_goes_on_while_the_snapshot_is_written(tiny_model: Path, tmp_path: Path) -> None:
+    model_config = making.model_config(tiny_model)
+    learner = build_learner(model_config, making.trainer_config(), MediaStore(tmp_path / "m"), 5)
+    model, optimizer = learner.forward.model, learner.optimizer
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    disk = threading.Event()
+
+    def slow(step: int, file: WeightFile) -> list[WeightFile]:
+        disk.wait(60)
+        return alone(step, file)
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+    saver = Saver(checkpoints, Ranks(), every=1, step=0, train_vision=True, deliver=slow)
+    saver.save(1, model, optimizer, last=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert not checkpoints.all(), "nothing is there before all of it is"
+    disk.set()
+    saver.wait()
+    shards = checkpoints.choose().shards()
+    assert shards is not None
+    for name, value in before.items():
+        assert shards.whole(f"model/{name}").equal(value), name
+
+
+def test_a_failed_write_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
+    model_config = making.model_config(tiny_model)
+    learner = build_learner(model_config, making.trainer_config(), MediaStore(tmp_path / "m"), 5)
+    (tmp_path / "checkpoints").write_bytes(b"a file where the folder should be")
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+    saver = Saver(checkpoints, Ranks(), every=1, step=0, train_vision=True, deliver=alone)
+    saver.save(1, learner.forward.model, learner.optimizer, last=False)
+    with pytest.raises(NotADirectoryError):
+        saver.wait()
+    with pytest.raises(NotADirectoryError):
+        saver.save(2, learner.forward.model, learner.optimizer, last=False)
+
+
+@given(
+    rows=st.integers(1, 9),
+    cuts=st.lists(st.integers(0, 9), max_size=3),
+    bounds=st.tuples(st.integers(0, 8), st.integers(1, 9)),
+)
+def test_any_rows_come_back_from_any_cut(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: int,
+    cuts: list[int],
+    bounds: tuple[int, int],
+) -> None:
+    folder = tmp_path_factory.mktemp("cut")
+    whole = torch.arange(rows * 3, dtype=torch.float32).reshape(rows, 3)
+    edges = sorted({0, rows, *(min(cut, rows) for cut in cuts)})
+    files = []
+    for start, stop in zip(edges, edges[1:], strict=False):
+        place = {"model/w": (start, rows)}
+        Snapshot({"model/w": whole[start:stop].clone()}, place).write(folder / f"{start}")
+        files.append(folder / f"{start}")
+    shards = Shards(files)
+    assert shards.whole("model/w").equal(whole)
+    start, stop = sorted(min(bound, rows) for bound in bounds)
+    if start < stop:
+        assert shards.rows("model/w", start, stop).equal(whole[start:stop])
+    if len(files) > 1:
+        with pytest.raises(Misaligned, match="not all there"):
+            Shards(files[1:])
+
+
+def test_a_snapshot_holds_model_optimizer_and_random_state(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    model_config = making.model_config(tiny_model)
+    learner = build_learner(model_config, making.trainer_config(), MediaStore(tmp_path / "m"), 5)
+    for parameter in learner.forward.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    learner.update(1)
+    keys = set(take(learner.forward.model, learner.optimizer, Ranks()).tensors)
+    names = [name for name, _ in learner.forward.model.named_parameters()]
+    assert {f"model/{name}" for name in names} <= keys
+    for state in ("exp_avg", "exp_avg_sq", "step"):
+        assert {f"optimizer/{name}/{state}" for name in names} <= keys
+    assert "rng/0" in keys
+
+
+def test_export_gives_a_checkpoint_that_auto_classes_load(
+    tiny_model: Path, run_dir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+    config = run_file(tiny_model)
+    run_dir.config.write_text(dump(config))
+    train(config, run_dir, write_batches(run_dir, tiny_model))
+    assert main(["export", str(run_dir.path), str(tmp_path / "whole")]) == 0
+    published = load_file(run_dir.weights / f"v{STEPS:06d}" / "model.safetensors")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "whole")
+    for name, parameter in model.named_parameters():
+        assert parameter.equal(published[name]), name
+    AutoTokenizer.from_pretrained(tmp_path / "whole")
+
+    older = run_dir.checkpoints / "step_000004"
+    assert main(["export", str(older), str(tmp_path / "older")]) == 0
+    exported = load_file(tmp_path / "older" / "model.safetensors")
+    assert exported.keys() == load_file(tiny_model / "model.safetensors").keys()
+    assert any(not exported[name].equal(published[name]) for name in published)
+
+    assert main(["export", str(older), str(tmp_path / "older")]) == 2
+    assert "--force" in capsys.readouterr().err
+    flip_a_byte(older / "rank_000.safetensors")
+    assert main(["export", str(older), str(tmp_path / "again")]) == 2
+    assert "not the file that its manifest names" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+def test_the_checksum_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
+    place = {"a": (0, 4), "b": (0, 1)}
+    tensors = {"a": torch.ones(4, dtype=torch.bfloat16), "b": torch.tensor(2.0)}
+    made = Snapshot(tensors, place).write(tmp_path / "f")
+    assert made.sha256 == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
+    assert made.nbytes == (tmp_path / "f").stat().st_size
+    found = load_file(tmp_path / "f")
+    assert found["a"].equal(tensors["a"]) and found["b"].equal(tensors["b"])

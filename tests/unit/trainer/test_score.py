@@ -1,0 +1,72 @@
+"""Scoring in parts gives what scoring at once gives, and holds no logits in between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sightline.compute.model import load_model
+from sightline.families import load_family
+from sightline.trainer.score import Scorer
+
+NUM = 37
+
+
+@pytest.fixture
+def scorer(tiny_model: Path) -> Scorer:
+    family = load_family(tiny_model)
+    forward, reference = (load_model(tiny_model, family, "cpu", "float32") for _ in range(2))
+    with torch.no_grad():
+        for parameter in reference.model.parameters():
+            parameter += 0.01
+    return Scorer(forward, reference, torch.tensor([5, 9]), temperature=0.7)
+
+
+def scored(scorer: Scorer, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+    """Figures, gradients, and the numbers as wide as the vocabulary that autograd kept."""
+    torch.manual_seed(0)
+    head = scorer.forward.model.lm_head.weight  # type: ignore[union-attr]
+    width = len(head)
+    hidden = torch.randn(NUM, head.shape[1], requires_grad=True)  # type: ignore[arg-type]
+    other = torch.randn(NUM, head.shape[1])  # type: ignore[arg-type]
+    tokens = torch.randint(10, width, (NUM,))
+    small = Scorer(
+        scorer.forward, scorer.reference, scorer.banned, scorer.temperature, rows * width
+    )
+    kept = 0
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += tensor.numel() if tensor.ndim == 2 and tensor.shape[-1] == width else 0
+        return tensor
+
+    head.grad = None
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = small.score(hidden, tokens, other)
+    assert found.kl is not None
+    (found.logprobs.sum() + 0.3 * found.kl.square().sum()).backward()
+    figures = [found.logprobs.detach(), found.entropy, found.kl.detach()]
+    return figures, [hidden.grad, head.grad.clone()], kept  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("rows", [1, 8, NUM - 1])
+def test_parts_give_the_figures_and_gradients_of_the_whole(scorer: Scorer, rows: int) -> None:
+    whole, whole_grads, _ = scored(scorer, NUM)
+    parts, part_grads, _ = scored(scorer, rows)
+    for a, b in zip((*whole, *whole_grads), (*parts, *part_grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_no_logits_are_kept_between_the_passes(scorer: Scorer) -> None:
+    *_, whole = scored(scorer, NUM)
+    *_, parts = scored(scorer, 8)
+    assert whole > 0 and parts == 0
+
+
+def test_nothing_to_score(scorer: Scorer) -> None:
+    width = scorer.forward.model.lm_head.weight.shape[1]  # type: ignore[union-attr]
+    none = torch.zeros(0, width)  # type: ignore[arg-type]
+    found = scorer.score(none, torch.zeros(0, dtype=torch.long), none)
+    assert len(found.logprobs) == len(found.entropy) == 0
