@@ -109,6 +109,7 @@ def main() -> None:
         epsilon_high=0.28,
         scale_rewards="none",
         temperature=1.0,
+        generation_kwargs={"suppress_tokens": task["pads"]},
         gradient_checkpointing=False,
         shuffle_dataset=False,
         use_cpu=True,

@@ -57,7 +57,7 @@ def main() -> int:
         model = folder / "model"
         write_tiny("qwen_vl", model, seed=0)
         store = MediaStore(folder / "media")
-        prompts = write_task(folder)
+        prompts = write_task(folder, load_renderer(model, store).pad_token_ids)
         theirs = run_peer(args, model, folder)
         ours = Ours(model, store, folder, prompts, theirs["first"])
         ours.run(args.steps)
@@ -70,14 +70,23 @@ def main() -> int:
     return 0 if same else 1
 
 
-def write_task(folder: Path) -> list[dict[str, str]]:
-    """Squares of one colour each, and what is asked of them."""
+def write_task(folder: Path, pads: tuple[int, ...]) -> list[dict[str, str]]:
+    """Squares of one colour each, and what is asked of them.
+
+    TRL is told not to sample image pads; left to itself it does, and our trainer refuses them.
+    """
     prompts = []
     for i in range(SAMPLES // GROUP):
         colour = (37 * i % 256, 91 * i % 256, 151 * i % 256)
         Image.new("RGB", (SIDE, SIDE), colour).save(folder / f"{i}.png")
         prompts.append({"text": "Which code?", "image": f"{i}.png"})
-    task = {"prompts": prompts, "samples": SAMPLES, "group": GROUP, "max_tokens": MAX_TOKENS}
+    task = {
+        "prompts": prompts,
+        "samples": SAMPLES,
+        "group": GROUP,
+        "max_tokens": MAX_TOKENS,
+        "pads": pads,
+    }
     (folder / "task.json").write_text(json.dumps(task))
     return prompts
 
@@ -110,7 +119,7 @@ class Ours:
     ) -> None:
         settings = Trainer(device="cpu", lr=1e-9, grad_norm=0.5, clip_low=0.2, clip_high=0.28)
         self.learner = build_learner(Model(path=str(model)), settings, store, steps=1 << 30)
-        # TRL does not keep image pads from being sampled.
+        # TRL's logprobs are over the whole vocabulary.
         self.learner.banned = self.learner.banned[:0]
         self.renderer = load_renderer(model, store, self.learner.family)
         self.preparer = Preparer(
