@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         pillow = load_processor(model, "pil")
         torchvision = load_processor(model, "torchvision") if has_torchvision else None
         found = [measure(family, store, size, args.repeats, pillow, torchvision) for size in sizes]
-    console = Console(width=120)
+    console = Console(width=130)
     console.print(
         f"one thread, {args.repeats} repeats in turns: medians, ms of CPU time", highlight=False
     )

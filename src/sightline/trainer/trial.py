@@ -90,7 +90,9 @@ class Trial:
             talk: list[Message] = []
             for prompt in prompts:
                 talk += [prompt, assistant(_letters(rng, shape.answer))]
-            samples.append(sample_of(talk, self.renderer, f"{seed}.{i}"))
+            sample = sample_of(talk, self.renderer, f"{seed}.{i}")
+            # Prefixes are shared within a group.
+            samples.append(msgspec.structs.replace(sample, group_id=str(i // shape.group)))
         return Batch(1, samples)
 
     def _prompt(self, shape: Shape, rng: random.Random, name: str) -> Message:
