@@ -16,6 +16,7 @@ TORCHVISION := build/torchvision
 TOKENIZERS := build/tokenizers
 TOKENIZER_VERSION := 3.7.2
 STATIC := src/sightline/monitor/dashboard/static
+TRL_VERSION := 1.16.0
 EXAMPLE := examples/color_codeword
 SMOKE := build/smoke
 # The last ends a server that the others share.
@@ -43,7 +44,7 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) web demo demo-vllm tokenizers test fuzz test-loop test-browser test-ranks chaos test-torchvision test-adapters test-vllm smoke check format docs screenshots wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) web demo demo-vllm tokenizers test fuzz test-loop test-browser test-ranks chaos test-torchvision test-adapters test-vllm bench-trl smoke check format docs screenshots wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -151,6 +152,16 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt $(wildcard tests/vllm/en
 		"$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
 
+bench-trl: $(STAMP) .venv-trl/.installed ## the demo's training step beside TRL's
+	$(BIN)/python bench/trl_step.py --python .venv-trl/bin/python
+
+# torchvision without its dependencies, which would bring a torch for CUDA.
+.venv-trl/.installed: constraints.txt
+	$(PYTHON) -m venv --clear .venv-trl
+	.venv-trl/bin/python $(PIP_INSTALL) torch transformers pillow trl==$(TRL_VERSION)
+	.venv-trl/bin/python $(PIP_INSTALL) --no-deps torchvision
+	@touch $@
+
 smoke: $(STAMP) ## the mini browser task for one step, and what the trainer was sent (needs Chromium)
 	@$(BIN)/python -c 'from sightline.envs.chromium import get_chromium; get_chromium()' 2>$(VENV)/.smoke || { \
 		echo "skipped: $$(tail -2 $(VENV)/.smoke)"; test -z "$${CI:-}"; exit; }; \
@@ -203,4 +214,4 @@ gpu-bundle: $(STAMP) ## wheels that the GPU machine lacks, unpacked into build/g
 	@du -sh $(BUNDLE)
 
 clean: ## remove what `make` built; runs/ and models/ stay
-	rm -rf $(STATIC) web/node_modules $(VENV) $(WHEEL_VENV) $(VLLM_VENV) .venv-adapters-* build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(STATIC) web/node_modules $(VENV) $(WHEEL_VENV) $(VLLM_VENV) .venv-adapters-* .venv-trl build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

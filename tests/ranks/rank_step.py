@@ -27,6 +27,7 @@ from sightline.pixels import Materializer  # noqa: E402
 from sightline.trainer.build import build_learner  # noqa: E402
 from sightline.trainer.feed import Preparer, ReadyBatch  # noqa: E402
 from sightline.trainer.lora import merging, plain_parameters  # noqa: E402
+from sightline.trainer.price import price_of  # noqa: E402
 from sightline.trainer.ranks import Follow, Lead, Ranks  # noqa: E402
 from sightline.trainer.sft import sample_of  # noqa: E402
 from sightline.trainer.shard import whole_tensor  # noqa: E402
@@ -58,7 +59,9 @@ def main() -> None:
             if "lora_B" in name:
                 parameter.add_(0.01)  # at zero, A would have no gradient
     counts = watch_blocks(learner.forward.blocks())
-    ready = next(iter(feed(learner, ranks, model, store)))
+    materializer = Materializer(learner.family, store, 1 << 24)
+    ready = next(iter(feed(learner, ranks, model, store, materializer)))
+    patches = [m.patches for m in ready.micro_batches if m.patches is not None]
     found: dict[str, torch.Tensor] = {}
     norms: list[float] = []
     update = learner.update
@@ -75,7 +78,15 @@ def main() -> None:
     plain, gather = plain_parameters(learner.forward.model), merging(learner.forward.model)
     after = {f"after.{name}": whole for name, whole in each_whole(plain, gather)}
     local = sum(_local_bytes(p) for p in learner.forward.model.parameters())
-    (out / f"rank{rank}.json").write_text(json.dumps({"bytes": local, "ways": ways(counts)}))
+    note_rank = {
+        "bytes": local,
+        "ways": ways(counts),
+        "made": materializer.counts.made,
+        "mapped": materializer.counts.mapped,
+        "images": ready.num_images,
+        "patches": sum(len(p) for p in patches),
+    }
+    (out / f"rank{rank}.json").write_text(json.dumps(note_rank))
     if ranks.is_lead:
         save_file(
             {k: v.contiguous() for k, v in (found | after).items()}, out / "found.safetensors"
@@ -112,9 +123,8 @@ def _local_bytes(parameter: torch.Tensor) -> int:
     return local.numel() * local.element_size()
 
 
-def feed(learner, ranks, model, store):  # type: ignore[no-untyped-def]
+def feed(learner, ranks, model, store, materializer):  # type: ignore[no-untyped-def]
     family = learner.family
-    materializer = Materializer(family, store, 1 << 24)
     if not ranks.is_lead:
         follow = Follow(ranks)
         follow.hello()
@@ -129,7 +139,7 @@ def feed(learner, ranks, model, store):  # type: ignore[no-untyped-def]
         return [ready]
     lead = Lead(ranks)
     lead.gather()
-    given: ReadyBatch = Spread(lead, ranks.size)(ready)
+    given: ReadyBatch = Spread(lead, ranks.size, price_of(learner.forward), 1 << 24)(ready)
     return [given]
 
 

@@ -29,9 +29,16 @@ class Found:
     tensors: dict[str, torch.Tensor]
     metrics: dict[str, Any]
     scores: list[Any]
-    nbytes: list[int]
-    ways: set[str]
-    """How blocks computed, other than plainly."""
+    ranks: list[dict[str, Any]]
+
+    @property
+    def nbytes(self) -> list[int]:
+        return [rank["bytes"] for rank in self.ranks]
+
+    @property
+    def ways(self) -> set[str]:
+        """How blocks computed, other than plainly."""
+        return {way for rank in self.ranks for way in rank["ways"]}
 
     @property
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -80,8 +87,7 @@ def take_step(model: Path, size: int, out: Path, *words: str) -> Found:
         load_file(out / "found.safetensors"),
         json.loads((out / "metrics.json").read_text()),
         json.loads((out / "scores.json").read_text()),
-        [rank["bytes"] for rank in ranks],
-        {way for rank in ranks for way in rank["ways"]},
+        ranks,
     )
 
 
@@ -160,6 +166,15 @@ def test_a_rank_holds_its_share_of_the_parameters(step: Callable[..., Found]) ->
         held = step("qwen_vl", {}, size).nbytes
         assert sum(held) == whole
         assert max(held) < 1.1 * whole / size
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_image_is_made_once_on_the_machine(step: Callable[..., Found], size: int) -> None:
+    [alone] = step("qwen_vl", {}, 1).ranks
+    together = step("qwen_vl", {}, size).ranks
+    assert [rank["made"] for rank in together] == [alone["images"]] + [0] * (size - 1)
+    assert sum(rank["mapped"] for rank in together) > 0
+    assert sum(rank["patches"] for rank in together) == alone["patches"]
 
 
 def test_a_frozen_tower_stays_as_it_is_on_all_ranks(step: Callable[..., Found]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ipaddress import ip_address
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from sightline.config.section import FREE, Section
 
@@ -47,6 +47,11 @@ class Trainer(Section):
     micro_batch_tokens: int = Field(8192, ge=1, description="Most tokens of a micro-batch.")
     micro_batch_patches: int = Field(
         65536, ge=1, description="Most image patches of a micro-batch."
+    )
+    micro_batch_price: list[float] = Field(
+        [],
+        description="What micro-batches cost, to balance ranks: the six numbers that `sightline "
+        "bench cost` prints. Empty: operations counted from the model.",
     )
     checkpoint_every: int = Field(
         25, ge=1, description="Steps between checkpoints.", json_schema_extra=FREE
@@ -100,8 +105,18 @@ class Trainer(Section):
         0, ge=0, description="Compute threads; 0 shares the cores with the server."
     )
     pixel_cache_mb: int = Field(
-        256, ge=0, description="Patches kept between batches.", json_schema_extra=FREE
+        256,
+        ge=0,
+        description="Patches kept between batches, and as much for other ranks of a batch.",
+        json_schema_extra=FREE,
     )
+
+    @field_validator("micro_batch_price")
+    @classmethod
+    def _has_six(cls, value: list[float]) -> list[float]:
+        if value and (len(value) != 6 or min(value) < 0):
+            raise ValueError("take the six numbers that `sightline bench cost` prints, or none")
+        return value
 
     @model_validator(mode="after")
     def _has_a_secret_outside(self) -> Trainer:

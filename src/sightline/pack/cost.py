@@ -1,4 +1,4 @@
-"""What a sample costs a forward pass."""
+"""What samples and micro-batches cost: the room that they take, and the time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.sample import Sample
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
+    """The room that a sample takes in a micro-batch."""
+
     tokens: int
     patches: int
 
@@ -24,3 +27,57 @@ class Cost:
 
     def fits(self, limit: Cost) -> bool:
         return self.tokens <= limit.tokens and self.patches <= limit.patches
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a micro-batch makes a model do."""
+
+    tokens: int
+    attended: int
+    """Pairs of a token and one that it sees, itself among them."""
+    trained: int
+    """Tokens whose logprobs are computed."""
+    patches: int
+    """Of distinct images: each goes through the vision tower once."""
+    attended_patches: int
+    """Pairs of patches within an image."""
+
+    @classmethod
+    def of(cls, batch: MicroBatch) -> Work:
+        ends = batch.subtree_end.numpy().astype(np.int64)
+        sizes = [int(np.prod(packed.item.grid)) for packed in batch.items]
+        return cls(
+            tokens=len(ends),
+            attended=int((ends - np.arange(len(ends))).sum()),
+            trained=len(batch.trained),
+            patches=sum(sizes),
+            attended_patches=sum(size * size for size in sizes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What each unit of work costs, in any one unit: seconds, or operations.
+
+    A price comes from the model or from the run file, and is never measured while training: the
+    same samples must go to the same ranks after every restart.
+    """
+
+    fixed: float = 0.0
+    """Of a micro-batch, whatever it holds."""
+    token: float = 0.0
+    attended: float = 0.0
+    trained: float = 0.0
+    patch: float = 0.0
+    attended_patch: float = 0.0
+
+    def of(self, work: Work) -> float:
+        return (
+            self.fixed
+            + self.token * work.tokens
+            + self.attended * work.attended
+            + self.trained * work.trained
+            + self.patch * work.patches
+            + self.attended_patch * work.attended_patches
+        )

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sightline.pack.cost import Price, Work
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch
 
 
-def spread(packs: Sequence[MicroBatch], ranks: int) -> list[list[int | None]]:
+def spread(packs: Sequence[MicroBatch], ranks: int, price: Price) -> list[list[int | None]]:
     """For each rank the places of its micro-batches, a round a place; None is an empty one.
 
-    The costliest goes to the rank that has least. A rank's micro-batches with images come first,
-    so that few rounds need the vision tower on ranks that show none. The same packs give the same
-    answer on every machine.
+    Ranks wait for one another in every layer of a round, so a round lasts as long as its costliest
+    micro-batch: those of like cost go into one, the costliest to the rank that has least so far.
+    Micro-batches with images come first, so that few rounds need the vision tower on ranks that
+    show none. The same packs and price give the same answer on every machine.
     """
-    order = sorted(range(len(packs)), key=lambda i: (-_cost(packs[i]), i))
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for place in order:
-        rank = min(range(ranks), key=lambda r: (loads[r], r))
-        shares[rank].append(place)
-        loads[rank] += _cost(packs[place])
-    rounds = max(map(len, shares), default=0)
-    return [
-        [*sorted(share, key=lambda i: (not packs[i].items, i)), *[None] * (rounds - len(share))]
-        for share in shares
-    ]
+    costs = [price.of(Work.of(pack)) for pack in packs]
+    order = sorted(range(len(packs)), key=lambda i: (not packs[i].items, -costs[i], i))
+    shares: list[list[int | None]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for start in range(0, len(order), ranks):
+        beside = sorted(order[start : start + ranks], key=lambda i: (-costs[i], i))
+        lightest = sorted(range(ranks), key=lambda r: (loads[r], r))
+        places: list[int | None] = [*beside, *[None] * (ranks - len(beside))]
+        for rank, place in zip(lightest, places, strict=True):
+            shares[rank].append(place)
+            loads[rank] += 0.0 if place is None else costs[place]
+    return shares
 
 
 def empty_micro_batch(step: int, num_axes: int) -> MicroBatch:
@@ -47,7 +49,3 @@ def empty_micro_batch(step: int, num_axes: int) -> MicroBatch:
         slots=[],
         origins=[],
     )
-
-
-def _cost(pack: MicroBatch) -> int:
-    return len(pack.token_ids) + pack.num_patches

@@ -5,5 +5,6 @@ bytes; a pixel digest names what was made. Failures are never cached.
 """
 
 from sightline.pixels.materialize import Materializer, Pixels, pixel_digest
+from sightline.pixels.shared import lay, open_laid
 
-__all__ = ["Materializer", "Pixels", "pixel_digest"]
+__all__ = ["Materializer", "Pixels", "lay", "open_laid", "pixel_digest"]

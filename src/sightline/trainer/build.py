@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.model import DTYPES, load_model, pick_device
+from sightline.compute.transfer import stack
 from sightline.config import Lora, Media, Model, RunFile, SftFile, Trainer
 from sightline.errors import ResumeRefused
-from sightline.families import Family, load_family, load_renderer
+from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore
 from sightline.monitor import EventLog, RunDir
 from sightline.pack import Average, Cost
@@ -26,6 +28,7 @@ from sightline.trainer.ledger import Ledger, read_ledger
 from sightline.trainer.loop import Parts
 from sightline.trainer.lora import NO_ADAPTERS, add_adapters
 from sightline.trainer.optimizer import build_optimizer, freeze_vision
+from sightline.trainer.price import price_of
 from sightline.trainer.publish import Files, Publisher, Sent
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
@@ -111,18 +114,20 @@ def learner_of(
 
 
 def build_preparer(
-    media: Media, trainer: Trainer, family: Family, store: MediaStore, sampled: bool = True
+    media: Media, learner: Learner, store: MediaStore, sampled: bool = True
 ) -> Preparer:
     """`sampled` is false for conversations that no sampler saw: there is no digest to ask for."""
+    trainer = learner.config
     return Preparer(
-        family=family,
-        materializer=Materializer(family, store, trainer.pixel_cache_mb * MEGABYTE),
+        family=learner.family,
+        materializer=build_materializer(learner, store),
         limit=Cost(trainer.micro_batch_tokens, trainer.micro_batch_patches),
         max_bad_fraction=media.max_bad_fraction,
         allows_unproven=media.allow_unproven or not sampled,
         average=Average(trainer.loss_average, trainer.loss_constant),
         on_bad=media.on_bad,
         max_sequence=trainer.max_sequence,
+        stack=partial(stack, device=learner.device),
     )
 
 
@@ -142,7 +147,7 @@ def build(
     saver, chosen = build_saver(config, run_dir, learner, deliver)
     _check_fallback(chosen, run_dir, events)
     saver.checkpoints.clear()
-    preparer = build_preparer(config.media, config.trainer, learner.family, store)
+    preparer = build_preparer(config.media, learner, store)
     tell = lead.fail if lead is not None else lambda problem: None
     learner.pulse = Pulse(config.trainer.stuck_after_s, tell, run_dir.beat(name_of_rank(0)))
     learner.probe_every = config.orchestrator.probe_every
@@ -159,7 +164,9 @@ def build(
         dtype=DTYPES[config.model.dtype],
         materializer=preparer.materializer,
     )
-    hand_out = Spread(lead, ranks.size) if lead is not None else _keep_all
+    hand_out: Callable[[ReadyBatch], ReadyBatch] = _keep_all
+    if lead is not None:
+        hand_out = build_spread(lead, ranks, learner)
     return Parts(
         feed=Feed(announcements, preparer, chosen.step + 1, hand_out),
         learner=learner,
@@ -167,6 +174,17 @@ def build(
         pulse=learner.pulse,
         first_step=chosen.step,
     )
+
+
+def build_spread(lead: Lead, ranks: Ranks, learner: Learner) -> Spread:
+    price = price_of(learner.forward, learner.config.micro_batch_price)
+    return Spread(lead, ranks.size, price, learner.config.pixel_cache_mb * MEGABYTE)
+
+
+def build_materializer(learner: Learner, store: MediaStore) -> Materializer:
+    """Pixels are made ahead of the step, by as many threads as the process may compute with."""
+    max_bytes = learner.config.pixel_cache_mb * MEGABYTE
+    return Materializer(learner.family, store, max_bytes, threads=torch.get_num_threads())
 
 
 def _publisher(config: RunFile, run_dir: RunDir) -> Publisher:
@@ -219,9 +237,14 @@ def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follo
     beat = run_dir.beat(name_of_rank(ranks.rank))
     learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail, beat)
     family = learner.family
-    materializer = Materializer(family, store, config.trainer.pixel_cache_mb * MEGABYTE)
     return Parts(
-        feed=ShareFeed(follow, materializer, len(family.positions(1, ())[0]), chosen.step + 1),
+        feed=ShareFeed(
+            follow,
+            build_materializer(learner, store),
+            len(family.positions(1, ())[0]),
+            chosen.step + 1,
+            partial(stack, device=learner.device),
+        ),
         learner=learner,
         keeper=Follower(learner, saver, config.trainer.publish == "broadcast"),
         pulse=learner.pulse,

@@ -32,6 +32,9 @@ from sightline.wire.control import Announce
 from sightline.wire.micro_batch import MicroBatch, PackedItem
 from sightline.wire.sample import Batch, digest_of
 
+Stack = Callable[[Sequence[np.ndarray]], np.ndarray]
+"""Lays the patches of a micro-batch's images one after the other, where the device takes them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReadyMicroBatch:
@@ -84,6 +87,7 @@ class Preparer:
     on_bad: Literal["drop_sample", "stop"] = "drop_sample"
     max_sequence: int = 0
     """In tokens; 0 is any length."""
+    stack: Stack = np.concatenate
 
     def prepare(self, batch: Batch, digest: str, lost: Sequence[Dropped] = ()) -> ReadyBatch:
         """`lost` are samples that bad media has already cost; they count with the others."""
@@ -101,7 +105,7 @@ class Preparer:
         return ReadyBatch(
             step=batch.step,
             digest=digest,
-            micro_batches=[_ready(packed, made) for packed in packs],
+            micro_batches=[_ready(packed, made, self.stack) for packed in packs],
             num_samples=len(kept),
             num_slots=sum(len(sample.slots) for sample in kept),
             num_images=len({item.key for sample in kept for item in sample.items}),
@@ -136,7 +140,7 @@ class Preparer:
         return made, problems
 
 
-def _ready(packed: MicroBatch, made: dict[MediaItem, Pixels]) -> ReadyMicroBatch:
+def _ready(packed: MicroBatch, made: dict[MediaItem, Pixels], stack: Stack) -> ReadyMicroBatch:
     """With its pixels, and the digests that every other process has to come to."""
     if not packed.items:
         return ReadyMicroBatch(packed, None)
@@ -145,7 +149,7 @@ def _ready(packed: MicroBatch, made: dict[MediaItem, Pixels]) -> ReadyMicroBatch
         PackedItem(entry.item, one.digest, entry.wanted_by)
         for entry, one in zip(packed.items, pixels, strict=True)
     ]
-    patches = np.concatenate([one.patches for one in pixels])
+    patches = stack([one.patches for one in pixels])
     return ReadyMicroBatch(msgspec.structs.replace(packed, items=items), patches)
 
 

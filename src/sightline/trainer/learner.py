@@ -16,6 +16,7 @@ import torch
 
 from sightline.compute.attention import pattern_of
 from sightline.compute.logprobs import chosen_logprobs
+from sightline.compute.transfer import send
 from sightline.config import Trainer
 from sightline.errors import Misaligned
 from sightline.families import Family, Forward
@@ -83,7 +84,7 @@ def hidden_of(
     if ready.patches is None and ready.shows:
         blank = _encode_blank(forward, device)
     if ready.patches is not None:
-        patches = torch.from_numpy(ready.patches).to(device)
+        patches = send(ready.patches, device)
         encoded = forward.encode(patches, [entry.item.grid for entry in batch.items])
         index, where = _places(batch, family)
         check_features(batch, len(encoded), family)

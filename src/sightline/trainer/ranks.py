@@ -19,7 +19,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from sightline.errors import ProcessFailed, WireError
+from sightline.pixels import open_laid
 from sightline.transport.zmq_channel import Hub, Spoke
 from sightline.wire import share as wire
 from sightline.wire.share import (
@@ -207,7 +210,8 @@ class Follow:
         self._ranks, self._end = ranks, end
         self._spoke = Spoke(ranks.channel, name_of(ranks.rank), ranks.secret)
         self._step = 0
-        self._shares: queue.SimpleQueue[Share | None] = queue.SimpleQueue()
+        self._shares: queue.SimpleQueue[tuple[Share, list[np.ndarray | None]] | None]
+        self._shares = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True, name="ranks").start()
 
     def hello(self, step: int = 0) -> None:
@@ -215,10 +219,13 @@ class Follow:
         self._step = step
         self._send(Hello(self._ranks.rank, step))
 
-    def shares(self) -> Iterator[Share]:
-        """Until rank 0 says that it is over. A step may take hours: there is no deadline."""
-        while (share := self._shares.get()) is not None:
-            yield share
+    def shares(self) -> Iterator[tuple[Share, list[np.ndarray | None]]]:
+        """Each with the patches that were laid for it, until rank 0 says that it is over.
+
+        A step may take hours: there is no deadline.
+        """
+        while (arrived := self._shares.get()) is not None:
+            yield arrived
 
     def wrote(self, step: int, file: WeightFile) -> None:
         self._send(Wrote(self._ranks.rank, step, file))
@@ -244,7 +251,8 @@ class Follow:
             self._check_step(message)
         if isinstance(message, Share):
             self._step = message.step
-            self._shares.put(message)
+            # Opened before it is taken: after that, rank 0 lets go of the memory.
+            self._shares.put((message, open_laid(message.laid)))
             self._send(Taken(self._ranks.rank, message.step))
         elif isinstance(message, Over):
             self._shares.put(None)

@@ -23,11 +23,16 @@ from sightline.families import load_renderer
 from sightline.media import MediaStore
 from sightline.message import Message
 from sightline.monitor import EventLog, RunDir
-from sightline.pixels import Materializer
 from sightline.render import Renderer
 from sightline.render.protocol import Tools
 from sightline.trainer.bad_media import Dropped
-from sightline.trainer.build import MEGABYTE, build_preparer, build_saver, learner_of
+from sightline.trainer.build import (
+    build_materializer,
+    build_preparer,
+    build_saver,
+    build_spread,
+    learner_of,
+)
 from sightline.trainer.conversations import (
     HELD_OUT,
     TRAIN,
@@ -41,7 +46,7 @@ from sightline.trainer.learner import Learner, Stepped
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
 from sightline.trainer.saver import Saver, alone, from_all, to_lead
-from sightline.trainer.spread import ShareFeed, Spread
+from sightline.trainer.spread import ShareFeed
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
 
@@ -197,9 +202,9 @@ def build(
     renderer = load_renderer(
         config.model.path, store, learner.family, number_pictures=config.model.number_pictures
     )
-    preparer = build_preparer(config.media, config.trainer, learner.family, store, sampled=False)
+    preparer = build_preparer(config.media, learner, store, sampled=False)
     batches = Batches(_source(config, store), renderer, preparer, config.sft.batch_size)
-    hand_out = Spread(lead, ranks.size) if lead is not None else _keep_all
+    hand_out = build_spread(lead, ranks, learner) if lead is not None else _keep_all
     feed = Ahead(_schedule(config, batches, chosen.step, hand_out, lead))
     keeper = Keeper(config, learner, saver, events)
     return Parts(feed, learner, keeper, chosen.step, batches)
@@ -212,7 +217,7 @@ def build_follower(config: SftFile, run_dir: RunDir, ranks: Ranks, follow: Follo
     saver, chosen = build_saver(config, run_dir, learner, to_lead(follow))
     learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail)
     family = learner.family
-    materializer = Materializer(family, store, config.trainer.pixel_cache_mb * MEGABYTE)
+    materializer = build_materializer(learner, store)
     feed = ShareFeed(follow, materializer, family.num_axes, chosen.step + 1)
     return Parts(feed, learner, Keeper(config, learner, saver, None), chosen.step)
 

@@ -1,4 +1,7 @@
-"""Ready batches over ranks: rank 0 packs and hands out, the others make their own pixels."""
+"""Ready batches over ranks: rank 0 makes pixels, packs and hands out; the others map its memory.
+
+What does not fit there, or lies on another machine, a rank makes itself.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from sightline.errors import MediaError, Misaligned, PixelMismatch
-from sightline.pack import empty_micro_batch, spread
-from sightline.pixels import Materializer
+from sightline.pack import Price, empty_micro_batch, spread
+from sightline.pixels import Materializer, lay
 from sightline.trainer.bad_media import mismatch, named
-from sightline.trainer.feed import Ahead, ReadyBatch, ReadyMicroBatch
+from sightline.trainer.feed import Ahead, ReadyBatch, ReadyMicroBatch, Stack
 from sightline.trainer.ranks import Follow, Lead
 from sightline.wire.micro_batch import MicroBatch
-from sightline.wire.share import Share
+from sightline.wire.share import Laid, Share
 
 
 @dataclass
@@ -24,26 +28,33 @@ class Spread:
 
     lead: Lead
     size: int
+    price: Price
+    max_laid_bytes: int
+    """Of the patches of a batch that other ranks need."""
 
     def __call__(self, ready: ReadyBatch) -> ReadyBatch:
         packs = [micro_batch.batch for micro_batch in ready.micro_batches]
-        places = spread(packs, self.size)
+        places = spread(packs, self.size, self.price)
         shows = [
             any(at is not None and packs[at].items for at in beside)
             for beside in zip(*places, strict=True)
         ]
-        self.lead.give(
-            [
-                Share(
-                    step=ready.step,
-                    digest=ready.digest,
-                    micro_batches=[None if at is None else packs[at] for at in own],
-                    shows=shows,
-                    held_out=ready.held_out,
-                )
-                for own in places[1:]
-            ]
-        )
+        given = {at for own in places[1:] for at in own}
+        stacks = [m.patches if at in given else None for at, m in enumerate(ready.micro_batches)]
+        with lay(stacks, self.max_laid_bytes) as laid:
+            self.lead.give(
+                [
+                    Share(
+                        step=ready.step,
+                        digest=ready.digest,
+                        micro_batches=[None if at is None else packs[at] for at in own],
+                        shows=shows,
+                        held_out=ready.held_out,
+                        laid=_own_part(laid, own),
+                    )
+                    for own in places[1:]
+                ]
+            )
         axes = packs[0].positions.shape[0] if packs else 1
         mine = [
             replace(_empty(ready.step, axes) if at is None else ready.micro_batches[at], shows=show)
@@ -52,24 +63,36 @@ class Spread:
         return replace(ready, micro_batches=mine)
 
 
+def _own_part(laid: Laid | None, own: list[int | None]) -> Laid | None:
+    if laid is None:
+        return None
+    places = [None if at is None else laid.places[at] for at in own]
+    return msgspec.structs.replace(laid, places=places)
+
+
 class ShareFeed:
     """Iterates over a rank's ready shares, in step order, prepared one ahead by a thread."""
 
     def __init__(
-        self, follow: Follow, materializer: Materializer, num_axes: int, next_step: int
+        self,
+        follow: Follow,
+        materializer: Materializer,
+        num_axes: int,
+        next_step: int,
+        stack: Stack = np.concatenate,
     ) -> None:
         self._follow, self._materializer = follow, materializer
-        self._num_axes, self._next_step = num_axes, next_step
+        self._num_axes, self._next_step, self._stack = num_axes, next_step, stack
         self._ahead = Ahead(self._batches())
 
     def __iter__(self) -> Iterator[ReadyBatch]:
         return iter(self._ahead)
 
     def _batches(self) -> Iterator[ReadyBatch]:
-        for share in self._follow.shares():
-            yield self._prepare(share)
+        for share, laid in self._follow.shares():
+            yield self._prepare(share, laid)
 
-    def _prepare(self, share: Share) -> ReadyBatch:
+    def _prepare(self, share: Share, laid: list[np.ndarray | None]) -> ReadyBatch:
         next_step = self._next_step - share.held_out
         if share.step != next_step:
             raise Misaligned(
@@ -79,9 +102,10 @@ class ShareFeed:
         self._next_step = share.step + 1
         began = time.monotonic()
         empty = _empty(share.step, self._num_axes)
+        stacks = laid or [None] * len(share.micro_batches)
         made = [
-            replace(empty if pack is None else self._materialize(pack), shows=show)
-            for pack, show in zip(share.micro_batches, share.shows, strict=True)
+            replace(empty if pack is None else self._ready_of(pack, stack), shows=show)
+            for pack, show, stack in zip(share.micro_batches, share.shows, stacks, strict=True)
         ]
         return ReadyBatch(
             step=share.step,
@@ -94,9 +118,20 @@ class ShareFeed:
             held_out=share.held_out,
         )
 
-    def _materialize(self, pack: MicroBatch) -> ReadyMicroBatch:
+    def _ready_of(self, pack: MicroBatch, stack: np.ndarray | None) -> ReadyMicroBatch:
         if not pack.items:
             return ReadyMicroBatch(pack, None)
+        if stack is None:
+            return ReadyMicroBatch(pack, self._materialize(pack))
+        if len(stack) != pack.num_patches:
+            raise Misaligned(
+                f"step {pack.step}: {len(stack)} patches laid for {pack.num_patches}",
+                "this is a bug; keep batches/ and report it",
+            )
+        self._materializer.counts.mapped += len(pack.items)
+        return ReadyMicroBatch(pack, self._stack([stack]))
+
+    def _materialize(self, pack: MicroBatch) -> np.ndarray:
         flights = [self._materializer.submit(entry.item) for entry in pack.items]
         patches: list[np.ndarray] = []
         for entry, flight in zip(pack.items, flights, strict=True):
@@ -109,7 +144,7 @@ class ShareFeed:
                 store = self._materializer.store
                 raise named(error, entry.wanted_by, pack.step, entry.item, store) from error
             patches.append(pixels.patches)
-        return ReadyMicroBatch(pack, np.concatenate(patches))
+        return self._stack(patches)
 
 
 def _empty(step: int, num_axes: int) -> ReadyMicroBatch:

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a trainer. References only: each rank makes its own pixels."""
+"""Messages between the ranks of a trainer. References only: to images, and to memory."""
 
 from __future__ import annotations
 
@@ -24,6 +24,25 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"
     """Of the checkpoint that it starts from."""
 
 
+class LaidPatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where in that memory the patches of a micro-batch lie."""
+
+    offset: int
+    rows: int
+    values: int
+
+
+class Laid(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Memory of a process, for others on its machine."""
+
+    pid: int
+    fd: int
+    token: str
+    """What it begins with, as hex: whoever opens something else can tell."""
+    places: list[LaidPatches | None]
+    """One a micro-batch; None for one that shows no image, or for which there was no room."""
+
+
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"):
     """Rank 0 to a rank: what it computes in `step`."""
 
@@ -36,6 +55,8 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"
     """Whether some rank shows an image in the round: then all go through the vision tower."""
     held_out: bool = False
     """To be evaluated with the weights after `step`; nothing is learnt from it."""
+    laid: Laid | None = None
+    """The patches of these micro-batches, made and compared with the sampler's already."""
 
 
 class Taken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="taken"):

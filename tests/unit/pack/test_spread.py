@@ -4,10 +4,14 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sightline.pack import empty_micro_batch, spread
+from sightline.media import MediaRef
+from sightline.pack import Price, Work, empty_micro_batch, spread
+from sightline.wire import MediaItem
 from sightline.wire.array import Array
-from sightline.wire.micro_batch import MicroBatch
+from sightline.wire.micro_batch import MicroBatch, PackedItem
 from sightline.wire.share import Share, decode, encode
+
+BY_TOKEN = Price(token=1.0)
 
 
 def pack_of(num_tokens: int) -> MicroBatch:
@@ -26,15 +30,52 @@ def test_every_micro_batch_goes_to_one_rank_and_all_have_as_many(
     sizes: list[int], ranks: int
 ) -> None:
     packs = [pack_of(size) for size in sizes]
-    places = spread(packs, ranks)
+    places = spread(packs, ranks, BY_TOKEN)
     assert len(places) == ranks
     assert len({len(own) for own in places}) == 1
     given_out = [at for own in places for at in own if at is not None]
     assert sorted(given_out) == list(range(len(packs)))
-    assert spread(packs, ranks) == places
+    assert spread(packs, ranks, BY_TOKEN) == places
     loads = [sum(sizes[at] for at in own if at is not None) for own in places]
     # No rank has more than the least loaded one by more than one micro-batch.
     assert max(loads) - min(loads) <= max(sizes, default=0)
+    # Rounds are as few as can be, and no order has less in their costliest micro-batches.
+    rounds = [
+        [sizes[at] for at in beside if at is not None] for beside in zip(*places, strict=True)
+    ]
+    falling = sorted(sizes, reverse=True)
+    assert [max(beside) for beside in rounds] == falling[::ranks]
+
+
+def tree_of(ends: list[int]) -> MicroBatch:
+    return msgspec.structs.replace(pack_of(len(ends)), subtree_end=Array.of(ends, "int32"))
+
+
+def test_work_counts_the_pairs_that_a_mask_lets_through() -> None:
+    # A prompt of two tokens under two answers of two, then a sequence of its own.
+    ends = [6, 6, 4, 4, 6, 6, 8, 8]
+    seen = sum(k <= q < ends[k] for q in range(8) for k in range(8))
+    assert Work.of(tree_of(ends)) == Work(8, seen, 0, 0, 0)
+
+
+def test_attention_counts_where_it_costs_more_than_tokens() -> None:
+    short = tree_of([end for end in range(4, 36, 4) for _ in range(4)])
+    long = tree_of([24] * 24)
+    assert Work.of(short).tokens > Work.of(long).tokens
+    assert Work.of(short).attended < Work.of(long).attended
+    by_tokens = spread([short, long], 2, BY_TOKEN)
+    by_pairs = spread([short, long], 2, Price(attended=1.0))
+    assert by_tokens == [[0], [1]] and by_pairs == [[1], [0]]
+
+
+def test_images_come_first_and_in_the_same_rounds() -> None:
+    item = MediaItem(
+        ref=MediaRef("0" * 64, "image/png", 64, 32, 1), family="f", grid=(1, 2, 4), fingerprint="x"
+    )
+    shown = msgspec.structs.replace(pack_of(2), items=[PackedItem(item, None, "t")])
+    packs = [pack_of(90), shown, pack_of(80), shown]
+    assert Work.of(shown) == Work(2, 3, 0, 8, 64)
+    assert spread(packs, 2, BY_TOKEN) == [[1, 0], [3, 2]]
 
 
 def test_a_share_survives_the_wire() -> None:

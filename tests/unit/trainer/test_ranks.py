@@ -63,7 +63,7 @@ def test_every_rank_gets_its_own_share_in_order() -> None:
         for step in (1, 2):
             lead.give(shares(step, 2))
         lead.over()
-        got = [[(share.step, share.digest) for share in other.shares()] for other in others]
+        got = [[(share.step, share.digest) for share, _ in other.shares()] for other in others]
         assert got == [[(1, "d1"), (2, "d1")], [(1, "d2"), (2, "d2")]]
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sightline.errors import FamilyError, FingerprintMismatch, MediaRefused, Misaligned
+from sightline.families.gather import gather
 from sightline.families.kimi_k25.settings import (
     Settings,
     check_agrees,
@@ -135,15 +136,11 @@ class KimiK25:
             image = image.convert("RGB")
         if image.size != (layout.width, layout.height):
             image = image.resize((layout.width, layout.height), self._settings.resample)
-        return self._cut(image, layout.grid)
-
-    def _cut(self, image: Image.Image, grid: tuple[int, int, int]) -> np.ndarray:
-        _, rows, columns = grid
-        side = self.patch
-        padded = np.zeros((rows * side, columns * side, 3), dtype=np.uint8)
-        padded[: image.height, : image.width] = np.asarray(image)
-        split = padded.reshape(rows, side, columns, side, 3).transpose(0, 2, 4, 1, 3)
-        return np.ascontiguousarray(split).reshape(rows * columns, 3 * side * side)
+        # Beyond the image, a crop is black.
+        padded = (layout.grid[2] * self.patch, layout.grid[1] * self.patch)
+        if image.size != padded:
+            image = image.crop((0, 0, *padded))
+        return gather(image, self.patch)
 
     def rows(self, patches: np.ndarray) -> np.ndarray:
         """float32 (patches, 3, patch, patch): what the vision tower takes."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned
+from sightline.families.gather import gather
 from sightline.families.protocol import TREE, Layout, Packing, PlacedSlot
 from sightline.families.qwen_vl.positions import NUM_AXES, positions
 from sightline.families.qwen_vl.settings import (
@@ -132,16 +133,7 @@ class QwenVL:
             image = image.convert("RGB")
         if image.size != (layout.width, layout.height):
             image = image.resize((layout.width, layout.height), self._settings.resample)
-        return self._cut(image)
-
-    def _cut(self, image: Image.Image) -> np.ndarray:
-        patch, merge = self.patch, self.merge
-        rows, columns = image.height // (patch * merge), image.width // (patch * merge)
-        cut = np.empty((rows, columns, merge, merge, 3, patch, patch), dtype=np.uint8)
-        for channel, plane in enumerate(image.split()):
-            split = np.asarray(plane).reshape(rows, merge, patch, columns, merge, patch)
-            cut[:, :, :, :, channel] = split.transpose(0, 3, 1, 4, 2, 5)
-        return cut.reshape(-1, 3 * patch * patch)
+        return gather(image, self.patch, self.merge)
 
     def rows(self, patches: np.ndarray) -> np.ndarray:
         """float32 (patches, 3*temporal*patch*patch): what the vision tower takes."""

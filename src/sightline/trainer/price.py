@@ -1,0 +1,61 @@
+"""What a model's micro-batches cost, counted from its parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import nn
+
+from sightline.families import Forward
+from sightline.pack import Price
+
+# A multiplication and an addition, forward; twice as many in the backward pass.
+_OPERATIONS = 6
+
+
+def price_of(forward: Forward, stated: Sequence[float] = ()) -> Price:
+    """The stated price, in the order of its fields; none stated: operations of this model.
+
+    Counted are the matrices of text blocks by tokens, of vision blocks by patches, of mergers by
+    visual tokens, the head by trained tokens, and attention by pairs. All experts of a layer count.
+    Left out is what a pass costs besides: `sightline bench cost` measures that.
+    """
+    if stated:
+        return Price(*stated)
+    seen = {id(parameter) for _, parameter in forward.vision_parameters()}
+    blocks = forward.blocks()
+    vision = [block for block in blocks if any(id(p) in seen for p in block.parameters())]
+    text = [block for block in blocks if block not in vision]
+    inside = sum(map(_matrices, vision))
+    return Price(
+        token=_OPERATIONS * sum(map(_matrices, text)),
+        # Scores and their sum of values: a product of the block's width each.
+        attended=2 * _OPERATIONS * sum(map(_width, text)),
+        trained=_OPERATIONS * _matrices(forward.model.get_output_embeddings()),
+        patch=_OPERATIONS * (inside + _around(forward, vision)),
+        attended_patch=2 * _OPERATIONS * sum(map(_width, vision)),
+    )
+
+
+def _around(forward: Forward, blocks: Sequence[nn.Module]) -> float:
+    """Of the vision tower outside of its blocks, by patch: convolutions, and the mergers' share."""
+    smallest = forward.blank()
+    if smallest is None:
+        return 0.0
+    tables = [m for m in forward.model.modules() if isinstance(m, nn.Embedding)]
+    apart = {id(p) for module in (*blocks, *tables) for p in module.parameters()}
+    own = [p for _, p in forward.vision_parameters() if id(p) not in apart]
+    # A patch embedding is a convolution. The smallest image is one visual token.
+    embed = sum(p.numel() for p in own if p.ndim > 2)
+    return embed + sum(p.numel() for p in own if p.ndim == 2) / math.prod(smallest[1])
+
+
+def _matrices(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if p.ndim > 1)
+
+
+def _width(block: nn.Module) -> int:
+    """The size of the hidden states: a block's last vector is a norm over them or added to them."""
+    vectors = [p.numel() for p in block.parameters() if p.ndim == 1]
+    return vectors[-1] if vectors else 0

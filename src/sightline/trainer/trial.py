@@ -1,0 +1,204 @@
+"""Steps on batches of a given shape, for measuring: the trainer's own parts, samples made up."""
+
+from __future__ import annotations
+
+import random
+import resource
+import statistics
+import string
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from sightline.config import Model, Trainer
+from sightline.envs.screenshots import Screenshots, marked
+from sightline.families import load_renderer
+from sightline.media import MediaRef, MediaStore
+from sightline.message import Message, assistant, user
+from sightline.pack import Cost, Price, Work
+from sightline.trainer.build import build_learner, build_materializer
+from sightline.trainer.feed import Preparer, ReadyBatch
+from sightline.trainer.price import price_of
+from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
+from sightline.trainer.sft import sample_of
+from sightline.trainer.spread import ShareFeed, Spread
+from sightline.wire.sample import Batch
+
+NO_LIMIT = Cost(1 << 30, 1 << 30)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch: so many samples of a prompt with images and text, and an answer that trains."""
+
+    samples: int
+    text: int
+    """Letters of the prompt."""
+    answer: int
+    """Letters of the answer."""
+    images: int = 0
+    side: int = 64
+    """Pixels of an image, across and down."""
+    group: int = 1
+    """Samples that share a prompt."""
+    turns: int = 1
+    """Each with its own text, images and answer."""
+
+    def __str__(self) -> str:
+        shown = f", {self.images} x {self.side}x{self.side}" if self.images else ""
+        shared = f", groups of {self.group}" if self.group > 1 else ""
+        turns = f", {self.turns} turns" if self.turns > 1 else ""
+        return f"{self.samples} x ({self.text} + {self.answer}{shown}){turns}{shared}"
+
+
+class Trial:
+    """One model, one store, and as many steps as are asked for; the weights hardly move."""
+
+    def __init__(self, model: Path, folder: Path, device: str, ranks: Ranks = ALONE) -> None:
+        self.store = MediaStore(folder / "media")
+        settings = Trainer(device=device, lr=1e-9)
+        self.learner = build_learner(
+            Model(path=str(model)), settings, self.store, steps=1 << 30, ranks=ranks
+        )
+        self.renderer = load_renderer(model, self.store, self.learner.family)
+        self.materializer = build_materializer(self.learner, self.store)
+        self._pages: dict[int, bytes] = {}
+
+    @property
+    def counted(self) -> Price:
+        return price_of(self.learner.forward)
+
+    def close(self) -> None:
+        self.materializer.close()
+
+    def ready(self, shape: Shape, seed: int = 0, limit: Cost = NO_LIMIT) -> ReadyBatch:
+        """The batch, with its pixels made."""
+        preparer = Preparer(self.learner.family, self.materializer, limit, 0.0)
+        return preparer.prepare(self.batch(shape, seed), "")
+
+    def batch(self, shape: Shape, seed: int = 0) -> Batch:
+        rng = random.Random(f"{shape}:{seed}")
+        samples = []
+        for i in range(shape.samples):
+            if i % shape.group == 0:
+                prompts = [self._prompt(shape, rng, f"{seed}.{i}.{t}") for t in range(shape.turns)]
+            talk: list[Message] = []
+            for prompt in prompts:
+                talk += [prompt, assistant(_letters(rng, shape.answer))]
+            sample = sample_of(talk, self.renderer, f"{seed}.{i}")
+            # Prefixes are shared within a group.
+            samples.append(msgspec.structs.replace(sample, group_id=str(i // shape.group)))
+        return Batch(1, samples)
+
+    def _prompt(self, shape: Shape, rng: random.Random, name: str) -> Message:
+        shown = [self._image(shape.side, f"{name}.{j}") for j in range(shape.images)]
+        return user(*shown, _letters(rng, shape.text))
+
+    def step(self, ready: ReadyBatch) -> float:
+        """Takes the step; its seconds, of CPU time where the CPU computes."""
+        began = self._now()
+        self.learner.step(ready)
+        return self._now() - began
+
+    def _now(self) -> float:
+        # On a machine that does other work too, what counts is the work, not the waiting.
+        if self.learner.device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _image(self, side: int, name: str) -> MediaRef:
+        if side not in self._pages:
+            self._pages[side] = Screenshots(1, side, side).draw(random.Random(side))
+        return self.store.put(marked(self._pages[side], name))
+
+
+def works(ready: ReadyBatch) -> list[Work]:
+    return [Work.of(one.batch) for one in ready.micro_batches]
+
+
+class Point(msgspec.Struct, frozen=True):
+    """Steps to be measured in processes of their own."""
+
+    model: str
+    folder: str
+    shape: Shape
+    max_tokens: int
+    """Of a micro-batch."""
+    repeats: int
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What a rank saw."""
+
+    wall_s: float
+    """Of a step, the median."""
+    cpu_s: float
+    peak_mb: float
+    """The most that the process ever held."""
+    start_mb: float
+    """Before the first step."""
+    tokens: int
+    """In its micro-batches of a step."""
+
+
+def take_steps(point: Point, ranks: Ranks) -> Found:
+    """One rank's part: as many steps as are wanted, and one before that is not counted."""
+    trial = Trial(Path(point.model), Path(point.folder), "cpu", ranks)
+    batches = _alone(trial, point) if ranks.size == 1 else _among(trial, point, ranks)
+    walls: list[float] = []
+    cpus: list[float] = []
+    tokens = 0
+    start_mb = _peak_mb()
+    for ready in batches:
+        if ranks.size > 1:
+            dist.barrier()
+        began, cpu = time.perf_counter(), trial.step(ready)
+        walls.append(time.perf_counter() - began)
+        cpus.append(cpu)
+        tokens = sum(work.tokens for work in works(ready))
+    if ranks.size > 1:
+        dist.barrier()  # no rank goes before the others have heard that it is over
+    trial.close()
+    wall_s, cpu_s = statistics.median(walls[1:]), statistics.median(cpus[1:])
+    return Found(wall_s, cpu_s, _peak_mb(), start_mb, tokens)
+
+
+def _alone(trial: Trial, point: Point) -> Iterator[ReadyBatch]:
+    for step in range(1, point.repeats + 2):
+        yield replace(_ready(trial, point), step=step)
+
+
+def _among(trial: Trial, point: Point, ranks: Ranks) -> Iterator[ReadyBatch]:
+    if not ranks.is_lead:
+        follow = Follow(ranks)
+        follow.hello()
+        yield from ShareFeed(follow, trial.materializer, trial.learner.family.num_axes, 1)
+        return
+    lead = Lead(ranks)
+    lead.gather()
+    give = Spread(lead, ranks.size, trial.counted, max_laid_bytes=1 << 30)
+    for ready in _alone(trial, point):
+        yield give(ready)
+    lead.over()
+
+
+def _ready(trial: Trial, point: Point) -> ReadyBatch:
+    return trial.ready(point.shape, limit=Cost(point.max_tokens, 1 << 30))
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def set_threads(num: int) -> None:
+    torch.set_num_threads(num)
+
+
+def _letters(rng: random.Random, num: int) -> str:
+    return "".join(rng.choices(string.ascii_lowercase, k=num))

@@ -1,0 +1,67 @@
+"""A batch over two ranks, over real sockets: who makes which pixels, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import making
+import numpy as np
+import pytest
+
+from sightline.families import load_family
+from sightline.launch.processes import find_port
+from sightline.media import MediaStore
+from sightline.pack import Cost, Price
+from sightline.pixels import Materializer
+from sightline.trainer.feed import Preparer, ReadyBatch
+from sightline.trainer.ranks import Follow, Lead, Ranks
+from sightline.trainer.spread import ShareFeed, Spread
+from sightline.wire.sample import Batch
+
+
+@contextmanager
+def two_ranks() -> Iterator[tuple[Lead, Follow]]:
+    channel = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'test')}"
+    lead = Lead(Ranks(0, 2, "", channel, "s"))
+    follow = Follow(Ranks(1, 2, "", channel, "s"))
+    yield lead, follow
+    follow.close(), lead.close()
+
+
+@pytest.mark.parametrize("max_laid_bytes", [1 << 24, 0])
+def test_two_ranks_make_an_image_once(
+    tiny_model: Path, store: MediaStore, max_laid_bytes: int
+) -> None:
+    family = load_family(tiny_model)
+    first, second = Materializer(family, store, 1 << 24), Materializer(family, store, 1 << 24)
+    batch = Batch(1, making.samples(tiny_model, store, count=8))
+    ready = Preparer(family, first, Cost(160, 4096), 0.0).prepare(batch, "digest")
+    num_images = len({item.key for sample in batch.samples for item in sample.items})
+    with two_ranks() as (lead, follow):
+        follow.hello()
+        lead.gather(10)
+        mine = Spread(lead, 2, Price(token=1.0), max_laid_bytes)(ready)
+        lead.over()
+        [theirs] = ShareFeed(follow, second, family.num_axes, 1)
+    needed = {entry.item.key for m in theirs.micro_batches for entry in m.batch.items}
+    assert first.counts.made == num_images and needed
+    if max_laid_bytes:
+        assert second.counts.made == 0 and second.counts.mapped >= len(needed)
+    else:
+        # Without shared memory it is slower, and otherwise the same.
+        assert second.counts.made == len(needed) and second.counts.mapped == 0
+    assert _patches(mine, theirs) == _patches(ready)
+    first.close(), second.close()
+
+
+def _patches(*batches: ReadyBatch) -> dict[tuple[int, ...], bytes]:
+    """By the tokens of the micro-batch; empty ones left out."""
+    found = {}
+    for batch in batches:
+        for one in batch.micro_batches:
+            if len(one.batch.trained):
+                patches = one.patches if one.patches is not None else np.zeros(0, np.uint8)
+                found[tuple(one.batch.token_ids.numpy().tolist())] = patches.tobytes()
+    return found
