@@ -117,9 +117,10 @@ class Lead:
 
     def give(self, shares: list[Share]) -> None:
         """To ranks 1 and up, in order; returns when all have theirs."""
+        # Before the first is sent: its answer may come before the last is.
+        step = self._step = shares[0].step if shares else self._step
         for rank, share in enumerate(shares, start=1):
             self._send(rank, share)
-        step = self._step = shares[0].step if shares else self._step
         late = self._wait(
             lambda: {r for r in self._others if self._taken.get(r, -1) < step}, DELIVER_S
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -55,16 +56,21 @@ def shares(step: int, num: int) -> list[Share]:
     return [Share(step, f"d{rank}", [], []) for rank in range(1, num + 1)]
 
 
-def test_every_rank_gets_its_own_share_in_order() -> None:
+def test_every_rank_gets_its_own_share_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     with ranks(3) as (lead, others):
         for other in others:
             other.hello()
         lead.gather(timeout_s=10)
-        for step in (1, 2):
+        # Answers come while others are still being sent theirs: this thread is slow to send.
+        send = lead._send
+        monkeypatch.setattr(lead, "_send", lambda *words: (send(*words), time.sleep(0.002)))
+        steps = range(1, 31)
+        for step in steps:
             lead.give(shares(step, 2))
         lead.over()
         got = [[(share.step, share.digest) for share, _ in other.shares()] for other in others]
-        assert got == [[(1, "d1"), (2, "d1")], [(1, "d2"), (2, "d2")]]
+        assert got == [[(step, name) for step in steps] for name in ("d1", "d2")]
+        assert lead.ends.seen.empty()  # type: ignore[attr-defined]
 
 
 def test_the_barrier_names_the_ranks_that_are_missing() -> None:
