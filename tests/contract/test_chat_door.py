@@ -44,7 +44,7 @@ def client(settings: ServeSettings) -> Iterator[Client]:
 def chat(client: Client, tiny_model: Path) -> Iterator[Any]:
     """`chat.completions.create` of the official client, with the served model's name filled in."""
     address = f"http://{client.host}:{client.port}/v1"
-    with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60) as made:
+    with openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=300) as made:
         yield lambda **asked: made.chat.completions.create(
             **{"model": tiny_model.name, "max_tokens": 6, "temperature": 0.0, **asked}
         )

@@ -188,7 +188,7 @@ def test_turns_are_prefilled_anew_and_are_what_the_trainer_computes(
     samples = [sample(*talk, said[i], name=f"t{i}") for i, talk in enumerate(talks)]
     learner = build_learner(making.model_config(model), making.trainer_config(), media, steps=10)
     materializer = Materializer(learner.family, media, 1 << 24)
-    preparer = Preparer(learner.family, materializer, Cost(4096, 4096), 0.0)
+    preparer = Preparer(learner.family, materializer, Cost(4096, 4096), 0.0, allows_unproven=True)
     stepped = learner.step(preparer.prepare(Batch(1, samples), digest=""))
     gap = np.abs(np.log(stepped.scores.ratios.numpy())).max()
     kl = stepped.metrics["mismatch_kl"]

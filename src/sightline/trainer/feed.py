@@ -81,12 +81,12 @@ class Preparer:
     materializer: Materializer
     limit: Cost
     max_bad_fraction: float
-    allows_unproven: bool = False
-    """Whether samples train whose sampler gave no digest of its pixels."""
     average: Average = field(default_factory=Average)
     on_bad: Literal["drop_sample", "stop"] = "drop_sample"
     max_sequence: int = 0
     """In tokens; 0 is any length."""
+    allows_unproven: bool = False
+    """Whether samples train whose sampler gave no digest of its pixels."""
     stack: Stack = np.concatenate
 
     def prepare(self, batch: Batch, digest: str, lost: Sequence[Dropped] = ()) -> ReadyBatch:

@@ -143,8 +143,10 @@ class Shares:
     def __init__(self, *shares: Share) -> None:
         self._given = shares
 
-    def shares(self) -> Iterator[Share]:
-        yield from self._given
+    def shares(self) -> Iterator[tuple[Share, list[np.ndarray | None]]]:
+        """Each without memory that was laid for it."""
+        for share in self._given:
+            yield share, []
 
 
 def share_feed(model: Path, store: MediaStore, ready: ReadyBatch) -> ShareFeed:

@@ -41,7 +41,7 @@ def test_two_ranks_make_an_image_once(
     num_images = len({item.key for sample in batch.samples for item in sample.items})
     with two_ranks() as (lead, follow):
         follow.hello()
-        lead.gather(10)
+        lead.gather(timeout_s=30)
         mine = Spread(lead, 2, Price(token=1.0), max_laid_bytes)(ready)
         lead.over()
         [theirs] = ShareFeed(follow, second, family.num_axes, 1)
