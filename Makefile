@@ -93,7 +93,7 @@ fuzz: $(STAMP) ## 10,000 mutated requests at an inference server (FUZZ=10000)
 	FUZZ=$(FUZZ) $(BIN)/python -m pytest -s tests/contract/test_fuzz.py
 
 test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
-	$(BIN)/python -m pytest tests/loop tests/unit/cli/test_bench_lag.py -m "loop and not gpu"
+	$(BIN)/python -m pytest tests/loop tests/unit/cli/test_bench_lag.py -n 2 --dist worksteal -m "loop and not gpu"
 
 test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending together
 	$(BIN)/python -m pytest tests/ranks $(if $(THOROUGH),,-m "not thorough")
