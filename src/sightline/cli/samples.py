@@ -30,7 +30,13 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def run(args: argparse.Namespace) -> int:
     from sightline.errors import ConfigError
     from sightline.monitor import RunDir
-    from sightline.monitor.exports import export_run
+
+    try:
+        from sightline.monitor.exports import export_run
+    except ModuleNotFoundError as error:
+        if error.name != "pyarrow":
+            raise
+        raise ConfigError("pyarrow is not installed", "pip install 'sightline[export]'") from error
 
     headers = {}
     for header in args.header:

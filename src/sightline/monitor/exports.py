@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from sightline.monitor.dashboard.runs import is_run
 from sightline.monitor.export import MAX_ROLLOUT_BYTES, Exported, export_step
 from sightline.monitor.run_dir import RunDir
 from sightline.monitor.upload import address_of, upload
-from sightline.wire.file import read_lines
+from sightline.monitor.verdicts import verdicts_of
 
 
 def export_run(
@@ -52,16 +51,3 @@ def export_run(
             found = export_step(file, target, store, verdicts, max_rollout_bytes)
             upload(target, address_of(to, name), headers)
         yield name, found
-
-
-def verdicts_of(run_dir: RunDir, stem: str) -> dict[str, str]:
-    """By rollout; the last line of a step holds."""
-    found: dict[str, str] = {}
-    for line in read_lines(run_dir.verdicts):
-        try:
-            step = json.loads(line)
-            if f"step_{step['step']:06d}" == stem:
-                found = {name: v for v, names in step["verdicts"].items() for name in names}
-        except (ValueError, TypeError, KeyError, AttributeError):
-            continue
-    return found

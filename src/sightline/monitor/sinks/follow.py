@@ -22,9 +22,9 @@ from sightline.monitor.dashboard import pictures, reading
 from sightline.monitor.dashboard.history import SERIES, flat
 from sightline.monitor.dashboard.run import RunView
 from sightline.monitor.events import EventTail
-from sightline.monitor.exports import verdicts_of
 from sightline.monitor.run_dir import RunDir
 from sightline.monitor.sinks.protocol import SINKS, Sample, Sink, Thumb
+from sightline.monitor.verdicts import verdicts_of
 
 QUEUE = 1000
 NUM_SAMPLES = 8
