@@ -63,7 +63,9 @@ def run_suites(
         text=True,
         timeout=570,
     )
-    assert report.is_file(), done.stdout[-3000:] + done.stderr[-3000:]
+    # A session that was interrupted, or broke down, tells of a part of its tests.
+    printed = f"pytest exited with {done.returncode}\n{done.stdout[-6000:]}{done.stderr[-3000:]}"
+    assert done.returncode in (0, 1), printed
     ended = ElementTree.parse(report).iter("testcase")
     return [_result(found, names) for found in ended], done.stdout
 
