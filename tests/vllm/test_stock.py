@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
+import shutil
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,13 +25,15 @@ from sightline.launch.processes import find_port
 from sightline.launch.vllm_server import vllm_environment
 from sightline.media import MediaStore
 from sightline.message import user
+from sightline.monitor import RunDir, read_events
+from sightline.monitor.events import by_step
 from sightline.pack import Cost
 from sightline.pixels import Materializer
-from sightline.rollout.client import GenerateClient
 from sightline.rollout.stock import StockClient, one_pad_each
 from sightline.trainer.feed import Preparer
 from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingParams
 from sightline.wire.sample import Batch
+from tests.loop.jobs import ROOT, sightline, summary
 
 START_S = 600
 
@@ -37,7 +42,7 @@ START_S = 600
 def address(
     tiny_model: Path, media: MediaStore, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """vLLM as it comes: none of our plugin's parts, but the flags that its documentation names."""
+    """vLLM as it comes: none of our plugin's parts, but what its documentation names."""
     folder = tmp_path_factory.mktemp("stock")
     port = find_port("127.0.0.1", 0, "port")
     words = [os.path.abspath(vllm_servers.python), "-m", "vllm.entrypoints.openai.api_server"]
@@ -47,7 +52,7 @@ def address(
     words += ["--limit-mm-per-prompt", '{"image": 4, "video": 0}']
     words += ["--allowed-local-media-path", str(media.root)]
     settings = ServeSettings(model=tiny_model, media_roots=(media.root,), port=port)
-    variables = vllm_environment(1) | {"VLLM_PLUGINS": "none"}
+    variables = vllm_environment(1) | {"VLLM_PLUGINS": "none", "VLLM_SERVER_DEV_MODE": "1"}
     with open(folder / "server.log", "wb") as log:
         process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=variables)
     server = vllm_servers.Server(settings, process, folder)
@@ -59,19 +64,19 @@ def address(
         process.wait(60)
 
 
-def ask(address: str, client: StockClient, request: GenerateRequest) -> GenerateResponse:
+def ask(client: StockClient, request: GenerateRequest) -> GenerateResponse:
     async def main() -> GenerateResponse:
         try:
             return await client.generate(request)
         finally:
-            await client.client.close()
+            await client.close()
 
     return asyncio.run(main())
 
 
 def stock(address: str, media: MediaStore, reference: Reference, reads_files: bool) -> StockClient:
     banned = reference.renderer.pad_token_ids
-    return StockClient(GenerateClient(address, deadline_s=5), media, banned, reads_files)
+    return StockClient(address, 5, store=media, banned=banned, reads_files=reads_files)
 
 
 def request_of(reference: Reference, media: MediaStore, seed: int = 3) -> GenerateRequest:
@@ -89,7 +94,7 @@ def test_its_ids_are_ours_and_its_logprobs_are_close(
 ) -> None:
     """The images fit the grid as they are, so that its processor does not resize them."""
     request = request_of(reference, media)
-    answer = ask(address, stock(address, media, reference, reads_files), request)
+    answer = ask(stock(address, media, reference, reads_files), request)
     assert answer.sightline is None
     choice = answer.choices[0]
     assert choice.logprobs is not None
@@ -111,7 +116,7 @@ def test_other_ids_are_an_error_that_shows_both(
     moved = [shorter, *(slot.moved(-1) for slot in slots[1:])]
     wrong = GenerateRequest.of(tokens, moved, request.sampling_params)
     with pytest.raises(EngineError, match="expanded the prompt in another way") as caught:
-        ask(address, stock(address, media, reference, True), wrong)
+        ask(stock(address, media, reference, True), wrong)
     assert str(len(tokens)) in caught.value.problem
     assert str(len(request.token_ids)) in caught.value.problem
     assert caught.value.kind == "expansion"
@@ -150,3 +155,58 @@ def test_samples_without_proof_are_counted_and_refused_unless_allowed(
         prepare(0.0, False)
     assert prepare(1.0, False).bad == {"PixelsUnproven": unproven}  # type: ignore[attr-defined]
     assert prepare(0.0, True).bad == {}  # type: ignore[attr-defined]
+
+
+RUN = """
+[run]
+name = "stock"
+steps = 3
+[model]
+path = "MODEL"
+[env]
+name = "vowels:Vowels"
+[media]
+root = "MEDIA"
+allow_unproven = true
+[rollout]
+max_tokens = 8
+[orchestrator]
+groups_per_step = 2
+group_size = 4
+[trainer]
+lr = 2e-3
+[eval]
+tasks = 0
+[inference]
+engine = "stock_vllm"
+servers = ["ADDRESS"]
+max_len = 512
+"""
+
+
+def test_a_run_samples_from_it_and_gives_it_weights(
+    address: str, tiny_model: Path, media: MediaStore, tmp_path: Path
+) -> None:
+    shutil.copy(ROOT / "tests" / "loop" / "vowels.py", tmp_path)
+    words = {"MODEL": str(tiny_model), "MEDIA": str(media.root), "ADDRESS": address}
+    text = RUN
+    for word, value in words.items():
+        text = text.replace(word, value)
+    (tmp_path / "run.toml").write_text(text)
+    refused = sightline(
+        "rl", "--plain", "run.toml", "media.allow_unproven=false", cwd=tmp_path, check=False
+    )
+    assert refused.returncode == 2
+    assert "no sample with an image would be trained on" in refused.stderr
+    sightline("rl", "--plain", "run.toml", cwd=tmp_path)
+    run_dir = RunDir(tmp_path / "runs" / "stock-001")
+    found = summary(run_dir)
+    assert found["steps"] == 3
+    # The trainer, with the weights of each version, gives the tokens the probabilities that vLLM
+    # gave them: it has adopted every one.
+    assert found["mismatch_kl"] < 1e-6
+    steps = by_step(read_events(run_dir.metrics), "train")
+    shown = [steps[step].values["unproven"] for step in (1, 2, 3)]
+    assert all(count > 0 for count in shown), "samples without proof are counted"
+    with urllib.request.urlopen(address + "/weight_info", timeout=30) as answer:
+        assert json.loads(answer.read())["weight_version"] == "3"

@@ -28,7 +28,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("name", help="server, evaluator, trainer, orchestrator, worker-N or sft")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--hub", default="", help="address of the orchestrator's channel")
-    parser.add_argument("--server", default="", help="address of the inference server")
+    parser.add_argument("--server", nargs="+", default=[""], help="of the inference servers")
     parser.add_argument("--evaluator", default="", help="address of the server that evaluates")
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
     parser.add_argument("--rank", type=int, default=0, help="which rank of the trainer")
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, run_dir: RunDir) -> None:
-    name, hub, server = args.name, args.hub, args.server
+    name, hub, servers = args.name, args.hub, args.server
     if name.startswith("sft"):
         from sightline.trainer import process as trainer
 
@@ -75,13 +75,13 @@ def _run(args: argparse.Namespace, run_dir: RunDir) -> None:
     file = config.load(RunFile, run_dir.config)
     media_root = Path(file.media.root or run_dir.media)
     if name in ("server", "evaluator"):
-        _serve(file, media_root, server if name == "server" else args.evaluator, args.threads)
+        _serve(file, media_root, servers[0] if name == "server" else args.evaluator, args.threads)
     elif name.startswith("trainer"):
         _train(args, file, run_dir)
     else:
         from sightline.orchestrator import process as orchestrator
 
-        uvloop.run(orchestrator.main(file, run_dir, media_root, hub, server, args.evaluator))
+        uvloop.run(orchestrator.main(file, run_dir, media_root, hub, servers, args.evaluator))
 
 
 def _play(args: argparse.Namespace, run_dir: RunDir) -> None:

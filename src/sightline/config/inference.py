@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from sightline.config.section import FREE, Section
 
 
 class Inference(Section):
-    engine: Literal["torch", "vllm"] = Field(
-        "torch", description="Which engine serves: the embedded one, or vLLM."
+    engine: Literal["torch", "vllm", "stock_vllm"] = Field(
+        "torch",
+        description="Which engine serves: the embedded one, vLLM with our plugin, or a vLLM as it "
+        "comes, at `servers`.",
+    )
+    servers: tuple[str, ...] = Field(
+        (),
+        description="Addresses of servers that run already and see the run's files; none: the run "
+        "starts its own.",
+        json_schema_extra=FREE,
+    )
+    sends_images: bool = Field(
+        False,
+        description="Whether a stock vLLM is sent images as data urls, because it cannot read the "
+        "store.",
+        json_schema_extra=FREE,
     )
     python: str = Field(
         "", description="Interpreter that has vLLM and sightline; empty is this one.",
@@ -51,3 +65,18 @@ class Inference(Section):
         description="Whether an answer goes on over keys and values of older weights; it is "
         "prefilled again where not. Tokens sampled so are counted.",
     )
+
+    @model_validator(mode="after")
+    def _servers_fit(self) -> Inference:
+        for address in self.servers:
+            if not address.startswith(("http://", "https://")):
+                raise ValueError(f"servers has {address!r}: write it as http://HOST:PORT")
+        if len(set(self.servers)) < len(self.servers):
+            raise ValueError("servers names one twice")
+        if self.engine == "stock_vllm" and not self.servers:
+            raise ValueError(
+                'engine = "stock_vllm" needs servers: the run starts none that is not its own'
+            )
+        if self.sends_images and self.engine != "stock_vllm":
+            raise ValueError('sends_images is for engine = "stock_vllm": others take references')
+        return self

@@ -14,6 +14,7 @@ from sightline.families.registry import load_serving
 from sightline.inference.settings import turns_line
 from sightline.launch.elsewhere import describe_environment
 from sightline.launch.processes import find_port, num_cores, share_threads
+from sightline.launch.servers import check_servers
 from sightline.launch.vllm_server import check_python
 from sightline.media import MediaStore
 from sightline.monitor import RunDir
@@ -137,6 +138,11 @@ def check_fit(config: RunFile) -> None:
             '[trainer] publish = "broadcast" sends to one server, and [eval] every needs another',
             'set publish = "files", or every = 0',
         )
+    if config.inference.engine == "stock_vllm" and config.eval.every > 0:
+        raise ConfigError(
+            '[eval] every starts a server of its own, and engine = "stock_vllm" cannot be started',
+            "set every = 0; the evaluations at the start and the end stay",
+        )
     for root in config.media.file_roots:
         if not Path(root).is_absolute():
             raise ConfigError(
@@ -147,9 +153,11 @@ def check_fit(config: RunFile) -> None:
 
 def check_engine(config: RunFile, family: Family) -> None:
     """The engine is there, and can serve what the family is."""
+    check_servers(config, family)
     if config.inference.engine == "vllm":
         load_serving(config.model.path, family)
-        check_python(config.inference.python)
+        if not config.inference.servers or config.eval.every:
+            check_python(config.inference.python)
     elif config.inference.python:
         raise ConfigError(
             f"[inference] python = {config.inference.python!r} with the embedded engine, which "

@@ -54,6 +54,8 @@ class Threads:
 def share_threads(config: RunFile, cores: int) -> Threads:
     """Compute threads of server and trainer; together they do not exceed the cores."""
     server, trainer = config.inference.threads, config.trainer.threads
+    if config.inference.servers:
+        return Threads(0, trainer or cores)
     if not server and not trainer:
         server = max(1, cores // 2)
         trainer = max(1, cores - server)

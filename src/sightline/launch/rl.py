@@ -82,12 +82,14 @@ def _specs(config: RunFile, run_dir: RunDir, place: Place | None) -> list[Spec]:
     threads = share_threads(config, num_cores())
     host = config.inference.host
     hub = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'port of the hub')}"
-    server = f"http://{host}:{find_port(host, config.inference.port, '[inference] port')}"
+    servers = list(config.inference.servers) or [
+        f"http://{host}:{find_port(host, config.inference.port, '[inference] port')}"
+    ]
     evaluates = config.eval.every > 0 and config.eval.tasks > 0
     evaluator = f"http://{host}:{find_port(host, 0, 'port of the evaluator')}" if evaluates else ""
 
     def spec(name: str, count: int) -> Spec:
-        words = ["process", name, str(run_dir.path), "--hub", hub, "--server", server]
+        words = ["process", name, str(run_dir.path), "--hub", hub, "--server", *servers]
         words += ["--threads", str(count), "--parent", str(os.getpid())]
         words += ["--evaluator", evaluator] if evaluates else []
         return Spec(name, words, count)
@@ -98,7 +100,7 @@ def _specs(config: RunFile, run_dir: RunDir, place: Place | None) -> list[Spec]:
         for i in range(config.rollout.workers)
     ]
     return [
-        spec("server", threads.server),
+        *([] if config.inference.servers else [spec("server", threads.server)]),
         *([spec("evaluator", 1)] if evaluates else []),
         *_ranks(trainer, config, run_dir, place),
         *workers,

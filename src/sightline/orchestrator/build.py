@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +15,7 @@ from sightline.orchestrator.best import Best
 from sightline.orchestrator.evaluate import Evaluator
 from sightline.orchestrator.judge import Judge, build_filters
 from sightline.orchestrator.loop import Parts
-from sightline.orchestrator.policy import Policy
+from sightline.orchestrator.policy import UNKNOWN, Policy
 from sightline.orchestrator.progress import Books
 from sightline.orchestrator.rollouts import Rollouts
 from sightline.orchestrator.watch import StepWatcher
@@ -56,7 +57,7 @@ def build(
     events: EventLog,
     board: Board,
     workers: list[str],
-    client: GenerateClient,
+    clients: Sequence[GenerateClient],
     evaluating: GenerateClient | None,
 ) -> Built:
     settings = config.orchestrator
@@ -71,7 +72,9 @@ def build(
         max_in_flight=config.rollout.max_in_flight,
         max_bytes=config.rollout.max_in_flight_mb * 1_000_000,
     )
-    policy = Policy(engines=[client.adopt], weights=run_dir.weights)
+    # Servers that ran before the run hold whatever they hold, until they adopt its first weights.
+    held = UNKNOWN if config.inference.servers else 0
+    policy = Policy([client.adopt for client in clients], run_dir.weights, held)
     caches: dict[str, dict[str, float]] = {}
     watcher = StepWatcher(
         books,

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from sightline.wire.control import Published
 
+UNKNOWN = -1
+"""The version of engines that have not adopted one of this run."""
 _NAME = re.compile(r"v(\d{6})(\.\d+)?")
 
 

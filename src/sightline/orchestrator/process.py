@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sightline.config import RunFile
+from sightline.config import Inference, RunFile
 from sightline.errors import ProcessFailed, WireError
 from sightline.media import MediaStore
 from sightline.monitor import EventLog, RunDir
 from sightline.orchestrator import loop
 from sightline.orchestrator.build import Built, build
+from sightline.orchestrator.busy import BusyNotes
 from sightline.orchestrator.evaluate import Evaluator
 from sightline.orchestrator.progress import Books
 from sightline.rollout.client import GenerateClient
+from sightline.rollout.stock import StockClient
 from sightline.transport.zmq_channel import AsyncHub
 from sightline.wire import control
 from sightline.wire.control import (
@@ -91,31 +92,35 @@ class Switchboard:
 
 
 async def main(
-    config: RunFile, run_dir: RunDir, media_root: Path, hub: str, server: str, evaluator: str = ""
+    config: RunFile,
+    run_dir: RunDir,
+    media_root: Path,
+    hub: str,
+    servers: Sequence[str],
+    evaluator: str = "",
 ) -> None:
     """`evaluator` is the address of the server that evaluates beside the run, if there is one."""
     events = EventLog(run_dir.metrics, "orchestrator")
     board = Switchboard(AsyncHub(hub))
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
-    client = GenerateClient(server)
     evaluating = GenerateClient(evaluator) if evaluator else None
     store = MediaStore(media_root, max_bytes=int(config.media.max_gb * 1e9))
+    clients = connect(config.inference, servers, store)
     books = Books.open(run_dir, config.orchestrator.keep_batches)
-    built = build(config, run_dir, store, books, events, board, workers, client, evaluating)
+    built = build(config, run_dir, store, books, events, board, workers, clients, evaluating)
     board.on_played = built.parts.rollouts.played
     board.on_published = built.publish
     board.on_lost = built.parts.rollouts.lost
     board.on_held = built.parts.rollouts.dispatch.held
-    notes = BusyNotes(client, events, built.caches)
+    notes = BusyNotes(clients, events, built.caches)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
     async def job() -> None:
         events.write("state", phase="starting")
-        for each in (client, evaluating):
-            if each is not None:
-                await each.wait_healthy()
+        for each in (*clients, *([] if evaluating is None else [evaluating])):
+            await each.wait_healthy()
         await board.wait_for({TRAINER, *workers})
         await _catch_up(board, books, built.parts)
         await _train(config, built, events, stop)
@@ -137,10 +142,18 @@ async def main(
             *([] if built.beside is None else [built.beside.keep_evaluating()]),
         )
     finally:
-        await client.close()
-        if evaluating is not None:
-            await evaluating.close()
+        for each in (*clients, *([] if evaluating is None else [evaluating])):
+            await each.close()
         board.hub.close()
+
+
+def connect(
+    inference: Inference, servers: Sequence[str], store: MediaStore
+) -> list[GenerateClient]:
+    """A client for each server, to give it weights and to ask how it is."""
+    if inference.engine == "stock_vllm":
+        return [StockClient(server, store=store, banned=()) for server in servers]
+    return [GenerateClient(server) for server in servers]
 
 
 async def _catch_up(board: Switchboard, books: Books, parts: loop.Parts) -> None:
@@ -239,59 +252,6 @@ async def _keep_room(store: MediaStore) -> None:
         # Counted anew: the workers put images that this process's store does not know of.
         fresh = MediaStore(store.root, max_bytes=store.max_bytes)
         await asyncio.to_thread(fresh.check_room)
-
-
-@dataclass
-class BusyNotes:
-    """Notes when the server was busy, for the timeline."""
-
-    client: GenerateClient
-    events: EventLog
-    caches: dict[str, dict[str, float]]
-    """Filled with what the server tells of its caches."""
-    since: float = field(default_factory=time.time)
-
-    async def keep_taking(self) -> None:
-        while True:
-            await asyncio.sleep(2.0)
-            # A server that does not answer is the launcher's matter, not the timeline's.
-            with contextlib.suppress(OSError, ValueError):
-                await self.take()
-
-    async def take(self) -> None:
-        now = time.time()
-        stats = json.loads(await self.client.get(f"/sightline/v1/stats?since={self.since}"))
-        self.since = now
-        self.caches.update(server_caches(stats.get("totals", {}), stats.get("now", {})))
-        if stats.get("busy"):
-            self.events.write("busy", intervals=stats["busy"])
-
-
-def server_caches(totals: dict[str, float], now: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Hits, misses, evictions and bytes of each cache that the server has, since its start."""
-    names = {
-        "server_pixels": (
-            ("pixel_cache_hits", "pixel_cache_joined"), "images_made", "pixel_cache_evicted",
-            "pixel_cache_bytes",
-        ),
-        "server_features": (
-            ("feature_cache_hits",), "images_encoded", "feature_cache_evicted",
-            "feature_cache_bytes",
-        ),
-        "server_prefix_tokens": (
-            ("cached_tokens",), "computed_tokens", "rows_evicted", "kv_bytes",
-        ),
-    }  # fmt: skip
-    return {
-        cache: {
-            "hits": sum(totals.get(name, 0) for name in hits),
-            "misses": totals[misses],
-            "evictions": totals.get(evictions, 0),
-            "bytes": now.get(size, 0),
-        }
-        for cache, (hits, misses, evictions, size) in names.items()
-        if misses in totals
-    }
 
 
 async def _first_of(job: Awaitable[None], *helpers: Awaitable[None]) -> None:

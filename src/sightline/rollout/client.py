@@ -8,8 +8,9 @@ import json
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
 
 import aiohttp
 import msgspec
@@ -62,6 +63,10 @@ class GenerateClient:
     def __post_init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
+    def at(self, base_url: str) -> Self:
+        """The same for another server: it counts for itself, and keeps pace with this one."""
+        return replace(self, base_url=base_url, counts=WireCounts())
+
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         with self.making_request():
             body = _encoder.encode(request)
@@ -81,7 +86,8 @@ class GenerateClient:
         self.counts.request_cpu_us += (time.thread_time_ns() - began) // 1000
 
     async def adopt(self, manifest: str) -> None:
-        await self.post("/sightline/v1/adopt", _encoder.encode(AdoptRequest(manifest)))
+        path = str(Path(manifest).absolute())  # the server may run in another folder
+        await self.post("/sightline/v1/adopt", _encoder.encode(AdoptRequest(path)))
 
     async def get(self, path: str) -> bytes:
         async with self._open().get(self.base_url + path) as answer:

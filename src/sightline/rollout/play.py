@@ -9,6 +9,7 @@ import numbers
 import random
 import time
 import traceback
+import zlib
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -42,6 +43,8 @@ class Player:
     modality: str
     max_tokens: int
     timeout_s: float
+    servers: tuple[str, ...] = ()
+    """Where there are several; `client` speaks to the first of them."""
     max_len: int = 0
     max_turns: int = 0
     threads: Threads = field(default_factory=Threads)
@@ -52,7 +55,7 @@ class Player:
         self.puts = Puts(self.store)
         self.interception = Interception(self.door or Ingest(self.store))
         self._chats: dict[str, RolloutChat] = {}
-        self._clients = {"": self.client}
+        self._clients = {self.client.base_url: self.client}
 
     @property
     def held_bytes(self) -> int:
@@ -113,9 +116,12 @@ class Player:
             total.update(asdict(client.counts))
         return dict(total)
 
-    def _client_of(self, server: str) -> GenerateClient:
+    def _client_of(self, play: Play) -> GenerateClient:
+        """A rollout stays with one server, which keeps what it has computed of it."""
+        servers = self.servers or (self.client.base_url,)
+        server = play.server or servers[zlib.crc32(play.rollout_id.encode()) % len(servers)]
         if server not in self._clients:
-            self._clients[server] = GenerateClient(server, settings=self.client.settings)
+            self._clients[server] = self.client.at(server)
         return self._clients[server]
 
     def _chat(self, play: Play, trace: Trace) -> RolloutChat:
@@ -124,7 +130,7 @@ class Player:
             renderer=self.renderer,
             store=self.store,
             pending=PendingPuts(self.puts),
-            client=self._client_of(play.server),
+            client=self._client_of(play),
             modality=self.modality,
             temperature=play.temperature,
             max_tokens=self.max_tokens,

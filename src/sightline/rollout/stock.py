@@ -3,6 +3,9 @@
 A request goes out with one pad for each image and the address of its file; vLLM expands and
 processes. The ids that it expanded come back and are compared with ours: a difference is an error.
 Answers carry no pixel digests, and the trainer refuses such samples unless the run file allows it.
+
+Weights go in by the routes that vLLM has in its development mode: requests in flight end first,
+then the published files are loaded in place of the old ones.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,6 +23,7 @@ from sightline.media import MediaStore
 from sightline.rollout.client import GenerateClient
 from sightline.wire import Slot
 from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, Placeholder
+from sightline.wire.weights import Manifest
 
 BAN = -100.0
 """The lowest bias that vLLM takes: a banned id keeps less than 1e-43 of its probability."""
@@ -40,22 +45,52 @@ _answers = msgspec.json.Decoder(StockAnswer)
 _encoder = msgspec.json.Encoder()
 
 
-@dataclass(frozen=True)
-class StockClient:
-    client: GenerateClient
+@dataclass(kw_only=True)
+class StockClient(GenerateClient):
     store: MediaStore
     banned: tuple[int, ...]
     """The renderer's pads: they go into each request's `logit_bias`."""
-    reads_files: bool
+    reads_files: bool = True
     """Whether the server may read the store (`--allowed-local-media-path`). Where it may not,
     images are sent as data urls: the one place where bytes of an image leave the store."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         slots = request.slots()
-        body = _encoder.encode(self._body(request, slots))
-        answer = _answers.decode(await self.client.post("/inference/v1/generate", body))
+        with self.making_request():
+            body = _encoder.encode(self._body(request, slots))
+        answer = _answers.decode(await self.post("/inference/v1/generate", body))
+        await self.pace.turn()
         check_expanded(request.token_ids, slots, answer)
         return GenerateResponse(request_id=answer.request_id, choices=answer.choices)
+
+    async def adopt(self, manifest: str) -> None:
+        """Returns when the server holds the published weights, under their version's name."""
+        file = Path(manifest).absolute()
+        label = msgspec.json.decode(file.read_bytes(), type=Manifest).label
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(file.parent)}}
+        # Requests end first: one that is prefilled again would kill vLLM 0.32, which has let go
+        # of its pixels.
+        await self._tell("/pause?mode=wait&clear_cache=true")
+        try:
+            await self._tell("/collective_rpc", reload)
+            await self._tell("/reset_prefix_cache")
+            await self._tell("/reset_encoder_cache")
+            await self._tell("/update_weight_version", {"new_version": label})
+        finally:
+            await self._tell("/resume")
+
+    async def _tell(self, path: str, body: dict[str, Any] | None = None) -> None:
+        try:
+            await self.post(path, _encoder.encode(body or {}))
+        except EngineError as error:
+            if error.status != 404:
+                raise
+            raise EngineError(
+                f"the vLLM at {self.base_url} has no {path.partition('?')[0]}",
+                "start it with VLLM_SERVER_DEV_MODE=1, so that it can take new weights",
+                kind="weights",
+                status=404,
+            ) from error
 
     def _body(self, request: GenerateRequest, slots: Sequence[Slot]) -> dict[str, Any]:
         params = request.sampling_params

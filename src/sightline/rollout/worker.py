@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from sightline.media import Ingest, MediaStore
 from sightline.rollout.beat import Heart
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.play import Player
+from sightline.rollout.stock import StockClient
 from sightline.transport.zmq_channel import AsyncSpoke
 from sightline.wire import control
 from sightline.wire.control import Cancel, Held, Play, Quit, Ready
@@ -27,16 +29,26 @@ from sightline.wire.control import Cancel, Held, Play, Quit, Ready
 HELD_EVERY_S = 0.5
 
 
-def build_player(config: RunFile, media_root: Path, server: str) -> Player:
+def build_player(config: RunFile, media_root: Path, servers: Sequence[str]) -> Player:
     store = MediaStore(media_root)
     model = config.model
     family = load_family(model.path, **model.overrides())
     door = Ingest(store, config.media.file_roots, config.media.http_hosts)
+    renderer = load_renderer(model.path, store, family, door, model.number_pictures)
+    client = GenerateClient(servers[0], settings=family.settings)
+    if config.inference.engine == "stock_vllm":
+        client = StockClient(
+            servers[0],
+            store=store,
+            banned=renderer.pad_token_ids,
+            reads_files=not config.inference.sends_images,
+        )
     return Player(
         env=build_environment(config.env),
-        renderer=load_renderer(model.path, store, family, door, model.number_pictures),
+        renderer=renderer,
         store=store,
-        client=GenerateClient(server, settings=family.settings),
+        client=client,
+        servers=tuple(servers),
         modality=family.modality,
         max_tokens=config.rollout.max_tokens,
         timeout_s=config.rollout.timeout_s,
@@ -61,13 +73,13 @@ class Place:
 
     name: str
     hub: str
-    server: str
+    servers: Sequence[str]
     beat_file: Path
 
 
 async def main(config: RunFile, media_root: Path, place: Place, after: str = "") -> None:
     """`after` says how the worker of the same name ended that this one replaces."""
-    player = build_player(config, media_root, place.server)
+    player = build_player(config, media_root, place.servers)
     share_interpreter()
     running: dict[str, asyncio.Task[None]] = {}
     heart = Heart(place.beat_file, lambda: len(running), player.threads.stuck_s)

@@ -79,13 +79,13 @@ class Policy:
         return kept, dropped
 
     def _find_unproven(self, sample: Sample) -> tuple[MediaItem, BadMedia] | None:
-        for slot in () if self.allows_unproven else sample.slots:
-            if slot.pixel_digest is None:
-                return sample.items[slot.item], PixelsUnproven(
-                    "the sampler gave no digest of the pixels that it saw",
-                    "sample with an engine that gives one, or set [media] allow_unproven = true",
-                )
-        return None
+        if self.allows_unproven or not is_unproven(sample):
+            return None
+        slot = next(slot for slot in sample.slots if slot.pixel_digest is None)
+        return sample.items[slot.item], PixelsUnproven(
+            "the sampler gave no digest of the pixels that it saw",
+            "sample with an engine that gives one, or set [media] allow_unproven = true",
+        )
 
     def _check_budget(self, step: int, num: int, dropped: Sequence[Dropped]) -> None:
         if len(dropped) > self.max_bad_fraction * num:
@@ -95,6 +95,11 @@ class Policy:
                 f"{self.max_bad_fraction} allows. The last: {dropped[-1].problem}",
                 f"{dropped[-1].fix}; or raise the budget",
             )
+
+
+def is_unproven(sample: Sample) -> bool:
+    """Whether nothing says which pixels were seen in one of its slots."""
+    return any(slot.pixel_digest is None for slot in sample.slots)
 
 
 def count_reasons(dropped: Sequence[Dropped]) -> dict[str, int]:

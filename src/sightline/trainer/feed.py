@@ -26,7 +26,7 @@ from sightline.errors import MediaError, Misaligned
 from sightline.families import Family
 from sightline.pack import Average, Cost, pack, truncate
 from sightline.pixels import Materializer, Pixels
-from sightline.trainer.bad_media import BadMedia, Dropped, Policy, count_reasons, named
+from sightline.trainer.bad_media import BadMedia, Dropped, Policy, count_reasons, is_unproven, named
 from sightline.wire import MediaItem
 from sightline.wire.control import Announce
 from sightline.wire.micro_batch import MicroBatch, PackedItem
@@ -64,6 +64,8 @@ class ReadyBatch:
     """Whether the evaluation ends with it."""
     waited_s: float = 0.0
     """How long the loop stood still for it."""
+    num_unproven: int = 0
+    """Samples that train although their sampler gave no digest of its pixels."""
     num_made: int = 0
     """Of the distinct images, those that were materialized; the others came from the cache."""
 
@@ -112,6 +114,7 @@ class Preparer:
             materialize_s=spent,
             dropped=dropped,
             truncated=truncated,
+            num_unproven=sum(is_unproven(sample) for sample in kept),
             num_made=self.materializer.counts.made - made_before,
         )
 

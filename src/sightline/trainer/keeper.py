@@ -75,6 +75,7 @@ class Keeper:
             1 - visible / ready.materialize_s if ready.materialize_s > 0 else None
         )
         metrics["bad_media"] = float(len(ready.dropped))
+        metrics["unproven"] = float(ready.num_unproven)
         metrics["images_made"] = float(ready.num_made)
         metrics["images_from_cache"] = float(max(ready.num_images - ready.num_made, 0))
         seconds = {

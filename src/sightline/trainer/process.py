@@ -44,10 +44,10 @@ def main(config: RunFile, run_dir: RunDir, hub: str, ranks: Ranks) -> None:
         parts = build(config, run_dir, announcements, send, ranks, lead)
         if lead is not None:
             lead.gather(parts.first_step)
-        if parts.first_step:
+        if starts := _publishes_first(config, parts):
             parts.keeper.publish(parts.first_step)
         send(Ready(NAME, parts.first_step))
-        if parts.first_step:
+        if starts:
             parts.keeper.announce()
             parts.keeper.deliver()
         loop.run(parts)
@@ -60,11 +60,16 @@ def follow(config: RunFile, run_dir: RunDir, ranks: Ranks) -> None:
     with _telling(channel):
         parts = build_follower(config, run_dir, ranks, channel)
         channel.hello(parts.first_step)
-        if parts.first_step:
+        if _publishes_first(config, parts):
             parts.keeper.publish(parts.first_step)
             parts.keeper.deliver()
         loop.run(parts)
     channel.close()
+
+
+def _publishes_first(config: RunFile, parts: loop.Parts) -> bool:
+    """Servers that the run starts hold its checkpoint; others hold whatever they hold."""
+    return parts.first_step > 0 or bool(config.inference.servers)
 
 
 def imitate(config: SftFile, run_dir: RunDir, ranks: Ranks) -> None:

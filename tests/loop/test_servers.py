@@ -1,0 +1,100 @@
+"""A run on inference servers that others have started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loop.jobs import ledger, sightline, summary
+from sightline.families.registry import write_tiny
+from sightline.launch.served import served
+from sightline.monitor import RunDir
+
+pytestmark = [pytest.mark.loop, pytest.mark.timeout(300)]
+
+STEPS = 3
+RUN = f"""
+[run]
+name = "apart"
+steps = {STEPS}
+[model]
+path = "models/tiny"
+[env]
+name = "vowels:Vowels"
+[media]
+root = "media"
+[rollout]
+max_tokens = 8
+[orchestrator]
+groups_per_step = 3
+group_size = 4
+[trainer]
+lr = 2e-3
+[eval]
+tasks = 0
+[inference]
+max_len = 256
+servers = SERVERS
+"""
+
+
+def ask(address: str, path: str) -> Any:
+    with urllib.request.urlopen(address + path, timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[list[str]]:
+    shutil.copy(Path(__file__).with_name("vowels.py"), tmp_path)
+    model, media = tmp_path / "models" / "tiny", tmp_path / "media"
+    write_tiny("qwen_vl", model, seed=0)
+    more = ["--max-len", "256", "--max-rows", "32"]
+    with served(model, media, more) as first, served(model, media, more) as second:
+        yield [first, second]
+
+
+def test_two_servers_take_the_rollouts_and_the_weights_of_run_after_run(
+    tmp_path: Path, servers: list[str]
+) -> None:
+    (tmp_path / "run.toml").write_text(RUN.replace("SERVERS", json.dumps(servers)))
+    seen = [0, 0]
+    for name in ("apart-001", "apart-002"):
+        sightline("rl", "--plain", "run.toml", cwd=tmp_path)
+        run_dir = RunDir(tmp_path / "runs" / name)
+        assert [step for step, _ in ledger(run_dir)] == list(range(1, STEPS + 1))
+        assert not (run_dir.logs / "server.log").exists(), "the run started none"
+        # The second run begins with its own weights, not with those that the first has left.
+        assert summary(run_dir)["mismatch_kl"] < 1e-6
+        assert summary(run_dir)["bad_media"] == 0
+        told = [ask(server, "/sightline/v1/stats")["totals"] for server in servers]
+        sampled = [totals["sampled_tokens"] for totals in told]
+        assert all(now > before for now, before in zip(sampled, seen, strict=True))
+        assert [ask(server, "/health")["version"] for server in servers] == [str(STEPS)] * 2
+        seen = sampled
+
+
+def test_a_server_that_would_serve_another_way_is_refused(
+    tmp_path: Path, servers: list[str]
+) -> None:
+    (tmp_path / "run.toml").write_text(RUN.replace("SERVERS", json.dumps(servers)))
+
+    def refused(*overrides: str) -> str:
+        done = sightline("rl", "--plain", "run.toml", *overrides, cwd=tmp_path, check=False)
+        assert done.returncode == 2
+        return done.stderr
+
+    assert "has fingerprint" in refused("model.max_pixels=4096")
+    assert "takes 256 tokens" in refused("inference.max_len=512")
+    assert "has engine 'torch', the run 'vllm'" in refused("inference.engine=vllm")
+    assert "of no version" in refused("inference.engine=stock_vllm")
+    assert "without [media] root" in refused("media.root=")
+    assert "which take files" in refused("trainer.publish=broadcast")
+    assert "does not answer" in refused('inference.servers=["http://127.0.0.1:9"]')
+    assert "write it as http://HOST:PORT" in refused('inference.servers=["127.0.0.1:9"]')
+    assert not (tmp_path / "runs").exists(), "nothing was started"
