@@ -11,6 +11,7 @@ import http.client
 import json
 import random
 import string
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -102,6 +103,8 @@ class Fuzzer:
     seed: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
     types: Counter[str] = field(default_factory=Counter)
+    slowest: tuple[float, int, bytes] = (0.0, 0, b"")
+    """Seconds, number and begin of the request that took longest."""
 
     def run(self, num_requests: int) -> None:
         rng = random.Random(self.seed)
@@ -113,7 +116,9 @@ class Fuzzer:
             data = json.dumps(_capped(body)).encode()
             if rng.random() < 0.1:
                 data = broken(data, rng)
+            began = time.monotonic()
             self._send(path, data, number)
+            self.slowest = max(self.slowest, (time.monotonic() - began, number, data[:500]))
 
     def _send(self, path: str, body: bytes, number: int) -> None:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=300)

@@ -83,6 +83,8 @@ def test_mutated_requests_cost_themselves_only(
     fuzzer = Fuzzer(client.host, client.port, requests(renderer, media))
     fuzzer.run(NUM_REQUESTS)
     print(f"{NUM_REQUESTS} requests: {dict(fuzzer.statuses)} {dict(fuzzer.types)}")
+    seconds, number, body = fuzzer.slowest
+    print(f"the slowest, number {number}, took {seconds:.1f} s: {body!r}")
     # The mutations reach past the first check, and both ways of ending.
     assert {200, 400, 404, 422, 503} <= fuzzer.statuses.keys()
     assert fuzzer.types.keys() >= {"schema", "slots", "pads", "sampling", "token_ids"}
