@@ -36,6 +36,7 @@ from sightline.wire.generate import (
     TokenLogprob,
     VersionSpan,
 )
+from sightline.wire.stage import NO_STAGES, Stages
 
 LOOK = {
     "type": "function",
@@ -182,6 +183,7 @@ class Worker:
     max_tokens: int = MAX_TOKENS
     timeout_s: float = 60.0
     max_turns: int = 0
+    stages: Stages = NO_STAGES
 
     @contextmanager
     def player(self, rollout: Rollout | Environment) -> Iterator[Player]:
@@ -196,6 +198,7 @@ class Worker:
             timeout_s=self.timeout_s,
             max_turns=self.max_turns,
             door=door,
+            stages=self.stages,
         )
 
     async def play(

@@ -58,6 +58,7 @@ ADDRESSES = {
     "vllm": ("inference/vllm_plugin/symbols.py",),
     "zmq": ("transport/*",),
     "peft": ("trainer/lora.py",),
+    "opentelemetry": ("monitor/otel.py",),
     "PIL": ("media/decode.py", "families/*/vision.py", "envs/*", "monitor/*"),
 }
 ENVIRONMENT_READERS = ("launch/*", "cli/process.py", "envs/verifiers.py")
@@ -220,10 +221,11 @@ HEAVY = tuple(ADDRESSES)
     ("code", "libraries"),
     [
         ("import sightline", HEAVY),
-        ("import sightline.rollout.worker", ("torch", "transformers", "vllm")),
+        ("import sightline.rollout.worker", ("torch", "transformers", "vllm", "opentelemetry")),
+        ("import sightline.inference.server", ("opentelemetry",)),
         ("import sightline.cli.main as m; m.build_parser()", HEAVY),
     ],
-    ids=["the public names", "an environment worker", "the command line"],
+    ids=["the public names", "an environment worker", "a server", "the command line"],
 )
 def test_importing_loads_no_heavy_library(code: str, libraries: tuple[str, ...]) -> None:
     assert loaded_after(code, libraries) == []

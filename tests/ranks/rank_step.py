@@ -1,6 +1,6 @@
 """One rank of a trainer that takes one step and writes what came of it.
 
-python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT [frozen|lora|lost|kept|one]
+python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT [frozen|lora|lost|kept|one|probe|blind]
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -28,6 +30,7 @@ from sightline.trainer.build import build_learner  # noqa: E402
 from sightline.trainer.feed import Preparer, ReadyBatch  # noqa: E402
 from sightline.trainer.lora import merging, plain_parameters  # noqa: E402
 from sightline.trainer.price import price_of  # noqa: E402
+from sightline.trainer.probe import choose  # noqa: E402
 from sightline.trainer.ranks import Follow, Lead, Ranks  # noqa: E402
 from sightline.trainer.sft import sample_of  # noqa: E402
 from sightline.trainer.shard import whole_tensor  # noqa: E402
@@ -61,6 +64,12 @@ def main() -> None:
     counts = watch_blocks(learner.forward.blocks())
     materializer = Materializer(learner.family, store, 1 << 24)
     ready = next(iter(feed(learner, ranks, model, store, materializer)))
+    if "blind" in words:  # pixels that are lost on the way: every image is the same grey
+        ready.micro_batches[:] = [
+            m if m.patches is None else replace(m, patches=np.full_like(m.patches, 127))
+            for m in ready.micro_batches
+        ]
+    asked = choose(ready.micro_batches)
     patches = [m.patches for m in ready.micro_batches if m.patches is not None]
     found: dict[str, torch.Tensor] = {}
     norms: list[float] = []
@@ -74,6 +83,7 @@ def main() -> None:
         return norms[-1]
 
     learner.update = note  # type: ignore[method-assign]
+    learner.probe_every = int("probe" in words)
     stepped = learner.step(ready)
     plain, gather = plain_parameters(learner.forward.model), merging(learner.forward.model)
     after = {f"after.{name}": whole for name, whole in each_whole(plain, gather)}
@@ -84,6 +94,8 @@ def main() -> None:
         "made": materializer.counts.made,
         "mapped": materializer.counts.mapped,
         "images": ready.num_images,
+        "asked": None if asked is None else asked[0],
+        "shows": [m.patches is not None for m in ready.micro_batches],
         "patches": sum(len(p) for p in patches),
     }
     (out / f"rank{rank}.json").write_text(json.dumps(note_rank))
@@ -92,6 +104,7 @@ def main() -> None:
             {k: v.contiguous() for k, v in (found | after).items()}, out / "found.safetensors"
         )
         figures = {k: v for k, v in stepped.metrics.items() if k != "compute_s"}
+        figures["probe"] = None if stepped.probe is None else asdict(stepped.probe)
         (out / "metrics.json").write_text(json.dumps(figures))
         scores = stepped.scores
         named = [

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from sightline.families.registry import write_tiny
 from sightline.launch.processes import find_port
+from sightline.trainer.probe import Probe
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 PROGRAM = Path(__file__).parent / "rank_step.py"
@@ -104,7 +105,7 @@ def test_loss_and_every_gradient_are_those_of_one_rank(
     # A rank that computed nothing, or a tower without gradient, would pass all of that.
     assert sum(float(g.norm()) > 0 for g in alone.gradients.values()) > len(alone.gradients) / 2
     for name, value in alone.metrics.items():
-        if name in ("micro_batches", "tokens"):
+        if name in ("micro_batches", "tokens", "probe"):
             continue  # empty micro-batches count, with a token each
         ours = together.metrics[name]
         assert (ours is None) == (value is None), name
@@ -213,3 +214,44 @@ def test_adapters_train_and_merge_on_ranks_as_on_one(step: Callable[..., Found])
     assert merged == {name for name in plain.tensors if name.startswith("after.")}
     for name in merged:
         torch.testing.assert_close(together.tensors[name], alone.tensors[name], atol=2e-3, rtol=0)
+
+
+def check_probes(alone: Found, together: Found) -> None:
+    """The same tokens were asked, and said the same."""
+    probed, ours = alone.metrics["probe"], together.metrics["probe"]
+    assert probed["tokens"] == ours["tokens"] > 0
+    assert probed["change"] > 0 and probed["exchanged_kl"] > 0
+    assert ours["noise"] <= probed["change"] / 1000
+    for name in ("change", "exchanged_kl"):
+        assert math.isclose(ours[name], probed[name], rel_tol=1e-5), name
+    able = [rank["asked"] for rank in together.ranks if rank["asked"]]
+    assert [rank["asked"] for rank in alone.ranks] == [min(able)]
+
+
+@pytest.mark.parametrize(("family", "options"), TYPES)
+def test_a_rank_without_an_image_goes_along_with_the_probe_of_another(
+    step: Callable[..., Found], family: str, options: dict[str, str]
+) -> None:
+    alone, together = (step(family, options, ranks, "probe", "one") for ranks in (1, 2))
+    check_probes(alone, together)
+    assert [rank["shows"] for rank in together.ranks] == [[True], [False]]
+
+
+def test_the_probe_asks_the_rank_that_can_tell(step: Callable[..., Found]) -> None:
+    alone, together = (step("qwen_vl", {}, ranks, "probe") for ranks in (1, 2))
+    check_probes(alone, together)
+    assert [bool(rank["asked"]) for rank in together.ranks] == [False, True]
+
+
+def test_the_probe_leaves_the_step_of_all_ranks_as_it_is(step: Callable[..., Found]) -> None:
+    plain, probed = step("qwen_vl", {}, 2), step("qwen_vl", {}, 2, "probe")
+    assert plain.metrics["probe"] is None and probed.metrics["probe"] is not None
+    assert plain.tensors.keys() == probed.tensors.keys()
+    for name, tensor in plain.tensors.items():
+        assert torch.equal(tensor, probed.tensors[name]), name
+
+
+def test_ranks_that_train_blind_say_so(step: Callable[..., Found]) -> None:
+    for size in (1, 2):
+        found = Probe(**step("qwen_vl", {}, size, "probe", "blind").metrics["probe"])
+        assert found.is_blind and found.words.startswith("Blind: exchanging the images")

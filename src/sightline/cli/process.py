@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import threading
@@ -75,7 +76,7 @@ def _run(args: argparse.Namespace, run_dir: RunDir) -> None:
     file = config.load(RunFile, run_dir.config)
     media_root = Path(file.media.root or run_dir.media)
     if name in ("server", "evaluator"):
-        _serve(file, media_root, servers[0] if name == "server" else args.evaluator, args.threads)
+        _serve(args, file, run_dir, media_root)
     elif name.startswith("trainer"):
         _train(args, file, run_dir)
     else:
@@ -86,12 +87,19 @@ def _run(args: argparse.Namespace, run_dir: RunDir) -> None:
 
 def _play(args: argparse.Namespace, run_dir: RunDir) -> None:
     from sightline.launch.workers import beat_file
+    from sightline.monitor.otel import open_stages
     from sightline.rollout import worker
 
     file = config.load(RunFile, run_dir.config)
     media_root = Path(file.media.root or run_dir.media)
     place = worker.Place(args.name, args.hub, args.server, beat_file(run_dir.logs, args.name))
-    uvloop.run(worker.main(file, media_root, place, args.after))
+    stages = open_stages(_spans_to(file, run_dir), args.name, run_dir.path.resolve().name)
+    with contextlib.closing(stages):
+        uvloop.run(worker.main(file, media_root, place, args.after, stages))
+
+
+def _spans_to(file: RunFile, run_dir: RunDir) -> str:
+    return str(run_dir.spans) if file.monitor.otel == "file" else file.monitor.otel
 
 
 def _ranks(args: argparse.Namespace) -> Ranks:
@@ -111,9 +119,10 @@ def _train(args: argparse.Namespace, file: RunFile, run_dir: RunDir) -> None:
         trainer.follow(file, run_dir, ranks)
 
 
-def _serve(file: RunFile, media_root: Path, server: str, threads: int) -> None:
+def _serve(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root: Path) -> None:
     from sightline.inference.settings import MEBIBYTE, ServeSettings, pick_pixel_threads
 
+    server = args.server[0] if args.name == "server" else args.evaluator
     host, _, port = server.removeprefix("http://").rpartition(":")
     wanted = file.inference
     settings = ServeSettings(
@@ -128,10 +137,12 @@ def _serve(file: RunFile, media_root: Path, server: str, threads: int) -> None:
         prefill_chunk=wanted.prefill_chunk,
         pixel_cache_bytes=wanted.pixel_cache_mb * MEBIBYTE,
         feature_cache_bytes=wanted.feature_cache_mb * MEBIBYTE,
-        threads=threads,
+        threads=args.threads,
         pixel_threads=pick_pixel_threads(wanted.pixel_threads),
         overrides=file.model.overrides(),
         keep_kv_over_updates=wanted.keep_kv_over_updates,
+        otel=_spans_to(file, run_dir),
+        name=args.name,
     )
     if wanted.engine == "vllm":
         from sightline.launch.vllm_server import become_vllm, find_python

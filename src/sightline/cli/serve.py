@@ -44,6 +44,10 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--no-kv-reuse", action="store_true", help="forget a turn when it ends")
     parser.add_argument("--min-pixels", type=int, help="overrides the checkpoint's")
     parser.add_argument("--max-pixels", type=int, help="overrides the checkpoint's")
+    parser.add_argument(
+        "--otel", default="", metavar="TO",
+        help="OpenTelemetry spans: the address of an OTLP/HTTP collector, or a file",
+    )  # fmt: skip
     parser.add_argument("--weights", type=Path, help="manifest of the weights to begin with")
 
 
@@ -84,6 +88,7 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
         reuse_kv=not args.no_kv_reuse,
         overrides={name: value for name, value in bounds.items() if value is not None},
         manifest=args.weights,
+        otel=args.otel,
         pixel_threads=pick_pixel_threads(args.pixel_threads),
         max_waiting=args.max_waiting,
         max_waiting_bytes=args.max_waiting_mb * MEBIBYTE,

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from sightline.monitor import RunDir
     from sightline.monitor.dashboard.run import RunView
     from sightline.monitor.dashboard.runs import is_run
-    from sightline.monitor.sinks.follow import builders, check_sinks, follow
+    from sightline.monitor.sinks.follow import FED, SAID, builders, check_sinks, follow
 
     if not is_run(args.run_dir):
         raise ConfigError(f"{args.run_dir} is no run directory", "name the folder of a run")
@@ -53,6 +53,6 @@ def run(args: argparse.Namespace) -> int:
     feeders = follow(run_dir, builders(args.to, run_dir, args.offline), args.samples_every, is_over)
     for feeder in feeders:
         lost = f", {feeder.lost} entries lost" if feeder.lost else ""
-        print(f"{feeder.name}: {feeder.problem or 'fed'}{lost}", flush=True)
+        print(f"{SAID}{feeder.name}: {feeder.problem or FED}{lost}", flush=True)
     # Threads of a sink that hangs are left where they are.
     os._exit(1 if any(feeder.problem for feeder in feeders) else 0)

@@ -20,3 +20,10 @@ class Monitor(Section):
     offline: bool = Field(
         False, description="W&B keeps the run on this machine.", json_schema_extra=FREE
     )
+    otel: str = Field(
+        "",
+        pattern=r"^(file|https?://[^/\s]+\S*)?$",
+        description="Where the stages of every rollout go as OpenTelemetry spans: the address of "
+        "an OTLP/HTTP collector, or `file` for `spans.jsonl` in the run directory.",
+        json_schema_extra=FREE,
+    )

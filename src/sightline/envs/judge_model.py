@@ -21,6 +21,7 @@ from sightline.envs.protocol import Messages
 from sightline.errors import JudgeFailed
 from sightline.media import MediaRef
 from sightline.message import ImagePart, Message
+from sightline.wire.stage import CURRENT
 
 Read = Callable[[MediaRef], bytes]
 FIRST_WAIT_S = 0.5
@@ -71,6 +72,10 @@ class JudgeModel:
 
     async def ask(self, messages: Messages, read: Read) -> str:
         """The judge's answer. `read` gives the bytes of an image, as `chat.get` does."""
+        with CURRENT.get().begin("judge", judge=self.model):
+            return await self._ask(messages, read)
+
+    async def _ask(self, messages: Messages, read: Read) -> str:
         body = {
             "model": self.model,
             "messages": await asyncio.to_thread(outside_form, messages, read),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +14,20 @@ from sightline.errors import EngineError
 from sightline.inference.busy import Busy
 from sightline.wire.generate import VersionSpan
 from sightline.wire.weights import Manifest
+
+
+@dataclass(slots=True)
+class Passed:
+    """What a request has been through: each stage from the end of the one before it."""
+
+    since: float = field(default_factory=time.time)
+    stages: list[tuple[str, float, float]] = field(default_factory=list)
+    """Name, begin and end, in seconds since 1970."""
+
+    def end(self, name: str) -> None:
+        now = time.time()
+        self.stages.append((name, self.since, now))
+        self.since = now
 
 
 class EngineRequest(Protocol):
@@ -28,6 +44,7 @@ class EngineRequest(Protocol):
     finish_reason: str
     """stop or length; abort for a request that was cancelled."""
     error: EngineError | None
+    passed: Passed
 
     def pixel_digests(self) -> list[str]: ...
 

@@ -24,6 +24,7 @@ from sightline.inference.engine import Engine
 from sightline.inference.server import Make, Server
 from sightline.inference.settings import ServeSettings, turns_line
 from sightline.media import Ingest, MediaStore
+from sightline.monitor.otel import open_stages
 from sightline.render import Renderer
 
 KEEP_ALIVE_S = 600
@@ -86,7 +87,8 @@ class Parts:
             settings.max_len,
             settings.max_body_bytes,
         )
-        return Server(engine, door, make, chat, identity, settings.max_body_bytes)
+        stages = open_stages(settings.otel, settings.name)
+        return Server(engine, door, make, chat, identity, settings.max_body_bytes, stages)
 
 
 def build_server(settings: ServeSettings) -> Server:

@@ -35,7 +35,9 @@ from sightline.wire.generate import (
     Logprobs,
     SightlineAnswer,
     TokenLogprob,
+    labels,
 )
+from sightline.wire.stage import NO_STAGES, Stage, Stages
 
 if TYPE_CHECKING:
     from sightline.inference.engine import Engine, EngineRequest
@@ -69,6 +71,7 @@ class Server:
         chat: ChatDoor,
         identity: dict[str, Any],
         max_body_bytes: int,
+        stages: Stages = NO_STAGES,
     ) -> None:
         """`make` turns a checked request into the engine's, one a choice; `identity` is what
         /health says about the model."""
@@ -77,6 +80,7 @@ class Server:
         self._make = make
         self._identity = identity
         self._max_body_bytes = max_body_bytes
+        self._stages = stages
         self._calls: set[_Call] = set()
         self._adopting = asyncio.Lock()
         self._adopt_decoder = msgspec.json.Decoder(AdoptRequest)
@@ -108,6 +112,7 @@ class Server:
             watch.cancel()
             self.engine.stop()
             await asyncio.to_thread(self.engine.join, 10.0)
+            await asyncio.to_thread(self._stages.close)
 
     def _safely(self, handler: Handler) -> Handler:
         async def handle(http: Request) -> Response:
@@ -126,14 +131,16 @@ class Server:
     # --- generate
 
     async def _generate(self, http: Request) -> Response:
-        checked = self._door.check(await read_body(http, self._max_body_bytes))
-        return _json(await self._answer(checked, http))
+        with self._stages.begin("serve", http.headers) as stage:
+            checked = self._door.check(await read_body(http, self._max_body_bytes))
+            return _json(await self._answer(checked, http, stage))
 
     async def _generate_for(self, request: GenerateRequest, http: Request) -> GenerateResponse:
         """The same for a request that was made here, of which `http` waits for the answer."""
-        return await self._answer(self._door.check_request(request), http)
+        with self._stages.begin("serve", http.headers) as stage:
+            return await self._answer(self._door.check_request(request), http, stage)
 
-    async def _answer(self, checked: Checked, http: Request) -> GenerateResponse:
+    async def _answer(self, checked: Checked, http: Request, stage: Stage) -> GenerateResponse:
         call = _Call(http, self._make(checked))
         for request in call.requests:
             request.owner = call
@@ -146,6 +153,7 @@ class Server:
             raise
         finally:
             self._calls.discard(call)
+            _tell(stage, checked, call.requests)
         return _answered(checked, call.requests)
 
     def _delivered(self, requests: list[EngineRequest]) -> None:
@@ -202,6 +210,21 @@ class Server:
 
     async def _metrics(self, http: Request) -> Response:
         return Response(metrics.prometheus(self.engine), media_type=CONTENT_TYPE)
+
+
+def _tell(stage: Stage, checked: Checked, requests: Sequence[EngineRequest]) -> None:
+    first = requests[0]
+    stage.note(
+        rollout_id=checked.request_id,
+        prompt_tokens=len(checked.prompt),
+        images=len(checked.slots),
+        cached_tokens=first.cached_tokens,
+        sampled_tokens=sum(len(request.tokens) for request in requests),
+        policy_version=labels(first.spans),
+    )
+    for choice, request in enumerate(requests):
+        for name, began, ended in request.passed.stages:
+            stage.past(name, began, ended, choice=choice)
 
 
 def _answered(checked: Checked, requests: Sequence[EngineRequest]) -> GenerateResponse:

@@ -67,6 +67,12 @@ class ServeSettings:
     keep_kv_over_updates: bool = False
     """Whether keys and values of old weights stay in use after an update."""
 
+    otel: str = ""
+    """Where its stages go as OpenTelemetry spans: the address of an OTLP/HTTP collector, or the
+    path of a file; nowhere if empty."""
+    name: str = "server"
+    """What they call this process."""
+
     def to_json(self) -> dict[str, Any]:
         """For a process that is started with it."""
         found: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)

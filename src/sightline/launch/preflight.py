@@ -18,6 +18,7 @@ from sightline.launch.servers import check_servers
 from sightline.launch.vllm_server import check_python
 from sightline.media import MediaStore
 from sightline.monitor import RunDir
+from sightline.monitor.otel import check_otel
 from sightline.monitor.sinks.follow import check_sinks
 from sightline.trainer.conversations import show_images
 
@@ -169,6 +170,7 @@ def check_engine(config: RunFile, family: Family) -> None:
 def check_run(config: RunFile, run_dir: RunDir) -> Family:
     family = check_model(config.model, config.env, config.rollout.python)
     check_sinks(config.monitor.sinks)
+    check_otel(config.monitor.otel)
     share_threads(config, num_cores())
     check_fit(config)
     check_engine(config, family)

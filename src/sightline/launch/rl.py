@@ -152,13 +152,14 @@ def _run(config: RunFile, run_dir: RunDir, plain: bool, place: Place | None) -> 
     console.print(f"threads on {num_cores()} cores: {threads}", highlight=False)
     events = EventLog(run_dir.metrics, "launcher")
     events.write("state", phase="starting", threads={spec.name: spec.threads for spec in specs})
+    notes = _Notes(events)
     processes = Processes(run_dir)
     workers = Workers(
         processes,
         [spec for spec in specs if spec.name.startswith("worker-")],
         config.rollout.hang_s,
         memory_limit(config),
-        on_lost=_LostNotes(events).lost,
+        on_lost=notes.lost,
     )
     trainers = Trainers(
         processes,
@@ -172,7 +173,7 @@ def _run(config: RunFile, run_dir: RunDir, plain: bool, place: Place | None) -> 
 
     view = LiveView(run_dir, plain)
     try:
-        with SinkProcess(config.monitor, run_dir), Signals() as signals:
+        with SinkProcess(config.monitor, run_dir, notes.sink), Signals() as signals:
             for spec in specs:
                 processes.start(spec)
             stopped = watch(processes, LEADER, view.update, signals, tend)
@@ -189,8 +190,11 @@ def _run(config: RunFile, run_dir: RunDir, plain: bool, place: Place | None) -> 
 
 
 @dataclass
-class _LostNotes:
+class _Notes:
     events: EventLog
+
+    def sink(self, words: str) -> None:
+        self.events.write("sink", words=words)
 
     def lost(self, name: str, why: str) -> None:
         self.events.write("lost", worker=name, reason=why)

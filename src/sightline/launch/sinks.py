@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from types import TracebackType
 
 from sightline.config import Monitor
 from sightline.monitor import RunDir
-from sightline.monitor.sinks.follow import CLOSE_WITHIN_S
+from sightline.monitor.sinks.follow import CLOSE_WITHIN_S, FED, SAID
 
 GRACE_S = 5.0
 
@@ -17,7 +18,13 @@ GRACE_S = 5.0
 class SinkProcess:
     """Started beside the processes of a run, and not among those that it is watched for."""
 
-    def __init__(self, config: Monitor, run_dir: RunDir) -> None:
+    def __init__(
+        self,
+        config: Monitor,
+        run_dir: RunDir,
+        tell: Callable[[str], object] = lambda words: None,
+    ) -> None:
+        """`tell` hears at the end what became of a sink that was not fed."""
         self._process: subprocess.Popen[bytes] | None = None
         self._words = [sys.executable, "-m", "sightline", "sinks", str(run_dir.path)]
         self._words += [word for name in config.sinks for word in ("--to", name)]
@@ -26,10 +33,13 @@ class SinkProcess:
         self._words += ["--offline"] if config.offline else []
         self._log = run_dir.logs / "sinks.log"
         self._wanted = bool(config.sinks)
+        self._tell = tell
+        self._log_start = 0
 
     def __enter__(self) -> SinkProcess:
         if self._wanted:
             with open(self._log, "ab") as log:
+                self._log_start = log.tell()
                 self._process = subprocess.Popen(
                     self._words, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                     start_new_session=True,
@@ -51,3 +61,14 @@ class SinkProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        for words in self._problems(self._process.returncode):
+            self._tell(words)
+
+    def _problems(self, code: int) -> list[str]:
+        with open(self._log, "rb") as log:
+            log.seek(self._log_start)
+            lines = log.read().decode(errors="replace").splitlines()
+        said = [line for line in lines if line.startswith(SAID)]
+        if not said:
+            return [f"sinks: the process that feeds them ended with {code}; see {self._log}"]
+        return [line for line in said if not line.endswith(f": {FED}")]

@@ -81,6 +81,11 @@ class RunDir:
         return self.path / "sinks"
 
     @property
+    def spans(self) -> Path:
+        """Of OpenTelemetry, where a run keeps them itself."""
+        return self.path / "spans.jsonl"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

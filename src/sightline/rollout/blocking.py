@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -121,7 +122,8 @@ class Threads:
                 )
                 tell(done.set_exception, failed)
 
-        thread = threading.Thread(target=work, daemon=True, name=name)
+        # What its task knows, the thread knows too.
+        thread = threading.Thread(target=copy_context().run, args=(work,), daemon=True, name=name)
         thread.start()
         try:
             return await done

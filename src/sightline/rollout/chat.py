@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,8 @@ from sightline.render import Renderer, Tools
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.puts import PendingPuts, plain, settled
 from sightline.trace import Node, PolicySpan, Trace, Turn
-from sightline.wire.generate import GenerateRequest, SamplingParams
+from sightline.wire.generate import GenerateRequest, SamplingParams, labels
+from sightline.wire.stage import NO_STAGE, Stage
 
 if TYPE_CHECKING:
     from sightline.rollout.intercept import Interception
@@ -90,6 +93,10 @@ class RolloutChat:
     calls: list[int] = field(default_factory=list)
     """Which of the rollout's model calls, counted from 0, went through this handle."""
     num_branches: int = 0
+    stage: Stage = NO_STAGE
+    """The rollout's, which holds those of its turns."""
+    since: float | None = field(default_factory=time.time)
+    """When the environment's turn to act began; None while an answer is awaited."""
 
     def branch(self) -> RolloutChat:
         """A second handle on the trace, which goes on from where this one is.
@@ -100,7 +107,9 @@ class RolloutChat:
         self.num_branches += 1
         name = f"{self.seed}/{self.num_turns}/{self.num_branches}"
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
-        return replace(self, seed=seed, rng=random.Random(seed), calls=[], num_branches=0)
+        return replace(
+            self, seed=seed, rng=random.Random(seed), calls=[], num_branches=0, since=time.time()
+        )
 
     @property
     def history(self) -> list[Message]:
@@ -164,27 +173,46 @@ class RolloutChat:
             return self.stand_ins[ref.digest]
 
     async def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
-        turn = await self._prepare(
-            lambda: self.trace.extend(self.leaf, settled(new_messages), self.renderer, tools)
-        )
-        return (await self._call(turn, self.max_tokens)).message
+        with self._taking_turn() as stage:
+            turn = await self._prepare(
+                lambda: self.trace.extend(self.leaf, settled(new_messages), self.renderer, tools),
+                stage,
+            )
+            return (await self._call(turn, self.max_tokens, stage)).message
 
     async def ask(self, all_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         return (await self.answer(all_messages, tools, self.max_tokens)).message
 
     async def answer(self, messages: Messages, tools: Tools | None, max_tokens: int) -> Answered:
         """The call that follows a whole history, at most `max_tokens` long."""
-        turn = await self._prepare(
-            lambda: self.trace.prepare(settled(messages), self.renderer, tools)
-        )
-        return await self._call(turn, min(max_tokens, self.max_tokens))
+        with self._taking_turn() as stage:
+            turn = await self._prepare(
+                lambda: self.trace.prepare(settled(messages), self.renderer, tools), stage
+            )
+            return await self._call(turn, min(max_tokens, self.max_tokens), stage)
 
-    async def _prepare(self, make: Callable[[], Turn]) -> Turn:
+    @contextlib.contextmanager
+    def _taking_turn(self) -> Iterator[Stage]:
+        self.end_environment()
+        with self.stage.begin("turn", turn=self.num_turns + 1) as stage:
+            try:
+                yield stage
+            finally:
+                self.since = time.time()
+
+    def end_environment(self) -> None:
+        """The environment has acted: it asks, or it is done."""
+        if self.since is not None:
+            self.stage.past("environment", self.since, time.time(), after_turn=self.num_turns)
+            self.since = None
+
+    async def _prepare(self, make: Callable[[], Turn], stage: Stage) -> Turn:
         try:
-            await self.pending.settle()
-            async with self.one_at_a_time:
-                # In a thread: a long text takes the tokenizer a while, and other rollouts go on.
-                return await asyncio.to_thread(make)
+            with stage.begin("render"):
+                await self.pending.settle()
+                async with self.one_at_a_time:
+                    # In a thread: a long text takes the tokenizer a while, and others go on.
+                    return await asyncio.to_thread(make)
         except (MessageError, MediaError) as error:
             self.note_refusal(error)
             raise
@@ -219,7 +247,7 @@ class RolloutChat:
                 "put images with chat.put and send the refs, or set [eval] tasks = 0",
             )
 
-    async def _call(self, turn: Turn, max_tokens: int) -> Answered:
+    async def _call(self, turn: Turn, max_tokens: int, stage: Stage) -> Answered:
         await self.client.pace.turn()
         self._check_room(turn)
         params = SamplingParams(
@@ -236,7 +264,10 @@ class RolloutChat:
             request = GenerateRequest.of(
                 turn.prompt_ids, turn.slots, params, self.modality, request_id=self.trace.id
             )
-        response = await self.client.generate(request)
+        stage.note(
+            rollout_id=self.trace.id, prompt_tokens=len(turn.prompt_ids), images=len(turn.slots)
+        )
+        response = await self.client.generate(request, stage)
         choice = response.choices[0]
         if choice.logprobs is None or choice.weight_versions is None:
             raise EngineError(
@@ -264,4 +295,10 @@ class RolloutChat:
             self.leaf = node.id
             self.calls.append(self.num_calls - 1)
         cached = response.sightline.cached_tokens if response.sightline else 0
+        stage.note(
+            sampled_tokens=len(choice.token_ids),
+            cached_tokens=cached,
+            policy_version=labels(choice.weight_versions),
+            finish_reason=choice.finish_reason,
+        )
         return Answered(node, message, len(turn.prompt_ids), cached)

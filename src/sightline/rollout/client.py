@@ -23,6 +23,7 @@ from sightline.wire.generate import (
     GenerateRequest,
     GenerateResponse,
 )
+from sightline.wire.stage import NO_STAGE, Stage
 
 _encoder = msgspec.json.Encoder()
 _responses = msgspec.json.Decoder(GenerateResponse)
@@ -67,14 +68,16 @@ class GenerateClient:
         """The same for another server: it counts for itself, and keeps pace with this one."""
         return replace(self, base_url=base_url, counts=WireCounts())
 
-    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+    async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
+        """`turn` is the stage that the request is a part of."""
         with self.making_request():
             body = _encoder.encode(request)
         if request.features is not None:
             self.counts.reference_bytes += sum(
                 len(raw) for raws in request.features.kwargs_data.values() for raw in raws
             )
-        answer = await self.post("/inference/v1/generate", body)
+        with turn.begin("generate", server=self.base_url, request_bytes=len(body)) as stage:
+            answer = await self.post("/inference/v1/generate", body, stage)
         await self.pace.turn()
         return _responses.decode(answer)
 
@@ -114,11 +117,14 @@ class GenerateClient:
             )
         return self._session
 
-    async def post(self, path: str, body: bytes) -> bytes:
+    async def post(self, path: str, body: bytes, stage: Stage = NO_STAGE) -> bytes:
         give_up = time.monotonic() + self.deadline_s
         wait_s = _FIRST_WAIT_S
+        headers = {"Content-Type": "application/json", **stage.headers}
+        num_tries = 0
         while True:
-            found = await self._try(path, body)
+            num_tries += 1
+            found = await self._try(path, body, headers)
             if isinstance(found, bytes):
                 return found
             error, asked_s = found
@@ -127,6 +133,7 @@ class GenerateClient:
             if error.status != MAY_HEAL or time.monotonic() + pause_s > give_up:
                 raise self._with_settings(error)
             self.counts.retries += 1
+            stage.note(retries=num_tries)
             await asyncio.sleep(pause_s)
             wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
 
@@ -136,13 +143,15 @@ class GenerateClient:
         ours = json.dumps(self.settings, sort_keys=True)
         return EngineError(f"{error.problem}; ours: {ours}", error.fix, error.kind, error.status)
 
-    async def _try(self, path: str, body: bytes) -> bytes | tuple[EngineError, float]:
+    async def _try(
+        self, path: str, body: bytes, headers: dict[str, str]
+    ) -> bytes | tuple[EngineError, float]:
         """The answer; or what went wrong, and the seconds for which the server asks."""
         self.counts.requests += 1
         self.counts.sent_bytes += len(body)
         try:
             async with self._open().post(
-                self.base_url + path, data=body, headers={"Content-Type": "application/json"}
+                self.base_url + path, data=body, headers=headers
             ) as answer:
                 data = await answer.read()
                 self.counts.received_bytes += len(data)

@@ -27,6 +27,7 @@ from sightline.rollout.intercept import Interception
 from sightline.rollout.puts import PendingPuts, Puts
 from sightline.trace import Trace, encode
 from sightline.wire.control import Play, Played
+from sightline.wire.stage import CURRENT, NO_STAGES, Stage, Stages
 
 TRUNCATED = "truncated"
 """The kind of a rollout that was cut short; no error, and its reward may count."""
@@ -50,6 +51,8 @@ class Player:
     threads: Threads = field(default_factory=Threads)
     door: Door | None = None
     """Takes the images of agents in; left out, one that knows data: and media: only."""
+    stages: Stages = NO_STAGES
+    """Where the stages of its rollouts go."""
 
     def __post_init__(self) -> None:
         self.puts = Puts(self.store)
@@ -79,13 +82,38 @@ class Player:
             temperature=play.temperature,
             started=time.time(),
         )
-        chat = self._chat(play, trace)
-        error, kind = "", ""
+        with self.stages.begin(
+            "rollout",
+            rollout_id=play.rollout_id,
+            group_id=play.group_id,
+            task=play.task,
+            split=play.split,
+            seed=play.seed,
+        ) as stage:
+            chat = self._chat(play, trace, stage)
+            outer = CURRENT.set(stage)
+            try:
+                await self._record(play, chat)
+            finally:
+                CURRENT.reset(outer)
+                chat.end_environment()
+                _note(stage, trace)
+        return Played(
+            rollout_id=play.rollout_id,
+            group_id=play.group_id,
+            trace=encode(trace),
+            wire=self._wire_counts() | asdict(self.interception.counts),
+            held_bytes=chat.held_bytes,
+        )
+
+    async def _record(self, play: Play, chat: RolloutChat) -> None:
+        """Plays, and keeps on the trace what came of it."""
+        trace, error, kind = chat.trace, "", ""
         self._chats[play.rollout_id] = chat
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
                 outcome = await self._rollout(play, chat)
-            _record(trace, outcome)
+            _earn(trace, outcome)
             kind = TRUNCATED if chat.truncated else ""
         except TimeoutError:
             if limit.expired():
@@ -102,13 +130,6 @@ class Player:
             self._chats.pop(play.rollout_id, None)
         trace.error, trace.error_kind = error, kind
         trace.ended = time.time()
-        return Played(
-            rollout_id=play.rollout_id,
-            group_id=play.group_id,
-            trace=encode(trace),
-            wire=self._wire_counts() | asdict(self.interception.counts),
-            held_bytes=chat.held_bytes,
-        )
 
     def _wire_counts(self) -> dict[str, int]:
         total: Counter[str] = Counter()
@@ -124,7 +145,7 @@ class Player:
             self._clients[server] = self.client.at(server)
         return self._clients[server]
 
-    def _chat(self, play: Play, trace: Trace) -> RolloutChat:
+    def _chat(self, play: Play, trace: Trace, stage: Stage) -> RolloutChat:
         return RolloutChat(
             trace=trace,
             renderer=self.renderer,
@@ -139,6 +160,7 @@ class Player:
             max_len=self.max_len,
             max_turns=self.max_turns,
             exchanged=play.exchanged,
+            stage=stage,
         )
 
     async def _rollout(self, play: Play, chat: RolloutChat) -> Outcome:
@@ -192,7 +214,18 @@ def outcome_of(result: object, name: str) -> Outcome:
     return outcome
 
 
-def _record(trace: Trace, outcome: Outcome) -> None:
+def _note(stage: Stage, trace: Trace) -> None:
+    """What a rollout came to, on its stage."""
+    stage.note(env=trace.env, turns=len(trace.turns), tokens=trace.num_tokens)
+    if trace.reward is not None:
+        stage.note(reward=trace.reward)
+    if trace.error_kind:
+        stage.note(error_kind=trace.error_kind)
+    if trace.error:
+        stage.fail(trace.error.strip().splitlines()[-1])
+
+
+def _earn(trace: Trace, outcome: Outcome) -> None:
     if outcome.per_turn is not None and len(outcome.per_turn) != len(trace.turns):
         raise EnvironmentFailed(
             f"{len(outcome.per_turn)} per_turn rewards for {len(trace.turns)} model calls",

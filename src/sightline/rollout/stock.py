@@ -23,6 +23,7 @@ from sightline.media import MediaStore
 from sightline.rollout.client import GenerateClient
 from sightline.wire import Slot
 from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, Placeholder
+from sightline.wire.stage import NO_STAGE, Stage
 from sightline.wire.weights import Manifest
 
 BAN = -100.0
@@ -54,12 +55,14 @@ class StockClient(GenerateClient):
     """Whether the server may read the store (`--allowed-local-media-path`). Where it may not,
     images are sent as data urls: the one place where bytes of an image leave the store."""
 
-    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+    async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
         slots = request.slots()
         with self.making_request():
             body = _encoder.encode(self._body(request, slots))
-        answer = _answers.decode(await self.post("/inference/v1/generate", body))
+        with turn.begin("generate", server=self.base_url, request_bytes=len(body)) as stage:
+            data = await self.post("/inference/v1/generate", body, stage)
         await self.pace.turn()
+        answer = _answers.decode(data)
         check_expanded(request.token_ids, slots, answer)
         return GenerateResponse(request_id=answer.request_id, choices=answer.choices)
 

@@ -25,11 +25,14 @@ from sightline.rollout.stock import StockClient
 from sightline.transport.zmq_channel import AsyncSpoke
 from sightline.wire import control
 from sightline.wire.control import Cancel, Held, Play, Quit, Ready
+from sightline.wire.stage import NO_STAGES, Stages
 
 HELD_EVERY_S = 0.5
 
 
-def build_player(config: RunFile, media_root: Path, servers: Sequence[str]) -> Player:
+def build_player(
+    config: RunFile, media_root: Path, servers: Sequence[str], stages: Stages = NO_STAGES
+) -> Player:
     store = MediaStore(media_root)
     model = config.model
     family = load_family(model.path, **model.overrides())
@@ -55,6 +58,7 @@ def build_player(config: RunFile, media_root: Path, servers: Sequence[str]) -> P
         door=door,
         max_len=config.inference.max_len,
         max_turns=config.rollout.max_turns,
+        stages=stages,
     )
 
 
@@ -77,9 +81,11 @@ class Place:
     beat_file: Path
 
 
-async def main(config: RunFile, media_root: Path, place: Place, after: str = "") -> None:
+async def main(
+    config: RunFile, media_root: Path, place: Place, after: str = "", stages: Stages = NO_STAGES
+) -> None:
     """`after` says how the worker of the same name ended that this one replaces."""
-    player = build_player(config, media_root, place.servers)
+    player = build_player(config, media_root, place.servers, stages)
     share_interpreter()
     running: dict[str, asyncio.Task[None]] = {}
     heart = Heart(place.beat_file, lambda: len(running), player.threads.stuck_s)

@@ -236,6 +236,7 @@ def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follo
     saver, chosen = build_saver(config, run_dir, learner, to_lead(follow))
     beat = run_dir.beat(name_of_rank(ranks.rank))
     learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail, beat)
+    learner.probe_every = config.orchestrator.probe_every
     family = learner.family
     return Parts(
         feed=ShareFeed(

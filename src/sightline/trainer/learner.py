@@ -24,11 +24,17 @@ from sightline.trainer import loss as losses
 from sightline.trainer.checks import check_features, check_micro_batch, check_patches
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
 from sightline.trainer.optimizer import lr_scale, set_learning_rate
-from sightline.trainer.probe import Probe, probe
+from sightline.trainer.probe import Probe, accompany, choose, probe
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import Ranks
 from sightline.trainer.score import Scored, Scorer
-from sightline.trainer.shard import Whole, gather_to_lead, sum_over_ranks, whole_tensor
+from sightline.trainer.shard import (
+    Whole,
+    agree,
+    gather_to_lead,
+    sum_over_ranks,
+    whole_tensor,
+)
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, Origin
 from sightline.wire.score import StepScores
@@ -175,15 +181,22 @@ class Learner:
         return Stepped(metrics, scores, laps.seconds, looked)
 
     def _probe(self, ready: ReadyBatch) -> Probe | None:
-        """Scores the first micro-batch that can tell, before the update; on one rank only, for
-        ranks would have to agree on it."""
-        if not self.probe_every or ready.step % self.probe_every or self.ranks.size > 1:
+        """Asks one micro-batch of the step, before the update; what it says comes to rank 0."""
+        if not self.probe_every or ready.step % self.probe_every:
             return None
-        for number, micro_batch in enumerate(ready.micro_batches, start=1):
-            self.pulse.mark(f"the probe of step {ready.step}, micro-batch {number}")
-            if (found := probe(micro_batch, self.score)) is not None:
-                return found
-        return None
+        own = choose(ready.micro_batches)
+        names = agree([] if own is None else [own[0]], self.ranks.size)
+        if not names:
+            return None
+        self.pulse.mark(f"the probe of step {ready.step}")
+        found = None
+        if own is not None and own[0] == min(names):
+            found = probe(own[1], self.score)
+        else:
+            smallest = min(ready.micro_batches, key=lambda m: len(m.batch.token_ids))
+            accompany(smallest, self.score)
+        everyone = gather_to_lead(found, self.ranks)
+        return next((one for one in everyone if one is not None), None)
 
     def score(self, ready: ReadyMicroBatch) -> np.ndarray:
         """The logprobs (S,) of the trained tokens; nothing is learnt."""

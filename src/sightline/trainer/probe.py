@@ -2,14 +2,16 @@
 
 A model that trains blind (pixels dropped on some wire, a tower that is not connected) answers a
 picture that it was not shown exactly as it answers its own, while loss and reward look normal.
-Only images of one grid are exchanged, so that tokens and positions stay as they are.
+Only images of one grid are exchanged, so that tokens and positions stay as they are. One
+micro-batch is asked, on whatever rank it lies; the others go along, for the blocks of a sharded
+model are gathered by all ranks together.
 
 Letters: S trained tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,6 +22,8 @@ NOISE = 10.0
 """An effect below so many times that of scoring twice is none."""
 FLOOR = 1e-9
 """Mean change of a logprob that no arithmetic can tell from none."""
+NUM_PASSES = 3
+"""With its own images, with its own again, and with others."""
 HARDLY = 1e-3
 """Below this change the model hardly looks: a probability moves by less than a thousandth."""
 
@@ -55,25 +59,30 @@ class Probe:
         )
 
 
-def exchange(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | None:
-    """The micro-batch with images of one grid exchanged in a circle, and which images changed.
+def donors_of(ready: ReadyMicroBatch) -> np.ndarray | None:
+    """For each image the one of the same grid that takes its place, in a circle.
 
     None where no two distinct images have the same grid.
     """
     if ready.patches is None:
         return None
     grids = [entry.item.grid for entry in ready.batch.items]
-    sizes = [int(np.prod(grid)) for grid in grids]
-    starts = np.cumsum([0, *sizes])
-    donors = list(range(len(grids)))
+    donors = np.arange(len(grids))
     for grid in set(grids):
         places = [i for i, other in enumerate(grids) if other == grid]
-        for place, donor in zip(places, [*places[1:], places[0]], strict=True):
-            donors[place] = donor
-    moved = np.array([donor != place for place, donor in enumerate(donors)])
-    if not moved.any():
+        donors[places] = [*places[1:], places[0]]
+    return donors if (donors != np.arange(len(grids))).any() else None
+
+
+def exchange(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | None:
+    """The micro-batch with images exchanged, and which images changed; None where none can."""
+    donors = donors_of(ready)
+    if donors is None or ready.patches is None:
         return None
+    sizes = [int(np.prod(entry.item.grid)) for entry in ready.batch.items]
+    starts = np.cumsum([0, *sizes])
     rows = np.concatenate([np.arange(starts[d], starts[d] + sizes[d]) for d in donors])
+    moved = donors != np.arange(len(donors))
     return replace(ready, patches=ready.patches[rows]), moved
 
 
@@ -87,6 +96,25 @@ def behind(ready: ReadyMicroBatch, moved: np.ndarray) -> np.ndarray:
             last = slot.offset + slot.length - 1
             sees[last + 1 : ends[last]] = True
     return sees[batch.trained.numpy()]
+
+
+def can_tell(ready: ReadyMicroBatch) -> bool:
+    """Whether images can be exchanged, and something trained stands behind one of them."""
+    donors = donors_of(ready)
+    return donors is not None and bool(behind(ready, donors != np.arange(len(donors))).any())
+
+
+def choose(candidates: Sequence[ReadyMicroBatch]) -> tuple[str, ReadyMicroBatch] | None:
+    """One that can tell, with its name: the same one, however they are spread over ranks."""
+    able = [ready for ready in candidates if can_tell(ready)]
+    named = [(f"{(first := m.batch.origins[0]).trace_id}/{first.node}", m) for m in able]
+    return min(named, key=lambda found: found[0], default=None)
+
+
+def accompany(ready: ReadyMicroBatch, score: Callable[[ReadyMicroBatch], np.ndarray]) -> None:
+    """As many passes as a probe takes, and through the tower, for a rank that probes elsewhere."""
+    for _ in range(NUM_PASSES):
+        score(replace(ready, shows=True))
 
 
 def probe(ready: ReadyMicroBatch, score: Callable[[ReadyMicroBatch], np.ndarray]) -> Probe | None:

@@ -127,6 +127,11 @@ class VersionSpan(msgspec.Struct, frozen=True):
     end: int
 
 
+def labels(spans: list[VersionSpan]) -> str:
+    """The versions that sampled an answer, as one word; several where weights changed in it."""
+    return ",".join(dict.fromkeys(span.version for span in spans))
+
+
 class Choice(msgspec.Struct, frozen=True):
     index: int
     token_ids: list[int]

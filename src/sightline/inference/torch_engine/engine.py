@@ -267,6 +267,7 @@ class Engine:
         self.counts.tokens_on_old_kv += int(table.is_mixed[rows].sum())
         for row in plan.rows[is_prompt & plan.samples].tolist():
             running[row].features.clear()
+            running[row].passed.end("prefill")
         is_broken = ~np.isfinite(logprobs)
         if is_broken.any():
             self._fail([running[row] for row in rows[is_broken].tolist()], _not_finite())

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from sightline.errors import EngineError
+from sightline.inference.engine import Passed
 from sightline.pixels import Pixels
 from sightline.wire import Slot
 from sightline.wire.generate import SamplingParams, VersionSpan
@@ -54,6 +55,7 @@ class Request:
     finish_reason: str = ""
     """stop or length; abort for a request that was cancelled."""
     error: EngineError | None = None
+    passed: Passed = field(default_factory=Passed)
 
     @property
     def nbytes(self) -> int:

@@ -75,6 +75,7 @@ class Scheduler:
                 self.fail(request, typed(error))
                 continue
             self.waiting.popleft()
+            request.passed.end("queue")
             self.counts.cached_tokens += request.cached_tokens
             self._load(request)
 
@@ -157,6 +158,7 @@ class Scheduler:
             self._begin(request)
 
     def _begin(self, request: Request) -> None:
+        request.passed.end("materialize")
         self._wait_no_more(request)
         self.running[request.row] = request
         self._active = None
@@ -168,6 +170,7 @@ class Scheduler:
         row = request.row
         request.tokens, request.logprobs = self.rows.sampled(row)
         request.finish_reason = reason
+        request.passed.end("decode")
         request.close_span(version, len(request.tokens))
         self.counts.finished += 1
         if self._reuse_kv:
@@ -240,7 +243,10 @@ class Scheduler:
             for row in self.prefixes.clear():
                 self.rows.release(row)
         for request in held:
-            request.close_span(old_version, self.rows.num_sampled(request.row))
+            num_sampled = self.rows.num_sampled(request.row)
+            reached = "decode" if num_sampled else "prefill"
+            request.passed.end("materialize" if request.pending else reached)
+            request.close_span(old_version, num_sampled)
             if not keep_kv:
                 self.counts.prefilled_again += bool(self.rows.computed[request.row])
                 self.rows.computed[request.row] = 0

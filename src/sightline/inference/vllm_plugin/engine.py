@@ -235,10 +235,12 @@ class VllmEngine:
         request.digests = prepared.digests
         params = vllm_params(request.params, request.seed)
         request.is_running = True
+        request.passed.end("materialize")
         final: Any = None
         async for output in self._client.generate(prompt, params, f"sl-{next(self._names)}"):
             final = output
         request.is_running = False
+        request.passed.end("vllm")
         if final is None or final.outputs[0].finish_reason == "error":
             return False
         read_output(request, final)

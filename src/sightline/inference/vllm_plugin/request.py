@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from sightline.errors import EngineError
+from sightline.inference.engine import Passed
 from sightline.wire import Slot
 from sightline.wire.generate import SamplingParams, VersionSpan
 
@@ -39,6 +40,7 @@ class Request:
     spans: list[VersionSpan] = field(default_factory=list)
     finish_reason: str = ""
     error: EngineError | None = None
+    passed: Passed = field(default_factory=Passed)
 
     @property
     def nbytes(self) -> int:

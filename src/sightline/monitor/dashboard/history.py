@@ -22,7 +22,7 @@ class History:
         self._changes: list[tuple[str, int]] = []
         self.evals: list[dict[str, Any]] = []
         self.notes: list[Event] = []
-        """States, losses and drops, the newest."""
+        """States, losses, drops and sinks that failed, the newest."""
         self.dropped: Counter[str] = Counter()
         self.seen: dict[str, float] = {}
         """When each process wrote its last event."""
@@ -59,7 +59,7 @@ class History:
                 self.probe = event
         elif event.kind == "eval":
             self.evals.append({"step": event.step, "time": event.time, **_plain(event.values)})
-        elif event.kind in ("state", "lost", "dropped", "totals"):
+        elif event.kind in ("state", "lost", "dropped", "sink", "totals"):
             if event.kind == "state":
                 self.phase = str(event.values.get("phase", ""))
             if event.kind == "totals":

@@ -36,6 +36,8 @@ MOST_CHARS = 2000
 LOOK_EVERY_S = 1.0
 CLOSE_WITHIN_S = 20.0
 """How long a sink may take to finish once the run is over."""
+SAID, FED = "sink ", "fed"
+"""The last lines of the process that feeds sinks: `sink NAME: fed`, or what went wrong."""
 
 Entry = tuple[int, dict[str, float] | list[Sample]]
 
