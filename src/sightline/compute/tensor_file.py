@@ -17,6 +17,7 @@ DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 Gather = Callable[[torch.Tensor], torch.Tensor]
 
 

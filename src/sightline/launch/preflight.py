@@ -137,6 +137,12 @@ def check_fit(config: RunFile) -> None:
             '[trainer] publish = "broadcast" sends to one server, and [eval] every needs another',
             'set publish = "files", or every = 0',
         )
+    if config.lora.publish == "adapter" and config.eval.every > 0:
+        raise ConfigError(
+            '[lora] publish = "adapter" with [eval] every: checkpoints/best is made of published '
+            "weights, and adapters are none",
+            'set publish = "merged", or every = 0',
+        )
     for root in config.media.file_roots:
         if not Path(root).is_absolute():
             raise ConfigError(
@@ -148,7 +154,9 @@ def check_fit(config: RunFile) -> None:
 def check_engine(config: RunFile, family: Family) -> None:
     """The engine is there, and can serve what the family is."""
     if config.inference.engine == "vllm":
-        load_serving(config.model.path, family)
+        serving = load_serving(config.model.path, family)
+        if config.lora.publish == "adapter":
+            _check_stored_names(Path(config.model.path), serving.VISION)
         check_python(config.inference.python)
     elif config.inference.python:
         raise ConfigError(
@@ -156,6 +164,21 @@ def check_engine(config: RunFile, family: Family) -> None:
             "runs in this interpreter",
             'remove it, or set engine = "vllm"',
         )
+
+
+def _check_stored_names(model: Path, vision: tuple[str, ...]) -> None:
+    """vLLM merges adapters into parameters that it reads from the checkpoint, by their names."""
+    from safetensors import safe_open
+
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            if any(name.startswith(vision) for name in file.keys()):
+                return
+    raise ConfigError(
+        f'[lora] publish = "adapter": vLLM takes none for {model}, whose files name parameters '
+        f"otherwise than the trainer does ({vision[0]}...)",
+        'set publish = "merged"',
+    )
 
 
 def check_run(config: RunFile, run_dir: RunDir) -> Family:

@@ -35,6 +35,17 @@ class Broadcast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Over the bytes of all tensors, in their order."""
 
 
+class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Weights that stand on a base, of which each matrix W in `scales` becomes W + s B A."""
+
+    base: str
+    """sha256 over the parameters of the base that do not train."""
+    dtype: str
+    """Of those parameters, as safetensors writes it: in it they were digested."""
+    scales: dict[str, float]
+    """The s of each W; its B and A are among the version's tensors."""
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     """Policy after so many optimizer steps."""
@@ -45,6 +56,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Grows when a version has to be made again and comes out with other bits."""
     broadcast: Broadcast | None = None
     """In place of files."""
+    adapter: Adapter | None = None
+    """What the tensors are added to, where they are not whole weights."""
     schema: int = WEIGHTS_SCHEMA
 
     def __post_init__(self) -> None:
