@@ -21,7 +21,12 @@ from sightline.launch.processes import find_port
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 PROGRAM = Path(__file__).parent / "rank_step.py"
-TYPES = [("qwen_vl", {}), ("qwen_vl", {"type": "qwen2_5_vl"}), ("kimi_k25", {})]
+TYPES = [
+    ("qwen_vl", {}),
+    ("qwen_vl", {"type": "qwen2_5_vl"}),
+    ("qwen_vl", {"type": "qwen3_vl_moe"}),
+    ("kimi_k25", {}),
+]
 
 
 @dataclass

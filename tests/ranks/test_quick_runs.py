@@ -39,7 +39,8 @@ def test_weights_that_are_sent_are_those_that_sample(quick_home: Path) -> None:
 @pytest.mark.parametrize("way", ["files", "broadcast"])
 def test_adapters_that_leave_unmerged_are_those_that_sample(quick_home: Path, way: str) -> None:
     words = ("lora.rank=2", "lora.publish=adapter", "lora.vision_targets=['*']", "trainer.lr=0.02")
-    job = Job(quick_home, "run.toml", f"trainer.publish={way}", *words)
+    lag = "orchestrator.max_lag=0"
+    job = Job(quick_home, "run.toml", f"trainer.publish={way}", lag, *words)
     said = job.output(timeout_s=600)
     assert job.process.returncode == 0, said[-3000:]
     names = {path.name for path in job.run_dir.weights.rglob("*.safetensors")}

@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from sightline.errors import Misaligned
+from sightline.wire.weights import is_turned
 
 
 class Opened(Mapping[str, torch.Tensor]):
@@ -60,17 +61,10 @@ def open_folder(folder: Path) -> Opened:
     return Opened(sorted(folder.glob("*.safetensors")))
 
 
-def turned_names(folder: Path, own: Mapping[str, torch.Tensor]) -> list[str]:
-    """Parameters that files of this checkpoint hold the other way round, as some hold experts."""
-    opened = open_folder(folder)
+def turned_names(opened: Opened, own: Mapping[str, torch.Tensor]) -> list[str]:
+    """Parameters that files of a checkpoint hold the other way round, as some hold experts."""
     return [
         name
         for name, tensor in own.items()
         if name in opened and is_turned(opened.shape(name), tensor.shape)
     ]
-
-
-def is_turned(stored: Iterable[int], own: Iterable[int]) -> bool:
-    """Whether two stacks of matrices differ in that each matrix is transposed."""
-    one, other = tuple(stored), tuple(own)
-    return len(one) > 2 and one != other and one == (*other[:-2], other[-1], other[-2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from sightline.errors import WireError
@@ -77,3 +79,12 @@ def version_of_label(label: str) -> tuple[int, int]:
     """Version and epoch of a label."""
     version, _, epoch = label.partition(".")
     return int(version), int(epoch or 0)
+
+
+def is_turned(stored: Iterable[int], own: Iterable[int]) -> bool:
+    """Whether two stacks of matrices differ in that each matrix is transposed.
+
+    Files of some models hold experts so; trainer and engines hold them as transformers does.
+    """
+    one, other = tuple(stored), tuple(own)
+    return len(one) > 2 and one != other and one == (*other[:-2], other[-1], other[-2])

@@ -158,33 +158,11 @@ def test_the_engine_serves_merged_what_the_trainer_scores(
     assert choice.logprobs is not None and stale.logprobs is not None
     said = choice.token_ids
     got = [entry.logprob for entry in choice.logprobs.content]
-    ours = score(learner, store, rendered, said)
+    ours = making.trainer_logprobs(learner, store, rendered, said)
     np.testing.assert_allclose(got, ours, atol=2e-5)
     before = learner_of(tiny_model, store)
-    theirs = score(before, store, rendered, said)
+    theirs = making.trainer_logprobs(before, store, rendered, said)
     assert np.abs(np.array(got) - theirs).max() > 1e-2, "the adapters say something"
-
-
-@torch.no_grad()
-def score(learner: Learner, store: MediaStore, rendered: Any, said: list[int]) -> np.ndarray:
-    from sightline.compute.attention import Flat
-    from sightline.families import PlacedSlot
-
-    family, forward = learner.family, learner.forward
-    ids = [*rendered.token_ids, *said]
-    placed = [PlacedSlot(s.offset, s.length, s.item.grid) for s in rendered.slots]
-    positions = torch.from_numpy(family.positions(len(ids), placed)[0].astype(np.int64))[:, None]
-    items = [slot.item for slot in rendered.slots]
-    patches = np.concatenate([family.patches(store.image(i.ref), i) for i in items])
-    features = forward.encode(torch.from_numpy(patches), [i.grid for i in items])
-    places = torch.cat([torch.arange(s.offset, s.end) for s in rendered.slots])
-    pattern = Flat([len(ids)], torch.device("cpu"))
-    hidden = forward.hidden(torch.tensor([ids]), positions, features, places, pattern)[0]
-    logits = forward.logits(hidden[len(rendered.token_ids) - 1 : -1])
-    logits[:, list(learner.pad_ids)] = float("-inf")
-    logs = torch.log_softmax(logits, -1).gather(1, torch.tensor(said)[:, None])[:, 0]
-    found: np.ndarray = logs.numpy()
-    return found
 
 
 def test_exported_it_is_a_plain_checkpoint_and_adapters_that_peft_loads(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sightline.compute.adapters import Base, parameter
-from sightline.compute.stored import Stored, turned_names
+from sightline.compute.stored import Stored, open_folder, turned_names
 from sightline.compute.weights import check_names, read_weights
 from sightline.errors import EngineError, SightlineError
 from sightline.inference.errors import refusal
@@ -53,7 +53,7 @@ class Updates:
     def __post_init__(self) -> None:
         self._first_vision = self.vision_digest
         self._base = Base(lambda: Stored(self.model, self.parameters))
-        self._turned = turned_names(self.model, self.parameters)
+        self._turned = turned_names(open_folder(self.model), self.parameters)
 
     @property
     def vision_label(self) -> str:
