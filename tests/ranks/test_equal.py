@@ -171,6 +171,9 @@ def test_a_rank_holds_its_share_of_the_parameters(step: Callable[..., Found]) ->
         held = step("qwen_vl", {}, size).nbytes
         assert sum(held) == whole
         assert max(held) < 1.1 * whole / size
+        for rank in step("qwen_vl", {}, size).ranks:
+            # Two decoder layers, two vision blocks, and the rest.
+            assert rank["units"] == [True] * 5
 
 
 @pytest.mark.parametrize("size", [2, 4])
