@@ -2,8 +2,9 @@
 
     make chaos KILLS=50            python bench/chaos.py --kills 50 --seed 0
 
-Each life of the run ends by SIGKILL to one process, at a moment that the seed chooses; some moments
-are waited for: inside the writing of a checkpoint, or of published weights. The next life resumes.
+Each life of the run ends by SIGKILL to one process; some moments are waited for: inside the writing
+of a checkpoint, or of published weights. The next life resumes. The seed deals: every five kills
+are one of each kind of process, and have one of each kind of moment.
 A worker is replaced while the run goes on. At the end the ledger must hold every step once, no
 version may have come out with other bits, and no rank may have outlived a failure by 10 seconds.
 """
@@ -11,6 +12,7 @@ version may have come out with other bits, and no rank may have outlived a failu
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,25 +36,10 @@ MAX_S = 10.0
 """No rank may live longer than this after the failure of another process."""
 MANY_STEPS = 1_000_000
 PATIENCE_S = 600.0
-FIRST = (
-    ("trainer", "checkpoint"),
-    ("trainer-1", "publish"),
-    ("server", "step"),
-    ("orchestrator", "step"),
-    ("launcher", "step"),
-    ("worker-0", "step"),
-    ("trainer-1", "checkpoint"),
-    ("trainer", "publish"),
-    ("trainer-1", "step"),
-    ("trainer", "step"),
-    ("launcher", "checkpoint"),
-    ("orchestrator", "publish"),
-    ("server", "start"),
-    ("trainer", "start"),
-)
-"""Every kind of process and every kind of moment; after these the seed draws."""
-VICTIMS = ("trainer", "trainer-1", "server", "orchestrator", "launcher", "worker-0")
-MOMENTS = ("step", "checkpoint", "publish", "start")
+KINDS = ("trainer", "server", "orchestrator", "launcher", "worker-0")
+"""Of process. Of the trainer's two ranks each is killed in turn."""
+WRITING, OTHERS = ("checkpoint", "publish"), ("step", "start")
+"""Moments inside writing are waited for; the seed draws the others."""
 RUN_FILE = """
 [run]
 name = "chaos"
@@ -222,13 +209,30 @@ def main() -> None:
     report(chaos, time.monotonic() - began)
 
 
+def deal(rng: random.Random) -> Iterator[tuple[str, str]]:
+    """Who is killed, and when: round by round every kind of process and every kind of moment.
+
+    In every other round it is trainer and launcher that are killed inside writing: with them the
+    writer ends at once, and leaves half of it behind.
+    """
+    ranks = ["trainer", "trainer-1"]
+    rng.shuffle(ranks)
+    for number in itertools.count():
+        near, far = ["trainer", "launcher"], ["server", "orchestrator"]
+        writing, others = rng.sample(WRITING, 2), rng.sample(OTHERS, 2)
+        moments = dict(zip([*near, *far], [*writing, *others], strict=True))
+        if number % 2:
+            moments = dict(zip([*far, *near], [*writing, *others], strict=True))
+        for kind in rng.sample(KINDS, len(KINDS)):
+            victim = ranks[number // 2 % 2] if kind == "trainer" else kind
+            yield victim, moments.get(kind, "step")
+
+
 def play(chaos: Chaos, num: int) -> None:
-    while len(chaos.kills) < num:
+    for victim, moment in itertools.islice(deal(chaos.rng), num):
         if chaos.process is None or chaos.process.poll() is not None:
             chaos.start()
-        drawn = (chaos.rng.choice(VICTIMS), chaos.rng.choice(MOMENTS))
-        victim, moment = FIRST[len(chaos.kills)] if len(chaos.kills) < len(FIRST) else drawn
-        kill = chaos.kill(victim, "step" if victim == "worker-0" else moment)
+        kill = chaos.kill(victim, moment)
         chaos.kills.append(kill)
         inside = ", half written" if kill.inside else ""
         print(

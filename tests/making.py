@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 
+from sightline.compute.attention import Flat
 from sightline.config import Model, Trainer
-from sightline.families import Family, load_family, load_renderer
+from sightline.families import Family, PlacedSlot, load_family, load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, assistant, user
 from sightline.pixels import Materializer
+from sightline.render import Rendered
+from sightline.trainer.learner import Learner
 from sightline.trainer.sft import sample_of
 from sightline.wire.array import Array
 from sightline.wire.sample import Sample, SampleSlot
@@ -121,3 +126,25 @@ def trainer_config(**changes: object) -> Trainer:
     return Trainer.model_validate(
         {"device": "cpu", "lr": 1e-3, "clip_low": 100.0, "clip_high": 100.0, **changes}
     )
+
+
+@torch.no_grad()
+def trainer_logprobs(
+    learner: Learner, store: MediaStore, rendered: Rendered, said: Sequence[int]
+) -> np.ndarray:
+    """What the trainer's own forward pass gives the tokens of an answer, banned ids left out."""
+    family, forward = learner.family, learner.forward
+    ids = [*rendered.token_ids, *said]
+    placed = [PlacedSlot(s.offset, s.length, s.item.grid) for s in rendered.slots]
+    positions = torch.from_numpy(family.positions(len(ids), placed)[0].astype(np.int64))[:, None]
+    items = [slot.item for slot in rendered.slots]
+    patches = np.concatenate([family.patches(store.image(i.ref), i) for i in items])
+    features = forward.encode(torch.from_numpy(patches), [i.grid for i in items])
+    places = torch.cat([torch.arange(s.offset, s.end) for s in rendered.slots])
+    pattern = Flat([len(ids)], torch.device("cpu"))
+    hidden = forward.hidden(torch.tensor([ids]), positions, features, places, pattern)[0]
+    logits = forward.logits(hidden[len(rendered.token_ids) - 1 : -1])
+    logits[:, list(learner.pad_ids)] = float("-inf")
+    logs = torch.log_softmax(logits, -1).gather(1, torch.tensor(list(said))[:, None])[:, 0]
+    found: np.ndarray = logs.numpy()
+    return found

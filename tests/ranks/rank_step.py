@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch.distributed.fsdp import FSDPModule
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 torch.set_num_threads(1)
@@ -90,6 +91,7 @@ def main() -> None:
     local = sum(_local_bytes(p) for p in learner.forward.model.parameters())
     note_rank = {
         "bytes": local,
+        "units": units(learner),
         "ways": ways(counts),
         "made": materializer.counts.made,
         "mapped": materializer.counts.mapped,
@@ -129,6 +131,13 @@ def ways(counts: Counter[str]) -> list[str]:
 
     found = ["compile"] if counters["stats"]["unique_graphs"] else []
     return [*found, *(["recompute"] if counts["inner"] == 2 * counts["outer"] else [])]
+
+
+def units(learner) -> list[bool]:  # type: ignore[no-untyped-def]
+    """Of every block whether it is a unit that is gathered by itself, and of the rest."""
+    if learner.whole is None:
+        return []
+    return [isinstance(one, FSDPModule) for one in (*learner.forward.blocks(), learner.whole)]
 
 
 def _local_bytes(parameter: torch.Tensor) -> int:

@@ -22,7 +22,12 @@ from sightline.trainer.probe import Probe
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 PROGRAM = Path(__file__).parent / "rank_step.py"
-TYPES = [("qwen_vl", {}), ("qwen_vl", {"type": "qwen2_5_vl"}), ("kimi_k25", {})]
+TYPES = [
+    ("qwen_vl", {}),
+    ("qwen_vl", {"type": "qwen2_5_vl"}),
+    ("qwen_vl", {"type": "qwen3_vl_moe"}),
+    ("kimi_k25", {}),
+]
 
 
 @dataclass
@@ -167,6 +172,9 @@ def test_a_rank_holds_its_share_of_the_parameters(step: Callable[..., Found]) ->
         held = step("qwen_vl", {}, size).nbytes
         assert sum(held) == whole
         assert max(held) < 1.1 * whole / size
+        for rank in step("qwen_vl", {}, size).ranks:
+            # Two decoder layers, two vision blocks, and the rest.
+            assert rank["units"] == [True] * 5
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -33,6 +33,23 @@ def test_weights_that_are_sent_are_those_that_sample(quick_home: Path) -> None:
     said = job.output(timeout_s=600)
     assert job.process.returncode == 0, said[-3000:]
     assert not list(job.run_dir.weights.rglob("*.safetensors")), "no file between them"
+    check_mismatch(job)
+
+
+@pytest.mark.parametrize("way", ["files", "broadcast"])
+def test_adapters_that_leave_unmerged_are_those_that_sample(quick_home: Path, way: str) -> None:
+    words = ("lora.rank=2", "lora.publish=adapter", "lora.vision_targets=['*']", "trainer.lr=0.02")
+    lag = "orchestrator.max_lag=0"
+    job = Job(quick_home, "run.toml", f"trainer.publish={way}", lag, *words)
+    said = job.output(timeout_s=600)
+    assert job.process.returncode == 0, said[-3000:]
+    names = {path.name for path in job.run_dir.weights.rglob("*.safetensors")}
+    assert names == ({"adapter.safetensors"} if way == "files" else set())
+    check_mismatch(job)
+
+
+def check_mismatch(job: Job) -> None:
+    """What sampled is what was trained, to the last bits of a float."""
     trained = by_step(read_events(job.run_dir.metrics), "train")
     measured = [event.values["mismatch_kl"] for event in trained.values()]
     found = [kl for kl in measured if kl is not None]

@@ -17,7 +17,7 @@ import uvloop
 from sightline import config
 from sightline.config import RunFile, SftFile
 from sightline.errors import SightlineError
-from sightline.launch.processes import SECRET, leave_error
+from sightline.launch.processes import SECRET, die_with_parent, leave_error
 from sightline.monitor import RunDir
 
 if TYPE_CHECKING:
@@ -155,7 +155,12 @@ def _serve(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root:
 
 
 def _end_with(parent: int) -> None:
-    """A launcher that was killed cannot end its processes; they notice and end themselves."""
+    """A launcher that was killed cannot end its processes: the kernel does, or they notice.
+
+    Before this call, and where the kernel is another, a thread looks; it has to wait while a large
+    library is loaded.
+    """
+    die_with_parent()
 
     def look() -> None:
         while os.getppid() == parent:

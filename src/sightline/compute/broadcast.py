@@ -19,15 +19,21 @@ import msgspec
 import torch
 from torch import distributed as dist
 
-from sightline.compute.tensor_file import DTYPES, Gather, as_it_is, bytes_of, each_whole
+from sightline.compute.tensor_file import (
+    DTYPES,
+    TORCH_DTYPES,
+    Gather,
+    as_it_is,
+    bytes_of,
+    each_whole,
+)
 from sightline.compute.versions import epoch_of, folder_of
 from sightline.errors import Misaligned
 from sightline.wire.file import write_atomic
-from sightline.wire.weights import MANIFEST, Broadcast, Manifest, TensorSpec
+from sightline.wire.weights import MANIFEST, Adapter, Broadcast, Manifest, TensorSpec
 
 DELIVER_S = 600.0
 """How long a sender waits for receivers, and each side for the other."""
-_TORCH = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class Broadcaster:
@@ -46,6 +52,7 @@ class Broadcaster:
         vision_version: int,
         gather: Gather = as_it_is,
         dtype: torch.dtype | None = None,
+        adapter: Adapter | None = None,
     ) -> tuple[Path, Manifest]:
         """Writes the manifest of what `send` will send; a version keeps its meaning as in files."""
         digest = hashlib.sha256()
@@ -58,7 +65,7 @@ class Broadcaster:
         sent = Broadcast(self._address, self._receivers, specs, digest.hexdigest())
         root.mkdir(parents=True, exist_ok=True)
         epoch = epoch_of(root, version, sent.sha256)
-        manifest = Manifest(version, vision_version, [], epoch, sent)
+        manifest = Manifest(version, vision_version, [], epoch, sent, adapter)
         folder = folder_of(root, version, epoch)
         folder.mkdir(exist_ok=True)
         write_atomic(folder / MANIFEST, msgspec.json.encode(manifest))
@@ -93,7 +100,7 @@ def receive(manifest: Manifest) -> dict[str, torch.Tensor]:
     digest = hashlib.sha256()
     found: dict[str, torch.Tensor] = {}
     for spec in sent.tensors:
-        tensor = torch.empty(spec.shape, dtype=_TORCH[spec.dtype])
+        tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
         data = tensor.reshape(-1).view(torch.uint8)
         _broadcast(group, data)
         digest.update(data.numpy())

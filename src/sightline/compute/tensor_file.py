@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -44,9 +45,13 @@ def write_tensors(
     gather: Gather = as_it_is,
     dtype: torch.dtype | None = None,
     metadata: dict[str, str] | None = None,
+    turned: Collection[str] = (),
 ) -> WeightFile:
-    """Writes `tensors`, floating ones as `dtype` where it is given, and syncs the file."""
-    sizes = {name: tensor.shape for name, tensor in tensors.items()}
+    """Writes `tensors`, floating ones as `dtype` where it is given, and syncs the file.
+
+    Stacks of matrices that `turned` names are written with each matrix transposed.
+    """
+    sizes = {name: _turn(name, tensor, turned).shape for name, tensor in tensors.items()}
     kinds = {name: _dtype_of(tensor, dtype) for name, tensor in tensors.items()}
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
@@ -66,8 +71,8 @@ def write_tensors(
         for part in (len(head).to_bytes(8, "little"), head):
             digest.update(part)
             file.write(part)
-        for _, whole in each_whole(tensors, gather):
-            data = bytes_of(whole, dtype)[0].numpy()
+        for name, whole in each_whole(tensors, gather):
+            data = bytes_of(_turn(name, whole, turned), dtype)[0].numpy()
             digest.update(data)
             file.write(data)
             del whole, data  # before the next one is gathered
@@ -75,6 +80,10 @@ def write_tensors(
         os.fsync(file.fileno())
         nbytes = file.tell()
     return WeightFile(path.name, nbytes, digest.hexdigest())
+
+
+def _turn(name: str, tensor: torch.Tensor, turned: Collection[str]) -> torch.Tensor:
+    return tensor.transpose(-1, -2) if name in turned else tensor
 
 
 def bytes_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.dtype]:

@@ -21,9 +21,10 @@ from sightline.compute.tensor_file import Gather, as_it_is, write_tensors
 from sightline.compute.versions import epoch_of, folder_of
 from sightline.errors import Misaligned, WireError
 from sightline.wire.file import write_atomic
-from sightline.wire.weights import MANIFEST, Manifest
+from sightline.wire.weights import MANIFEST, Adapter, Manifest
 
 WEIGHTS_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter.safetensors"
 
 
 def write_weights(
@@ -33,6 +34,7 @@ def write_weights(
     vision_version: int,
     gather: Gather = as_it_is,
     dtype: torch.dtype | None = None,
+    adapter: Adapter | None = None,
 ) -> tuple[Path, Manifest]:
     """Publishes `tensors` as `root/v<version>` and returns its manifest's path.
 
@@ -42,9 +44,10 @@ def write_weights(
     part = root / f".v{version:06d}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    file = write_tensors(part / WEIGHTS_FILE, tensors, gather, dtype)
+    name = WEIGHTS_FILE if adapter is None else ADAPTER_FILE
+    file = write_tensors(part / name, tensors, gather, dtype)
     epoch = epoch_of(root, version, file.sha256)
-    manifest = Manifest(version, vision_version, [file], epoch)
+    manifest = Manifest(version, vision_version, [file], epoch, adapter=adapter)
     target = folder_of(root, version, epoch)
     if (target / MANIFEST).is_file():
         shutil.rmtree(part)

@@ -40,6 +40,8 @@ class _Training(Section):
     def _trains_what_it_adapts(self) -> Self:
         if self.lora.vision_targets and not (self.lora.rank and self.model.train_vision):
             raise ValueError("[lora] vision_targets needs a rank, and [model] train_vision = true")
+        if self.lora.publish == "adapter" and not self.lora.rank:
+            raise ValueError('[lora] publish = "adapter" needs a rank')
         return self
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from sightline.config.section import Section
@@ -15,4 +17,7 @@ class Lora(Section):
     )
     vision_targets: tuple[str, ...] = Field(
         (), description="Likewise of the vision tower; without any it trains whole, or not at all."
+    )
+    publish: Literal["merged", "adapter"] = Field(
+        "merged", description="Engines of a run are given whole weights, or adapters to merge."
     )

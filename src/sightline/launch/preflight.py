@@ -144,6 +144,12 @@ def check_fit(config: RunFile) -> None:
             '[eval] every starts a server of its own, and engine = "stock_vllm" cannot be started',
             "set every = 0; the evaluations at the start and the end stay",
         )
+    if config.lora.publish == "adapter" and config.eval.every > 0:
+        raise ConfigError(
+            '[lora] publish = "adapter" with [eval] every: checkpoints/best is made of published '
+            "weights, and adapters are none",
+            'set publish = "merged", or every = 0',
+        )
     for root in config.media.file_roots:
         if not Path(root).is_absolute():
             raise ConfigError(
@@ -156,7 +162,9 @@ def check_engine(config: RunFile, family: Family) -> None:
     """The engine is there, and can serve what the family is."""
     check_servers(config, family)
     if config.inference.engine == "vllm":
-        load_serving(config.model.path, family)
+        serving = load_serving(config.model.path, family)
+        if config.lora.publish == "adapter":
+            _check_stored_names(Path(config.model.path), serving.VISION)
         if not config.inference.servers or config.eval.every:
             check_python(config.inference.python)
     elif config.inference.python:
@@ -165,6 +173,21 @@ def check_engine(config: RunFile, family: Family) -> None:
             "runs in this interpreter",
             'remove it, or set engine = "vllm"',
         )
+
+
+def _check_stored_names(model: Path, vision: tuple[str, ...]) -> None:
+    """vLLM merges adapters into parameters that it reads from the checkpoint, by their names."""
+    from safetensors import safe_open
+
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            if any(name.startswith(vision) for name in file.keys()):
+                return
+    raise ConfigError(
+        f'[lora] publish = "adapter": vLLM takes none for {model}, whose files name parameters '
+        f"otherwise than the trainer does ({vision[0]}...)",
+        'set publish = "merged"',
+    )
 
 
 def check_run(config: RunFile, run_dir: RunDir) -> Family:

@@ -35,6 +35,11 @@ def check_servers(config: RunFile, family: Family) -> None:
             _check_stock(address)
         else:
             _check_ours(config, family, address)
+    if config.inference.engine == "stock_vllm" and config.lora.publish == "adapter":
+        raise ConfigError(
+            '[lora] publish = "adapter" with engine = "stock_vllm", which loads whole weights',
+            'set publish = "merged"',
+        )
     if config.inference.engine == "stock_vllm" and not config.media.allow_unproven:
         raise ConfigError(
             '[inference] engine = "stock_vllm" gives no digests of the pixels that it saw, and '

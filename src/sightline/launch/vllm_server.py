@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,13 +15,12 @@ from sightline.families import load_family, load_renderer
 from sightline.families.registry import load_serving
 from sightline.inference.settings import ServeSettings
 from sightline.inference.vllm_plugin import BAN, CONFIG, MIDDLEWARE, TRANSFER
-from sightline.launch.processes import find_port
+from sightline.launch.processes import die_with_parent, find_port
 from sightline.media import MediaStore
 
 GIBIBYTE = 2**30
 PROBE = "from sightline.inference.vllm_plugin.versions import check_version; check_version()"
 CHECK_S = 300
-PR_SET_PDEATHSIG = 1
 
 
 def find_python(name: str) -> str:
@@ -108,7 +105,7 @@ def become_vllm(settings: ServeSettings, python: str) -> None:
     roots = tuple(root.absolute() for root in settings.media_roots)
     settings = replace(settings, media_roots=roots, model=settings.model.absolute())
     words = vllm_command(settings, python)
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     sys.stdout.flush()
     os.execve(words[0], words, vllm_environment(settings.threads))
 

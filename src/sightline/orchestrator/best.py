@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from sightline.orchestrator.progress import Books
+from sightline.wire.weights import is_turned
 
 WEIGHTS = "model.safetensors"
 
@@ -50,29 +54,37 @@ class Best:
 
 
 def merge(weights: Path, others: list[Path], target: Path) -> None:
-    """A safetensors file with all of `weights`, and what only `others` have."""
+    """A file with all of `weights`, in the layout of `others`, and with what only those have."""
     taken: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    shapes: dict[str, list[int]] = {}
     for path in (weights, *others):
         with open(path, "rb") as file:
             header, start = _read_header(file)
         for name, described in header.items():
-            if name != "__metadata__" and name not in taken:
-                taken[name] = (path, start, described)
+            if name == "__metadata__":
+                continue
+            found = taken.setdefault(name, (path, start, described))
+            if name not in shapes or is_turned(described["shape"], found[2]["shape"]):
+                shapes[name] = described["shape"]
     made: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, (_, _, described) in taken.items():
         first, last = described["data_offsets"]
-        made[name] = {**described, "data_offsets": [at, at + last - first]}
+        place = [at, at + last - first]
+        made[name] = {**described, "shape": shapes[name], "data_offsets": place}
         at += last - first
     encoded = json.dumps(made, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     with open(target, "wb") as out:
         out.write(len(encoded).to_bytes(8, "little") + encoded)
-        for path, start, described in taken.values():
+        for name, (path, start, described) in taken.items():
             first, last = described["data_offsets"]
             with open(path, "rb") as file:
                 file.seek(start + first)
-                _copy(file, out, last - first)
+                if shapes[name] == described["shape"]:
+                    _copy(file, out, last - first)
+                else:
+                    _copy_turned(file, out, last - first, described["shape"])
         out.flush()
         os.fsync(out.fileno())
 
@@ -88,3 +100,11 @@ def _copy(source: IO[bytes], target: IO[bytes], count: int, chunk: int = 1 << 24
         data = source.read(min(count, chunk))
         target.write(data)
         count -= len(data)
+
+
+def _copy_turned(source: IO[bytes], target: IO[bytes], count: int, shape: list[int]) -> None:
+    """With each matrix of a stack transposed; what its numbers are does not matter."""
+    rows = math.prod(shape)
+    stack = np.frombuffer(source.read(count), np.dtype(f"V{count // rows}")).reshape(shape)
+    for matrix in stack.reshape(-1, *shape[-2:]):
+        target.write(matrix.T.tobytes())

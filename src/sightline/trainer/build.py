@@ -26,7 +26,7 @@ from sightline.trainer.keeper import Follower, Keeper
 from sightline.trainer.learner import Learner
 from sightline.trainer.ledger import Ledger, read_ledger
 from sightline.trainer.loop import Parts
-from sightline.trainer.lora import NO_ADAPTERS, add_adapters
+from sightline.trainer.lora import NO_ADAPTERS, add_adapters, stand_of
 from sightline.trainer.optimizer import build_optimizer, freeze_vision
 from sightline.trainer.price import price_of
 from sightline.trainer.publish import Files, Publisher, Sent
@@ -38,7 +38,7 @@ from sightline.trainer.snapshot import restore
 from sightline.trainer.spread import ShareFeed, Spread
 from sightline.wire.control import Announce, Control
 from sightline.wire.share import name_of_rank
-from sightline.wire.weights import WeightFile
+from sightline.wire.weights import Adapter, WeightFile
 
 MEGABYTE = 1 << 20
 
@@ -160,7 +160,7 @@ def build(
         send=send,
         source=Path(config.model.path),
         train_vision=config.model.train_vision,
-        publisher=_publisher(config, run_dir),
+        publisher=_publisher(config, run_dir, learner),
         dtype=DTYPES[config.model.dtype],
         materializer=preparer.materializer,
     )
@@ -187,11 +187,18 @@ def build_materializer(learner: Learner, store: MediaStore) -> Materializer:
     return Materializer(learner.family, store, max_bytes, threads=torch.get_num_threads())
 
 
-def _publisher(config: RunFile, run_dir: RunDir) -> Publisher:
-    dtype = DTYPES[config.model.dtype]
+def _publisher(config: RunFile, run_dir: RunDir, learner: Learner) -> Publisher:
+    dtype, stand = DTYPES[config.model.dtype], _stand(config, learner)
     if config.trainer.publish == "files":
-        return Files(run_dir.weights, dtype)
-    return Sent(run_dir.weights, dtype, Broadcaster(config.trainer.address))
+        return Files(run_dir.weights, dtype, stand)
+    return Sent(run_dir.weights, dtype, Broadcaster(config.trainer.address), stand)
+
+
+def _stand(config: RunFile, learner: Learner) -> Adapter | None:
+    """What published adapters stand on; every rank looks at it once, before the first step."""
+    if config.lora.publish == "merged":
+        return None
+    return stand_of(learner.forward.model, DTYPES[config.model.dtype])
 
 
 def build_saver(
@@ -234,6 +241,7 @@ def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follo
     store = MediaStore(Path(config.media.root or run_dir.media))
     learner = learner_of(config, store, ranks)
     saver, chosen = build_saver(config, run_dir, learner, to_lead(follow))
+    as_adapters = _stand(config, learner) is not None
     beat = run_dir.beat(name_of_rank(ranks.rank))
     learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail, beat)
     learner.probe_every = config.orchestrator.probe_every
@@ -247,7 +255,7 @@ def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follo
             partial(stack, device=learner.device),
         ),
         learner=learner,
-        keeper=Follower(learner, saver, config.trainer.publish == "broadcast"),
+        keeper=Follower(learner, saver, config.trainer.publish == "broadcast", as_adapters),
         pulse=learner.pulse,
         first_step=chosen.step,
     )

@@ -7,10 +7,10 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from transformers.core_model_loading import revert_weight_conversion
 
 from sightline.compute.model import load_model
+from sightline.compute.stored import open_folder, turned_names
 from sightline.compute.tensor_file import as_it_is, each_whole, write_tensors
 from sightline.config import RunFile, SftFile
 from sightline.errors import ConfigError
@@ -35,7 +35,7 @@ ADAPTERS = "adapter"
 def export_checkpoint(
     source: Path, target: Path, model: torch.nn.Module, dtype: torch.dtype | None = None
 ) -> None:
-    """Writes the model to `target`, tensor by tensor, under the names that the source uses."""
+    """Writes the model to `target`, tensor by tensor, with the source's names and layout."""
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -44,11 +44,13 @@ def export_checkpoint(
             shutil.copy2(file, part / file.name)
     weights = plain_parameters(model) | buffers_of(model)
     gather = merging(model)
-    if not weights.keys() <= (known := _names_in(source)) and known:
+    known = open_folder(source)
+    if known and not weights.keys() <= known.keys():
         # In memory transformers may hold tensors joined that files hold apart, experts say.
         whole = {name: tensor.cpu() for name, tensor in each_whole(weights, gather)}
         weights, gather = revert_weight_conversion(model, whole), as_it_is
-    write_tensors(part / WEIGHTS_FILE, weights, gather, dtype, {"format": "pt"})
+    turned = turned_names(known, weights)
+    write_tensors(part / WEIGHTS_FILE, weights, gather, dtype, {"format": "pt"}, turned)
     if has_adapters(model):
         save_adapters(model, part / ADAPTERS, source)
     shutil.rmtree(target, ignore_errors=True)
@@ -89,11 +91,3 @@ def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a checkpoint holds beside parameters: the bias of a router, say. It does not train."""
     kept = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}
-
-
-def _names_in(source: Path) -> set[str]:
-    names: set[str] = set()
-    for path in source.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names |= set(file.keys())
-    return names

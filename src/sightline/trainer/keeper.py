@@ -132,16 +132,18 @@ class Follower:
     saver: Saver
     sends: bool
     """Whether weights are sent, after they were announced."""
+    as_adapters: bool = False
+    """Whether adapters leave unmerged."""
 
     def record(self, ready: ReadyBatch, stepped: Stepped) -> None:
         pass
 
     def publish(self, step: int) -> None:
-        hand_over(self.learner.forward.model)
+        hand_over(self.learner.forward.model, self.as_adapters)
 
     def deliver(self) -> None:
         if self.sends:
-            hand_over(self.learner.forward.model)
+            hand_over(self.learner.forward.model, self.as_adapters)
 
     def checkpoint(self, step: int, last: bool = False) -> None:
         self.saver.save(step, self.learner.forward.model, self.learner.optimizer, last)

@@ -1,10 +1,10 @@
 """LoRA: a frozen matrix W is used as W + s B A, and only A and B train.
 
-The adapters are peft's, put into the model in place. To everyone outside the trainer they do not
-exist: published weights and checkpoints for others hold W + s B A under the name of W.
+The adapters are peft's, put into the model in place. Checkpoints for others, and published weights
+unless adapters are asked for, hold W + s B A under the name of W.
 
     names in the trainer: X.base_layer.weight, X.lora_A.default.weight, X.lora_B.default.weight
-    names outside:        X.weight
+    names outside:        X.weight, or X.weight.lora_A and X.weight.lora_B
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sightline.compute.tensor_file import Gather, each_whole, write_tensors
+from sightline.compute import adapters as published
+from sightline.compute.tensor_file import DTYPES, Gather, each_whole, write_tensors
 from sightline.config import Lora
 from sightline.errors import ConfigError
 from sightline.families import Forward
 from sightline.trainer.shard import whole_tensor
+from sightline.wire.weights import Adapter
 
 NO_ADAPTERS = Lora()
 ADAPTER = "default"
@@ -120,16 +122,46 @@ def merging(model: nn.Module) -> Gather:
         whole = whole_tensor(tensor)
         if (found := added.get(id(tensor))) is None:
             return whole
-        a, b, scale = found
-        product = whole_tensor(b).float() @ whole_tensor(a).float()
-        return (whole.float() + scale * product).to(whole.dtype)
+        b, a, scale = whole_tensor(found[1]), whole_tensor(found[0]), found[2]
+        return published.merged(whole, a, b, scale)
 
     return gather
 
 
-def hand_over(model: nn.Module) -> None:
-    """What the other ranks do while rank 0 writes the plain parameters."""
-    for _ in each_whole(plain_parameters(model), merging(model)):
+def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What trains: A and B under the name of their W, and whole what trains without any."""
+    found = {n: p for n, p in plain_parameters(model).items() if p.requires_grad}
+    parameters = dict(model.named_parameters())
+    for layer in _adapted(model):
+        for inside, outside in ((_A, published.A), (_B, published.B)):
+            found[f"{layer}.weight{outside}"] = parameters[f"{layer}{inside}"]
+    return found
+
+
+def stand_of(model: nn.Module, dtype: torch.dtype) -> Adapter:
+    """What the adapters stand on, and how much each counts. Every rank has to call it."""
+    frozen = {n: p for n, p in plain_parameters(model).items() if not p.requires_grad}
+    base = published.digest_of(each_whole(frozen, whole_tensor), dtype)
+    scales = {f"{layer}.weight": _scale(model, layer) for layer in _adapted(model)}
+    return Adapter(base, DTYPES[dtype], scales)
+
+
+def outgoing(
+    model: nn.Module, adapter: Adapter | None, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], Gather, torch.dtype | None]:
+    """What a version consists of, how each tensor becomes whole, and as what it is written.
+
+    Adapters are written as they train: rounded, they would not merge to what the trainer has.
+    """
+    if adapter is not None:
+        return adapters_of(model), whole_tensor, None
+    return plain_parameters(model), merging(model), dtype
+
+
+def hand_over(model: nn.Module, as_adapters: bool = False) -> None:
+    """What the other ranks do while rank 0 writes the plain parameters, or the adapters."""
+    tensors = adapters_of(model) if as_adapters else plain_parameters(model)
+    for _ in each_whole(tensors, whole_tensor if as_adapters else merging(model)):
         pass
 
 

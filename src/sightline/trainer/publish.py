@@ -1,7 +1,7 @@
 """How a new version leaves the trainer: as files, or sent to the engines that adopt it.
 
 Every rank takes part: tensors are gathered one by one, so that nobody holds the model twice. What
-leaves is plain: adapters are merged on the way.
+leaves is plain, for adapters are merged on the way; or, for engines that merge, it is adapters.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import nn
 
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.weights import write_weights
-from sightline.trainer.lora import merging, plain_parameters
-from sightline.wire.weights import Manifest
+from sightline.trainer.lora import outgoing
+from sightline.wire.weights import Adapter, Manifest
 
 
 class Publisher(Protocol):
@@ -33,10 +33,14 @@ class Publisher(Protocol):
 class Files:
     root: Path
     dtype: torch.dtype
+    adapter: Adapter | None = None
+    """What adapters stand on, where they leave unmerged."""
 
     def publish(self, model: nn.Module, step: int, vision_version: int) -> tuple[Path, Manifest]:
-        weights, gather = plain_parameters(model), merging(model)
-        return write_weights(self.root, weights, step, vision_version, gather, self.dtype)
+        made = outgoing(model, self.adapter, self.dtype)
+        return write_weights(
+            self.root, made[0], step, vision_version, *made[1:], adapter=self.adapter
+        )
 
     def deliver(self, model: nn.Module) -> None:
         pass
@@ -47,15 +51,16 @@ class Sent:
     root: Path
     dtype: torch.dtype
     broadcaster: Broadcaster
+    adapter: Adapter | None = None
     manifest: Manifest | None = None
 
     def publish(self, model: nn.Module, step: int, vision_version: int) -> tuple[Path, Manifest]:
+        made = outgoing(model, self.adapter, self.dtype)
         path, self.manifest = self.broadcaster.announce(
-            self.root, plain_parameters(model), step, vision_version, merging(model), self.dtype
+            self.root, made[0], step, vision_version, *made[1:], adapter=self.adapter
         )
         return path, self.manifest
 
     def deliver(self, model: nn.Module) -> None:
         assert self.manifest is not None
-        weights, gather = plain_parameters(model), merging(model)
-        self.broadcaster.send(self.manifest, weights, gather, self.dtype)
+        self.broadcaster.send(self.manifest, *outgoing(model, self.adapter, self.dtype))

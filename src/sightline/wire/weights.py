@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from sightline.errors import WireError
@@ -35,6 +37,17 @@ class Broadcast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Over the bytes of all tensors, in their order."""
 
 
+class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Weights that stand on a base, of which each matrix W in `scales` becomes W + s B A."""
+
+    base: str
+    """sha256 over the parameters of the base that do not train."""
+    dtype: str
+    """Of those parameters, as safetensors writes it: in it they were digested."""
+    scales: dict[str, float]
+    """The s of each W; its B and A are among the version's tensors."""
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     """Policy after so many optimizer steps."""
@@ -45,6 +58,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Grows when a version has to be made again and comes out with other bits."""
     broadcast: Broadcast | None = None
     """In place of files."""
+    adapter: Adapter | None = None
+    """What the tensors are added to, where they are not whole weights."""
     schema: int = WEIGHTS_SCHEMA
 
     def __post_init__(self) -> None:
@@ -64,3 +79,12 @@ def version_of_label(label: str) -> tuple[int, int]:
     """Version and epoch of a label."""
     version, _, epoch = label.partition(".")
     return int(version), int(epoch or 0)
+
+
+def is_turned(stored: Iterable[int], own: Iterable[int]) -> bool:
+    """Whether two stacks of matrices differ in that each matrix is transposed.
+
+    Files of some models hold experts so; trainer and engines hold them as transformers does.
+    """
+    one, other = tuple(stored), tuple(own)
+    return len(one) > 2 and one != other and one == (*other[:-2], other[-1], other[-2])

@@ -91,6 +91,7 @@ _TAGGED = {
 CASES = (
     _qwen("qwen3_vl", "qwen3_vl", "qwen3_vl", merges=False),
     _qwen("qwen3_vl_merges", "qwen3_vl", "qwen3_vl"),
+    _qwen("qwen3_vl_moe", "qwen3_vl_moe", "qwen3_vl", merges=False),
     _qwen("qwen3_vl_thinking", "qwen3_vl_thinking", "", **_THINKS),
     _qwen("qwen2_5_vl", "qwen2_5_vl", "qwen2_5_vl", takes_tools=False),
     _qwen("qwen3_5", "qwen3_5", "qwen3_5", **_TAGGED),

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from sightline.cli.main import main
 from sightline.config import RunFile
@@ -134,3 +135,20 @@ def test_a_model_that_vllm_cannot_train_with_is_refused(refuse, tmp_path: Path) 
     write_tiny("kimi_k25", tmp_path / "kimi", seed=0)
     said = refuse('[inference]\nengine = "vllm"\n', model=tmp_path / "kimi")
     assert "transformers' layout" in said and 'engine = "torch"' in said
+
+
+def test_adapters_are_refused_where_nobody_could_take_them(
+    refuse, tiny_model: Path, tmp_path: Path
+) -> None:
+    assert "needs a rank" in refuse('[lora]\npublish = "adapter"\n')
+    adapters = '[lora]\nrank = 2\npublish = "adapter"\n'
+    said = refuse(f"{adapters}[eval]\nevery = 2\n")
+    assert "checkpoints/best" in said and 'publish = "merged"' in said
+    # As older files of some models do, it leaves out what transformers puts first.
+    named = Path(shutil.copytree(tiny_model, tmp_path / "named"))
+    tensors = load_file(named / "model.safetensors")
+    shorter = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(shorter, named / "model.safetensors", {"format": "pt"})
+    vllm = f'{adapters}[inference]\nengine = "vllm"\npython = "{sys.executable}"\n'
+    assert "vLLM takes none for" in refuse(vllm, model=named)
+    assert "vLLM is not installed" in refuse(vllm), "that was all"

@@ -169,3 +169,24 @@ def test_published_weights_with_the_rest_of_a_checkpoint_load_in_transformers(
             tensor, parameters[name].detach() if name in parameters else before[name]
         )
     assert kept.keys() - parameters.keys()
+
+
+def test_the_best_checkpoint_holds_experts_as_its_source_does(tmp_path: Path) -> None:
+    """Published weights hold each matrix the other way round; transformers reads both."""
+    from transformers import AutoModelForImageTextToText
+
+    write_tiny("qwen_vl", tmp_path / "model", seed=0, type="qwen3_vl_moe", dtype="bfloat16")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", local_files_only=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    path, _ = write_weights(tmp_path / "weights", dict(model.named_parameters()), 3, 3)
+    file = tmp_path / "model" / "model.safetensors"
+    before = {name: tensor.shape for name, tensor in load_file(file).items()}
+    merge(path.with_name("model.safetensors"), [file], tmp_path / "merged.safetensors")
+    (tmp_path / "merged.safetensors").replace(file)
+    assert {name: tensor.shape for name, tensor in load_file(file).items()} == before
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", local_files_only=True)
+    assert any(before[n] != p.shape for n, p in model.named_parameters())
+    found = dict(again.named_parameters())
+    assert all(torch.equal(found[n], parameter) for n, parameter in model.named_parameters())

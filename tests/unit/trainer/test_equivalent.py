@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import making
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from sightline.compute.attention import Flat, Tree, pattern_of
 from sightline.media import MediaStore
 from sightline.pack import Cost
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
-from sightline.trainer.feed import Preparer, ReadyBatch
+from sightline.trainer.feed import Preparer, ReadyBatch, ReadyMicroBatch
 from sightline.trainer.learner import Laps, Learner
 from sightline.wire.sample import Batch, Sample
 
@@ -115,6 +117,29 @@ def test_a_tree_sees_its_own_path_and_nothing_else() -> None:
         0, q[:, :, path], k[:, :, path], v[:, :, path], 0.3
     )
     assert torch.allclose(whole[:, :, [5, 6]], alone[:, :, [3, 4]], atol=1e-6)
+
+
+def test_pixels_made_of_references_give_the_gradients_of_pixels_made_at_once(
+    learner: Learner, tiny_model: Path, store: MediaStore
+) -> None:
+    samples = making.samples(tiny_model, store, count=4, seed=2)
+    images = {i.key: store.image(i.ref) for sample in samples for i in sample.items}
+    deferred = ready(learner, store, samples, Cost(160, 4096))
+    at_once = [
+        replace(one, patches=_patches(learner, one, images)) for one in deferred.micro_batches
+    ]
+    loss, grads = gradients(learner, deferred)
+    loss_at_once, grads_at_once = gradients(learner, replace(deferred, micro_batches=at_once))
+    assert loss == loss_at_once
+    assert all(torch.equal(grads[name], grads_at_once[name]) for name in grads)
+
+
+def _patches(
+    learner: Learner, one: ReadyMicroBatch, images: dict[str, Image.Image]
+) -> np.ndarray | None:
+    items = [entry.item for entry in one.batch.items]
+    made = [learner.family.patches(images[item.key], item) for item in items]
+    return np.concatenate(made) if made else None
 
 
 def test_each_distinct_image_passes_the_tower_once(

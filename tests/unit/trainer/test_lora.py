@@ -14,11 +14,13 @@ import torch
 from safetensors.torch import load_file
 from serving import live
 
-from sightline.compute.model import load_model
-from sightline.compute.weights import write_weights
+from sightline.compute.adapters import Base
+from sightline.compute.model import DTYPES, load_model
+from sightline.compute.weights import read_weights, write_weights
 from sightline.config import Lora, RunFile, SftFile, check
 from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
+from sightline.families.registry import write_tiny
 from sightline.inference.settings import ServeSettings
 from sightline.media import MediaStore
 from sightline.message import user
@@ -30,7 +32,8 @@ from sightline.trainer.build import build_learner
 from sightline.trainer.export import export_checkpoint
 from sightline.trainer.feed import Preparer, ReadyBatch
 from sightline.trainer.learner import Learner
-from sightline.trainer.lora import add_adapters, merging, plain_parameters
+from sightline.trainer.lora import add_adapters, merging, plain_parameters, stand_of
+from sightline.trainer.publish import Files
 from sightline.wire.generate import SamplingParams
 from sightline.wire.sample import Batch
 
@@ -155,33 +158,11 @@ def test_the_engine_serves_merged_what_the_trainer_scores(
     assert choice.logprobs is not None and stale.logprobs is not None
     said = choice.token_ids
     got = [entry.logprob for entry in choice.logprobs.content]
-    ours = score(learner, store, rendered, said)
+    ours = making.trainer_logprobs(learner, store, rendered, said)
     np.testing.assert_allclose(got, ours, atol=2e-5)
     before = learner_of(tiny_model, store)
-    theirs = score(before, store, rendered, said)
+    theirs = making.trainer_logprobs(before, store, rendered, said)
     assert np.abs(np.array(got) - theirs).max() > 1e-2, "the adapters say something"
-
-
-@torch.no_grad()
-def score(learner: Learner, store: MediaStore, rendered: Any, said: list[int]) -> np.ndarray:
-    from sightline.compute.attention import Flat
-    from sightline.families import PlacedSlot
-
-    family, forward = learner.family, learner.forward
-    ids = [*rendered.token_ids, *said]
-    placed = [PlacedSlot(s.offset, s.length, s.item.grid) for s in rendered.slots]
-    positions = torch.from_numpy(family.positions(len(ids), placed)[0].astype(np.int64))[:, None]
-    items = [slot.item for slot in rendered.slots]
-    patches = np.concatenate([family.patches(store.image(i.ref), i) for i in items])
-    features = forward.encode(torch.from_numpy(patches), [i.grid for i in items])
-    places = torch.cat([torch.arange(s.offset, s.end) for s in rendered.slots])
-    pattern = Flat([len(ids)], torch.device("cpu"))
-    hidden = forward.hidden(torch.tensor([ids]), positions, features, places, pattern)[0]
-    logits = forward.logits(hidden[len(rendered.token_ids) - 1 : -1])
-    logits[:, list(learner.pad_ids)] = float("-inf")
-    logs = torch.log_softmax(logits, -1).gather(1, torch.tensor(said)[:, None])[:, 0]
-    found: np.ndarray = logs.numpy()
-    return found
 
 
 def test_exported_it_is_a_plain_checkpoint_and_adapters_that_peft_loads(
@@ -210,6 +191,32 @@ def test_exported_it_is_a_plain_checkpoint_and_adapters_that_peft_loads(
     folded = dict(adapted.merge_and_unload().named_parameters())
     for name, tensor in dict(plain.named_parameters()).items():
         torch.testing.assert_close(folded[name], tensor, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lora", [BOTH, TEXT], ids=["adapters", "tower whole"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_published_unmerged_it_is_bit_for_bit_what_it_is_merged(
+    store: MediaStore, tmp_path: Path, lora: dict[str, Any], dtype: str
+) -> None:
+    """The trainer's weights are float32; a checkpoint, and engines, have `dtype`."""
+    checkpoint = tmp_path / "tiny"
+    write_tiny("qwen_vl", checkpoint, seed=0, dtype=dtype)
+    model = trained(checkpoint, store, **lora).forward.model
+    published = {
+        kind: Files(tmp_path / kind, DTYPES[dtype], stand).publish(model, 2, 2)
+        for kind, stand in (("merged", None), ("adapter", stand_of(model, DTYPES[dtype])))
+    }
+    given = {kind: read_weights(path) for kind, (path, _) in published.items()}
+    served = load_model(checkpoint, load_family(checkpoint), "cpu", dtype).model
+    base = {name: parameter.detach() for name, parameter in served.named_parameters()}
+    merged, theirs = given["merged"][1], Base(lambda: base).whole(*given["adapter"])
+    assert merged.keys() == theirs.keys()
+    for name, tensor in merged.items():
+        assert torch.equal(theirs[name].to(tensor.dtype), tensor), name
+    assert sum(not torch.equal(merged[name], base[name]) for name in base) > 10
+    sizes = {kind: manifest.files[0].nbytes for kind, (_, manifest) in published.items()}
+    print(f"\n{dtype}, rank {lora['rank']}: bytes of a version {sizes}")
+    assert lora is TEXT or sizes["adapter"] < sizes["merged"]
 
 
 def test_a_run_with_adapters_resumes_bit_equal(tiny_model: Path, tmp_path: Path) -> None:
@@ -241,8 +248,6 @@ def test_a_run_with_adapters_resumes_bit_equal(tiny_model: Path, tmp_path: Path)
 
 def test_every_family_takes_adapters(tmp_path: Path, store: MediaStore) -> None:
     """Names of layers differ from family to family; patterns and blocks are all that is known."""
-    from sightline.families.registry import write_tiny
-
     model = tmp_path / "kimi"
     write_tiny("kimi_k25", model, seed=0)
     forward = load_model(model, load_family(model), "cpu", "float32")

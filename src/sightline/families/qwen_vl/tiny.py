@@ -70,7 +70,8 @@ def _write_all(folder: Path, seed: int, settings: TinySettings) -> None:
     # Not save_pretrained: it draws a progress bar and makes a file that only its owner can read.
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    (folder / "model.safetensors").write_bytes(save(_once(model), {"format": "pt"}))
+    weights = {name: _as_published(name, tensor) for name, tensor in _once(model).items()}
+    (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
     _generation_config(tokenizer).save_pretrained(folder)
 
 
@@ -80,6 +81,11 @@ def _once(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for name, tensor in model.state_dict().items():
         named.setdefault(tensor.data_ptr(), (name, tensor))
     return dict(named.values())
+
+
+def _as_published(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Published files hold the matrices of experts the other way round than transformers does."""
+    return tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
 
 
 def _template(settings: TinySettings) -> str:

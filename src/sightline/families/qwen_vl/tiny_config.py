@@ -139,7 +139,8 @@ def _text(settings: TinySettings, tokenizer: Tokenizer) -> dict[str, Any]:
         text |= {
             "num_experts": settings.experts,
             "num_experts_per_tok": 2,
-            # Not the hidden size: files of this type may hold experts either way round.
+            # Not the hidden size, nor half of it: files hold experts transposed, and who reads one
+            # knows it by the shapes.
             "moe_intermediate_size": settings.intermediate * 3 // 4,
         }
     if settings.type == "qwen3_5":

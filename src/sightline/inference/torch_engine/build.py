@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sightline.compute.adapters import Base
 from sightline.compute.model import load_model, pick_device
 from sightline.compute.weights import adopt_into, read_weights
 from sightline.families import Family
@@ -20,12 +21,18 @@ def build_engine(
     torch.set_num_threads(settings.threads)
     device = pick_device(settings.device)
     forward = load_model(settings.model, family, device, settings.dtype)
+
+    def read_base() -> dict[str, torch.Tensor]:
+        loaded = load_model(settings.model, family, "cpu", settings.dtype)
+        return {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
+
+    base = Base(read_base)
     manifest = Manifest(version=0, vision_version=0, files=[])
     if settings.manifest is not None:
         manifest, tensors = read_weights(settings.manifest)
-        adopt_into(forward.model, tensors)
+        adopt_into(forward.model, base.whole(manifest, tensors))
     materializer = Materializer(
         family, store, settings.pixel_cache_bytes, threads=settings.pixel_threads
     )
     materializer.warm()
-    return Engine(forward, family, materializer, banned, settings, manifest)
+    return Engine(forward, family, materializer, banned, settings, manifest, base)

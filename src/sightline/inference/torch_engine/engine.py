@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from sightline.compute.adapters import Base
 from sightline.compute.weights import adopt_into, read_weights
 from sightline.errors import EngineError, SightlineError
 from sightline.families import Family, Forward
@@ -63,9 +64,11 @@ class Engine:
         banned: tuple[int, ...],
         settings: ServeSettings,
         manifest: Manifest,
+        base: Base,
     ) -> None:
         self.manifest = manifest
         """Of the weights in use."""
+        self._base = base
         self.counts = Counts()
         self.busy = Busy()
         self.features = FeatureCache(settings.feature_cache_bytes)
@@ -160,7 +163,7 @@ class Engine:
             manifest, tensors = read_weights(path)
             if manifest == self.manifest:
                 return manifest
-            swap = _Swap(manifest, tensors, Future())
+            swap = _Swap(manifest, self._base.whole(manifest, tensors), Future())
             with self._lock:
                 if self._is_stopping:
                     raise _stopping()

@@ -64,6 +64,7 @@ def _build(client: Any, settings: ServeSettings) -> Built:
     )
     updates = Updates(
         client=client,
+        model=settings.model,
         parameters=empty_parameters(settings.model, family),
         vision=serving.VISION,
         manifest=Manifest(version=0, vision_version=0, files=[]),

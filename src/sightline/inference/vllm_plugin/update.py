@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from sightline.compute.adapters import Base, parameter
+from sightline.compute.stored import Stored, open_folder, turned_names
 from sightline.compute.weights import check_names, read_weights
 from sightline.errors import EngineError, SightlineError
 from sightline.inference.errors import refusal
@@ -27,7 +29,8 @@ class Wanted:
     """Weights that were found whole and fitting."""
 
     manifest: Manifest
-    paths: list[str]
+    info: dict[str, Any]
+    """What the worker is told: the fields of its `Files`."""
     vision_digest: str
 
 
@@ -36,6 +39,8 @@ class Updates:
     """Which weights vLLM has."""
 
     client: Any
+    model: Path
+    """The checkpoint that vLLM was started with, which adapters are added to."""
     parameters: Mapping[str, torch.Tensor]
     """Names and shapes that published weights must have; on no device."""
     vision: tuple[str, ...]
@@ -44,6 +49,11 @@ class Updates:
     vision_digest: str
     count: int = 0
     vision_count: int = 0
+
+    def __post_init__(self) -> None:
+        self._first_vision = self.vision_digest
+        self._base = Base(lambda: Stored(self.model, self.parameters))
+        self._turned = turned_names(open_folder(self.model), self.parameters)
 
     @property
     def vision_label(self) -> str:
@@ -59,15 +69,28 @@ class Updates:
         """Reads and checks the weights of a manifest; refuses what is torn or does not fit."""
         try:
             manifest, tensors = read_weights(path)
-            check_names(self.parameters, tensors)
+            info = {"paths": [str(path.parent / file.name) for file in manifest.files]}
+            return self._wanted(manifest, tensors, info | {"turned": self._turned})
         except EngineError:
             raise
         except SightlineError as error:
             raise refusal("weights", error.problem, error.fix) from error
         except OSError as error:
             raise refusal("weights", str(error), "let the server read the weights") from error
-        paths = [str(path.parent / file.name) for file in manifest.files]
-        return Wanted(manifest, paths, vision_digest(tensors, self.vision))
+
+    def _wanted(
+        self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], info: dict[str, Any]
+    ) -> Wanted:
+        if (adapter := manifest.adapter) is None:
+            check_names(self.parameters, tensors)
+            return Wanted(manifest, info, vision_digest(tensors, self.vision))
+        base, scales = self._base.check(adapter, tensors), adapter.scales
+        info |= {"base": [str(p) for p in sorted(self.model.glob("*.safetensors"))]}
+        seeing = [name for name in self.parameters if name.startswith(self.vision)]
+        if scales.keys().isdisjoint(seeing) and tensors.keys().isdisjoint(seeing):
+            return Wanted(manifest, info | {"scales": scales}, self._first_vision)
+        seen = {name: parameter(name, base, scales, tensors) for name in seeing}
+        return Wanted(manifest, info | {"scales": scales}, vision_digest(seen, self.vision))
 
     async def begin(self) -> None:
         await self.client.update_weight_version(self.manifest.label)
@@ -82,9 +105,9 @@ class Updates:
         await self.client.pause_generation(mode="keep", clear_cache=False)
         try:
             await self.client.start_weight_update()
-            info = {"paths": wanted.paths}
+            request = WeightTransferUpdateRequest(update_info=wanted.info)
             try:
-                await self.client.update_weights(WeightTransferUpdateRequest(update_info=info))
+                await self.client.update_weights(request)
             except Exception as error:  # vLLM's own class, with our worker's words in it
                 if WEIGHTS_STAY in str(error):
                     fix = "publish the version again"

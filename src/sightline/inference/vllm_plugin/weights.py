@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
+from sightline.compute.adapters import parameter
+from sightline.compute.stored import Opened
 from sightline.inference.vllm_plugin.symbols import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -31,6 +31,12 @@ class NoInit(WeightTransferInitInfo):
 class Files(WeightTransferUpdateInfo):
     paths: list[str]
     """safetensors files whose checksums, names and shapes the server has checked."""
+    turned: list[str] = field(default_factory=list)
+    """Parameters that vLLM reads the other way round than the trainer writes them."""
+    base: list[str] = field(default_factory=list)
+    """Of adapters: the files of the checkpoint that they are added to."""
+    scales: dict[str, float] = field(default_factory=dict)
+    """Of adapters: how much each counts."""
 
 
 class FileTransfer(WeightTransferEngine):
@@ -44,18 +50,14 @@ class FileTransfer(WeightTransferEngine):
         """Nothing yet: until the files are open, the weights stay as they are."""
 
     def receive_weights(self, update_info: Files) -> None:
-        with ExitStack() as opened:
-            try:
-                # All before the first is read: a file that is gone or cut off is found here.
-                files = [
-                    opened.enter_context(safe_open(path, framework="pt", device="cpu"))
-                    for path in update_info.paths
-                ]
-            except (OSError, SafetensorError) as error:
-                raise ValueError(f"{WEIGHTS_STAY}: {error}") from error
-            # Layers that hold their weights in another form than the checkpoint's get them back.
-            initialize_layerwise_reload(self.model)
-            self.model.load_weights(_tensors(files))
+        try:
+            # All before the first is read: a file that is gone or cut off is found here.
+            given, base = Opened(update_info.paths), Opened(update_info.base)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{WEIGHTS_STAY}: {error}") from error
+        # Layers that hold their weights in another form than the checkpoint's get them back.
+        initialize_layerwise_reload(self.model)
+        self.model.load_weights(_tensors(given, base, update_info))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -64,7 +66,9 @@ class FileTransfer(WeightTransferEngine):
         """No resource outlives an update."""
 
 
-def _tensors(files: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in files:
-        for name in file.keys():
-            yield name, file.get_tensor(name)
+def _tensors(given: Opened, base: Opened, update_info: Files) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter, as a checkpoint stores it: vLLM joins and cuts them itself."""
+    for name in base or given:
+        tensor = parameter(name, base, update_info.scales, given)
+        is_turned = name in update_info.turned and name in given
+        yield name, tensor.transpose(-1, -2) if is_turned else tensor

@@ -1,0 +1,132 @@
+"""What `sightline export` writes is a checkpoint that vLLM loads: it says what the trainer says."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import making
+import numpy as np
+from serving import live
+from vllm_servers import START_S
+
+from sightline.cli.main import main
+from sightline.compute.model import DTYPES
+from sightline.config import SftFile, dump
+from sightline.families import load_renderer
+from sightline.families.registry import write_tiny
+from sightline.inference.settings import ServeSettings
+from sightline.launch.vllm_server import vllm_environment
+from sightline.media import MediaStore
+from sightline.message import user
+from sightline.monitor import RunDir
+from sightline.render import Rendered
+from sightline.rollout.stock import one_pad_each
+from sightline.trainer import sft
+from sightline.trainer.learner import Learner
+from sightline.trainer.publish import Files
+from sightline.wire.generate import SamplingParams
+
+OFFLINE = Path(__file__).parent / "offline.py"
+COUNT = 12
+KINDS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "lora": {"rank": 4, "alpha": 8.0, "vision_targets": ["*"]},
+}
+
+
+def exported(model: Path, home: Path, lora: dict[str, Any]) -> tuple[Learner, Path]:
+    """A few steps of training, and the checkpoint that the command line makes of them."""
+    run_dir = RunDir(home / "run")
+    run_dir.make()
+    config = SftFile.model_validate(
+        {
+            "model": {"path": str(model)},
+            "env": {"name": "color_codeword"},
+            "sft": {"output": str(home / "output"), "batch_size": 4},
+            "run": {"steps": 3},
+            "trainer": {"lr": 2e-2, "device": "cpu", "checkpoint_every": 3, "stuck_after_s": 0},
+            "lora": lora,
+        }
+    )
+    run_dir.config.write_text(dump(config))
+    parts = sft.build(config, run_dir)
+    sft.run(parts)
+    assert main(["export", str(run_dir.path), str(home / "exported")]) == 0
+    return parts.learner, home / "exported"
+
+
+def prompt_of(model: Path, media: MediaStore) -> Rendered:
+    """An image that fits the grid as it is: vLLM's processor does not resize it."""
+    ref = media.put(making.image(random.Random(71), 96, 64))
+    return load_renderer(model, media).render([user("what is ", ref, "?")])
+
+
+def test_vllm_as_it_comes_says_what_the_trainer_says(
+    tiny_model: Path, media: MediaStore, tmp_path: Path, python: str
+) -> None:
+    rendered = prompt_of(tiny_model, media)
+    made = [exported(tiny_model, tmp_path / kind, lora) for kind, lora in KINDS.items()]
+    banned = list(made[0][0].pad_ids)
+    short = one_pad_each(rendered.token_ids, rendered.slots)
+    questions = [
+        {
+            "model": str(folder),
+            "token_ids": short,
+            "image": str(media.path(rendered.slots[0].item.ref.digest)),
+            "banned": banned,
+            "max_tokens": COUNT,
+        }
+        for _, folder in made
+    ]
+    (tmp_path / "questions").write_text(json.dumps(questions))
+    words = [python, str(OFFLINE), str(tmp_path / "questions"), str(tmp_path / "answers")]
+    variables = vllm_environment(1) | {"VLLM_PLUGINS": "none"}
+    done = subprocess.run(
+        words, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=START_S,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+    answers = json.loads((tmp_path / "answers").read_text())
+    for (learner, _), answer in zip(made, answers, strict=True):
+        ours = making.trainer_logprobs(learner, media, rendered, answer["token_ids"])
+        assert len(ours) == COUNT
+        np.testing.assert_allclose(answer["logprobs"], ours, atol=1e-3)
+    assert answers[0]["logprobs"] != answers[1]["logprobs"]
+
+
+def test_experts_are_exported_and_published_as_vllm_reads_them(
+    media: MediaStore, tmp_path: Path
+) -> None:
+    """Files hold each expert transposed. Two servers would take a minute more: one takes both."""
+    write_tiny("qwen_vl", tmp_path / "tiny", seed=0, type="qwen3_vl_moe")
+    learner, folder = exported(tmp_path / "tiny", tmp_path / "moe", {})
+    rendered = prompt_of(folder, media)
+    settings = ServeSettings(
+        model=folder, media_roots=(media.root,), device="cpu", max_rows=4, max_len=512
+    )
+    params = SamplingParams(max_tokens=COUNT, seed=5)
+    with live(settings) as client:
+        check_logprobs(client, learner, media, rendered, params)
+        before = making.trainer_logprobs(learner, media, rendered, [1, 2, 3])
+        for parameter in learner.forward.model.parameters():
+            parameter.data.mul_(1.1)
+        assert not np.allclose(
+            before, making.trainer_logprobs(learner, media, rendered, [1, 2, 3]), atol=1e-2
+        )
+        published = Files(tmp_path / "weights", DTYPES["float32"])
+        path, _ = published.publish(learner.forward.model, 4, 4)
+        client.adopt(path)
+        check_logprobs(client, learner, media, rendered, params)
+
+
+def check_logprobs(
+    client: Any, learner: Learner, media: MediaStore, rendered: Rendered, params: SamplingParams
+) -> None:
+    choice = client.generate(rendered.token_ids, rendered.slots, params).choices[0]
+    got = [entry.logprob for entry in choice.logprobs.content]
+    ours = making.trainer_logprobs(learner, media, rendered, choice.token_ids)
+    np.testing.assert_allclose(got, ours, atol=1e-4)
