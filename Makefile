@@ -45,7 +45,7 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) web demo demo-vllm tokenizers test fuzz test-loop test-browser test-ranks chaos test-torchvision test-adapters test-vllm bench-trl smoke check format docs screenshots wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) web demo demo-vllm tokenizers test fuzz fuzz-vllm test-loop test-browser test-ranks chaos test-torchvision test-adapters test-vllm bench-trl smoke check format docs screenshots wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -92,6 +92,9 @@ test: $(STAMP) tokenizers ## the quick tests
 
 fuzz: $(STAMP) ## 10,000 mutated requests at an inference server (FUZZ=10000)
 	FUZZ=$(FUZZ) $(BIN)/python -m pytest -s tests/contract/test_fuzz.py
+
+fuzz-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the same at vLLM
+	FUZZ=$(FUZZ) $(BIN)/python -m pytest -s --vllm $(VLLM_VENV)/bin/python tests/contract/test_fuzz.py
 
 test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
 	$(BIN)/python -m pytest tests/loop tests/unit/cli/test_bench_lag.py -n 2 --dist worksteal -m "loop and not gpu"
