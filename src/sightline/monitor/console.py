@@ -173,6 +173,8 @@ class _Seen:
         elif event.kind == "lost":
             name, why = event.values.get("worker", ""), event.values.get("reason", "")
             return f"{name} was replaced ({why})"
+        elif event.kind == "probe" and event.values.get("is_blind"):
+            return f"step {event.step}: {event.values.get('words', '')}"
         elif event.kind == "sink":
             return str(event.values.get("words", ""))
         elif event.kind == "state" and event.process in _SPEAKERS:

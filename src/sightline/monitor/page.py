@@ -74,6 +74,7 @@ def html_report(findings: Findings) -> str:
         (
             _head(findings),
             _tiles(findings.summary),
+            _probe(findings.summary),
             findings.charts["reward"],
             _evals(findings.evals),
             _curves(findings),
@@ -104,6 +105,16 @@ def _head(findings: Findings) -> str:
     stopped = findings.summary.get("stopped_by")
     tail = f' <span class="bad">stopped by {esc(stopped)}</span>' if stopped else ""
     return f'<h1>{esc(findings.name)}</h1><div class="soft">{esc(" · ".join(facts))}{tail}</div>'
+
+
+def _probe(summary: dict[str, Any]) -> str:
+    """What came of exchanging images; a run that was blind at any time says so."""
+    if not summary.get("probe"):
+        return ""
+    probes = numbers_of(summary, "probes")
+    blind, num = probes.get("blind", 0), sum(probes.values())
+    said = f' <b class="bad">Blind in {blind:.0f} of {num:.0f} probes.</b>' if blind else ""
+    return f"<p>{esc(summary['probe'])}{said}</p>"
 
 
 def _tiles(summary: dict[str, Any]) -> str:

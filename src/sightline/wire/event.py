@@ -13,7 +13,7 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     process: str
     """orchestrator, trainer, server, worker-0, launcher."""
     kind: str
-    """step, train, eval, busy, dropped, lost, health, state."""
+    """step, train, probe, eval, busy, dropped, lost, sink, health, state."""
     step: int = 0
     values: dict[str, Any] = {}
     """Numbers, or tables of numbers; null where a value was not measured."""

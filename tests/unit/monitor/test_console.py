@@ -166,3 +166,21 @@ def test_a_worker_that_is_replaced_has_a_line(run_dir):
     append(run_dir, Event(time=T0, process="launcher", kind="lost", values=lost))
     view.update()
     assert "worker-0 was replaced (leak: it held 3.00 GB)" in file.getvalue()
+
+
+def test_a_run_that_goes_blind_and_a_sink_that_failed_have_a_line(run_dir):
+    view, file, _ = view_of(run_dir)
+    looks = {"is_blind": False, "words": "The model looks."}
+    blind = {"is_blind": True, "words": "Blind: exchanging the images changes nothing."}
+    sink = {"words": "sink wandb: did not end in time"}
+    append(
+        run_dir,
+        Event(time=T0, process="trainer", kind="probe", step=5, values=looks),
+        Event(time=T0, process="trainer", kind="probe", step=10, values=blind),
+        Event(time=T0, process="launcher", kind="sink", values=sink),
+    )
+    view.update()
+    assert file.getvalue().splitlines() == [
+        "step 10: Blind: exchanging the images changes nothing.",
+        "sink wandb: did not end in time",
+    ]

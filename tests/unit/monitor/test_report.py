@@ -4,6 +4,7 @@ import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import pytest
 from PIL import Image
 
 from sightline.media import MediaStore
@@ -67,6 +68,18 @@ def test_markdown_names_its_pictures_and_they_are_there(tmp_path):
     assert {"reward.svg", "mismatch.svg", "lag.svg", "timeline.svg"} <= set(pictures)
     assert len([picture for picture in pictures if picture.startswith("images/")]) == 12
     assert all((run_dir.report / picture).is_file() for picture in pictures)
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_what_the_probe_says_stands_in_both_forms_of_the_report(tmp_path, blind):
+    run_dir = write_run(tmp_path / "demo", steps=4)
+    for number, words in ((2, "The model looks."), (4, "Blind: nothing <changes>.")):
+        values = {"is_blind": blind and number == 4, "words": words}
+        append(run_dir, Event(T0, "trainer", "probe", number, values))
+    page, text = write_report(run_dir).read_text(), (run_dir.report / "report.md").read_text()
+    assert "Blind: nothing &lt;changes&gt;." in page
+    assert ("Blind in 1 of 2 probes." in page) == blind
+    assert "Blind: nothing" in text
 
 
 def test_hostile_text_runs_nothing(tmp_path):
