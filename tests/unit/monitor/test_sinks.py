@@ -120,14 +120,14 @@ def test_an_unknown_sink_is_refused_by_name() -> None:
         check_sinks(["aim"])
 
 
-def feed(run_dir: RunDir, name: str, tmp_path: Path, *options: str) -> str:
+def feed(run_dir: RunDir, name: str, tmp_path: Path, *options: str, fails: bool = False) -> str:
     home = {"HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio")}
     done = subprocess.run(
         [sys.executable, "-m", "sightline", "sinks", str(run_dir.path), "--to", name,
          "--samples-every", "2", *options],
         capture_output=True, text=True, timeout=300, env=os.environ | home, cwd=tmp_path,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == fails, done.stdout + done.stderr
     return done.stdout
 
 
@@ -168,6 +168,15 @@ def test_trackio_keeps_the_numbers(run_dir: RunDir, tmp_path: Path) -> None:
         rows = connection.execute("SELECT step, metrics FROM metrics").fetchall()
     connection.close()
     assert {step for step, text in rows if '"reward"' in str(text)} == {1, 2, 3, 4}
+    pictures = list((tmp_path / "trackio").rglob("*.png"))
+    assert NUM_SAMPLES <= len(pictures) <= 2 * NUM_SAMPLES * NUM_THUMBS
+
+
+@pytest.mark.browser
+def test_what_trackio_could_not_keep_is_said(run_dir: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "trackio").write_text("no folder")
+    said = feed(run_dir, "trackio", tmp_path, fails=True)
+    assert "sink trackio: OSError: trackio failed" in said
 
 
 def test_a_run_does_without_a_sink_process_that_cannot_start(run_dir: RunDir) -> None:

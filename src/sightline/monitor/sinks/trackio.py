@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,20 @@ class Trackio:
         import trackio
 
         self._trackio: Any = trackio
+        self._lost = ""
+        self._hear_warnings()
         trackio.init(project="sightline", name=name, resume="allow")
+
+    def _hear_warnings(self) -> None:
+        """What it cannot keep it only warns of, from a thread of its own."""
+        show = warnings.showwarning
+
+        def hear(message: Warning | str, *where: Any, **more: Any) -> None:
+            if str(message).startswith("trackio"):
+                self._lost = self._lost or str(message)
+            show(message, *where, **more)
+
+        warnings.showwarning = hear
 
     def numbers(self, step: int, values: dict[str, float]) -> None:
         self._trackio.log({n.replace(".", "/"): v for n, v in values.items()}, step=step)
@@ -39,6 +53,8 @@ class Trackio:
 
     def close(self) -> None:
         self._trackio.finish()
+        if self._lost:
+            raise OSError(self._lost)
 
 
 def build(folder: Path, name: str, offline: bool) -> Trackio:
