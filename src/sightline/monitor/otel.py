@@ -73,7 +73,7 @@ class _Exported:
         named = {"service.name": f"sightline-{kind}", "service.instance.id": process}
         if run:
             named[PREFIX + "run"] = run
-        # Named arguments win over variables of the environment, which might turn all of it off.
+        # Named, for variables of the environment would decide otherwise.
         self._provider = TracerProvider(
             sampler=DEFAULT_ON, resource=Resource(named), shutdown_on_exit=False
         )
