@@ -123,7 +123,7 @@ def forget_expert_kernels(model: Any) -> None:
     """On a CPU vLLM packs the weights of experts when it makes their kernel, and after an update
     only where there is no kernel yet; the one that there was would read them as if packed."""
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None and _is_on_cpu(module):
             method.moe_kernel = None
 
