@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -143,19 +142,3 @@ def test_an_adapter_that_does_not_fit_is_refused_and_the_weights_stay(
         assert "another base" in error.message
     assert fresh.get("/health")["version"] == "0"
     assert fresh.generate(*prompt, PARAMS).choices == before.choices
-
-
-def test_a_server_begins_with_an_adapter(
-    settings: ServeSettings, reference: Reference, prompt: tuple[list[int], list[Slot]],
-    fresh: Client, tmp_path: Path,
-) -> None:  # fmt: skip
-    """As the server of a resumed run does."""
-    if fresh.engine == "vllm":
-        return  # it adopts its first weights by the same call as any others
-    tensors, adapter, whole = made_up(reference, TEXT)
-    path, _ = write_weights(tmp_path, tensors, 3, 0, adapter=adapter)
-    merged, _ = write_weights(tmp_path, whole, 4, 0)
-    fresh.adopt(merged)
-    with live(replace(settings, manifest=path)) as client:
-        assert client.get("/health")["version"] == "3"
-        assert said(client.generate(*prompt, PARAMS)) == said(fresh.generate(*prompt, PARAMS))

@@ -23,6 +23,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     engine = LLM(
         question["model"], dtype="float32", enforce_eager=True, max_model_len=512, block_size=32,
         limit_mm_per_prompt={"image": 1, "video": 0}, logprobs_mode="processed_logprobs",
+        distributed_executor_backend="uni",
     )  # fmt: skip
     params = SamplingParams(
         temperature=0.0, max_tokens=question["max_tokens"], logprobs=0, ignore_eos=True,

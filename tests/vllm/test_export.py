@@ -84,7 +84,11 @@ def test_vllm_as_it_comes_says_what_the_trainer_says(
     ]
     (tmp_path / "questions").write_text(json.dumps(questions))
     words = [python, str(OFFLINE), str(tmp_path / "questions"), str(tmp_path / "answers")]
-    variables = vllm_environment(1) | {"VLLM_PLUGINS": "none"}
+    # One process for all of it: each that vLLM starts reads its libraries anew.
+    variables = vllm_environment(1) | {
+        "VLLM_PLUGINS": "none",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
     done = subprocess.run(
         words, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=START_S,
         check=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from serving import live
 
 from sightline.compute.adapters import Base
 from sightline.compute.model import DTYPES, load_model
-from sightline.compute.weights import read_weights, write_weights
+from sightline.compute.weights import read_weights
 from sightline.config import Lora, RunFile, SftFile, check
 from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
@@ -137,14 +138,14 @@ def test_adapters_begin_as_nothing_and_are_the_same_everywhere(
     assert one.step(ready).metrics["loss"] == pytest.approx(plain.step(ready).metrics["loss"])
 
 
-def test_the_engine_serves_merged_what_the_trainer_scores(
-    tiny_model: Path, store: MediaStore, tmp_path: Path
+@pytest.mark.parametrize("kind", ["merged", "adapter"])
+def test_the_engine_serves_what_the_trainer_scores(
+    tiny_model: Path, store: MediaStore, tmp_path: Path, kind: str
 ) -> None:
     learner = trained(tiny_model, store, steps=4, **BOTH)
     model = learner.forward.model
-    manifest, _ = write_weights(
-        tmp_path / "weights", plain_parameters(model), 1, 1, gather=merging(model)
-    )
+    stand = stand_of(model, torch.float32) if kind == "adapter" else None
+    manifest, _ = Files(tmp_path / "weights", torch.float32, stand).publish(model, 1, 1)
     renderer = load_renderer(tiny_model, store)
     rendered = renderer.render([user("see ", store.put(making.image(random.Random(3), 96, 64)))])
     settings = ServeSettings(
@@ -155,6 +156,8 @@ def test_the_engine_serves_merged_what_the_trainer_scores(
         stale = client.generate(rendered.token_ids, rendered.slots, params).choices[0]
         client.adopt(manifest)
         choice = client.generate(rendered.token_ids, rendered.slots, params).choices[0]
+    with live(replace(settings, manifest=manifest)) as client:  # as that of a resumed run
+        assert client.generate(rendered.token_ids, rendered.slots, params).choices[0] == choice
     assert choice.logprobs is not None and stale.logprobs is not None
     said = choice.token_ids
     got = [entry.logprob for entry in choice.logprobs.content]

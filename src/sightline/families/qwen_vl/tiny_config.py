@@ -139,6 +139,7 @@ def _text(settings: TinySettings, tokenizer: Tokenizer) -> dict[str, Any]:
         text |= {
             "num_experts": settings.experts,
             "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
             # Not the hidden size, nor half of it: files hold experts transposed, and who reads one
             # knows it by the shapes.
             "moe_intermediate_size": settings.intermediate * 3 // 4,

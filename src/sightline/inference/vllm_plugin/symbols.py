@@ -99,8 +99,10 @@ REACHED = (
     "EngineClient.renderer.mm_processor_cache",
     "EngineClient.input_processor.mm_encoder_cache_size",
     "EngineClient.errored",
+    "Module.quant_method.moe_kernel",
 )
-"""Attributes of objects at run time: `middleware` and `engine` read them when a server starts."""
+"""Attributes of objects at run time: `middleware` and `engine` read them when a server starts, the
+last is set when weights change."""
 
 ERRORS = (EngineDeadError, VLLMClientError)
 DATA = (MultiModalKwargsItem, RequestOutputKind)
@@ -115,6 +117,19 @@ def keep_images_with_requests() -> None:
 
 def _all_of_them(mm_features: Any, num_computed_tokens: int, uses_mrope: bool = False) -> Any:
     return mm_features
+
+
+def forget_expert_kernels(model: Any) -> None:
+    """On a CPU vLLM packs the weights of experts when it makes their kernel, and after an update
+    only where there is no kernel yet; the one that there was would read them as if packed."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None and _is_on_cpu(module):
+            method.moe_kernel = None
+
+
+def _is_on_cpu(module: Any) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in module.parameters())
 
 
 def check() -> str:

@@ -15,6 +15,7 @@ from sightline.inference.vllm_plugin.symbols import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
     finalize_layerwise_reload,
+    forget_expert_kernels,
     initialize_layerwise_reload,
 )
 
@@ -55,6 +56,7 @@ class FileTransfer(WeightTransferEngine):
             given, base = Opened(update_info.paths), Opened(update_info.base)
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{WEIGHTS_STAY}: {error}") from error
+        forget_expert_kernels(self.model)
         # Layers that hold their weights in another form than the checkpoint's get them back.
         initialize_layerwise_reload(self.model)
         self.model.load_weights(_tensors(given, base, update_info))
