@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
 from sightline.compute.attention import Flat
+from sightline.compute.host_copy import HostCopy
 from sightline.config import Model, Trainer
 from sightline.families import Family, PlacedSlot, load_family, load_renderer
 from sightline.media import MediaRef, MediaStore
@@ -18,9 +20,12 @@ from sightline.message import Message, assistant, user
 from sightline.pixels import Materializer
 from sightline.render import Rendered
 from sightline.trainer.learner import Learner
+from sightline.trainer.lora import outgoing
+from sightline.trainer.publish import Files
 from sightline.trainer.sft import sample_of
 from sightline.wire.array import Array
 from sightline.wire.sample import Sample, SampleSlot
+from sightline.wire.weights import Adapter, Manifest
 
 MODEL = "qwen_vl"
 WORDS = ["red", "green", "blue", "A", "B", "C", "D", "user", "codeword", "what", "is", "this"]
@@ -148,3 +153,12 @@ def trainer_logprobs(
     logs = torch.log_softmax(logits, -1).gather(1, torch.tensor(list(said))[:, None])[:, 0]
     found: np.ndarray = logs.numpy()
     return found
+
+
+def publish(
+    model: Any, root: Path, step: int, dtype: Any, stand: Adapter | None = None
+) -> tuple[Path, Manifest]:
+    """A version as the trainer publishes it: copied, then written."""
+    copy = HostCopy()
+    copy.take(*outgoing(model, stand, dtype))
+    return Files(root, stand).publish(copy.tensors(), step, step)

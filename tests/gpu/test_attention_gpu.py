@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from sightline.compute import attention_cuda  # noqa: E402
 from sightline.compute.attention import Flat, Tree, pattern_of  # noqa: E402
 from sightline.compute.attention_cuda import FlexTree, Rows, rows_of_lengths  # noqa: E402
 
@@ -102,3 +103,10 @@ def test_trees(size: int, dtype: torch.dtype) -> None:
         draw(size, dtype),
         dtype,
     )
+
+
+def test_heads_that_share_keys_are_not_repeated_where_torch_knows_them() -> None:
+    attend, options = attention_cuda._varlen()
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = attention_cuda.shares_heads(attend, device, torch.bfloat16, **options)
+    assert found or not options, "a function with enable_gqa takes few heads"

@@ -86,6 +86,10 @@ def main() -> None:
     learner.update = note  # type: ignore[method-assign]
     learner.probe_every = int("probe" in words)
     stepped = learner.step(ready)
+    passes = [counts["outer"]]
+    if frozen:
+        learner.step(replace(ready, step=2))
+        passes.append(counts["outer"] - passes[0])
     plain, gather = plain_parameters(learner.forward.model), merging(learner.forward.model)
     after = {f"after.{name}": whole for name, whole in each_whole(plain, gather)}
     local = sum(_local_bytes(p) for p in learner.forward.model.parameters())
@@ -93,6 +97,8 @@ def main() -> None:
         "bytes": local,
         "units": units(learner),
         "ways": ways(counts),
+        "passes": passes,
+        "kept": 0 if learner.features is None else len(learner.features.cache),
         "made": materializer.counts.made,
         "mapped": materializer.counts.mapped,
         "images": ready.num_images,

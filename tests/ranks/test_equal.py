@@ -194,6 +194,11 @@ def test_a_frozen_tower_stays_as_it_is_on_all_ranks(step: Callable[..., Found]) 
     for name, gradient in alone.gradients.items():
         off = float((together.gradients[name] - gradient).norm())
         assert off <= 1e-5 * float(gradient.norm()) + 1e-9, name
+    assert {rank["passes"][0] for rank in together.ranks} == {together.ranks[0]["passes"][0]}
+    for found in (alone, together):
+        assert sum(rank["kept"] for rank in found.ranks) >= alone.ranks[0]["images"] > 0
+        # The images of the second step are all at hand, and no rank goes through the tower.
+        assert all(second < first for first, second in (rank["passes"] for rank in found.ranks))
 
 
 def test_a_bad_image_costs_its_sample_on_all_ranks_alike(step: Callable[..., Found]) -> None:

@@ -25,6 +25,7 @@ SAID = {
     "transport": "RuntimeError: a fault in the transport",
     "packing": "RuntimeError: a fault in packing",
     "stuck": "in micro-batch 1 of step 2",
+    "publish": "OSError: a fault in publishing",
 }
 
 
@@ -35,7 +36,7 @@ def faults() -> list[Any]:
         pytest.param(fault, rank, marks=[pytest.mark.thorough] if (i + j) % 2 else [])
         for i, fault in enumerate(SAID)
         for j, rank in enumerate(ranks)
-        if not (fault == "packing" and j)  # rank 0 alone packs
+        if not (fault in ("packing", "publish") and j)  # rank 0 alone packs and publishes
     ]
 
 

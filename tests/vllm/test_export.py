@@ -27,7 +27,6 @@ from sightline.render import Rendered
 from sightline.rollout.stock import one_pad_each
 from sightline.trainer import sft
 from sightline.trainer.learner import Learner
-from sightline.trainer.publish import Files
 from sightline.wire.generate import SamplingParams
 
 OFFLINE = Path(__file__).parent / "offline.py"
@@ -121,8 +120,8 @@ def test_experts_are_exported_and_published_as_vllm_reads_them(
         assert not np.allclose(
             before, making.trainer_logprobs(learner, media, rendered, [1, 2, 3]), atol=1e-2
         )
-        published = Files(tmp_path / "weights", DTYPES["float32"])
-        path, _ = published.publish(learner.forward.model, 4, 4)
+        model = learner.forward.model
+        path, _ = making.publish(model, tmp_path / "weights", 4, DTYPES["float32"])
         client.adopt(path)
         check_logprobs(client, learner, media, rendered, params)
 

@@ -242,7 +242,11 @@ class Bench:
         from sightline.trainer import speed
 
         learner = self._learner(checkpointing)
-        timed = self._timed(lambda: learner.step(ready))
+        counts: list[float | None] = []
+        timed = self._timed(lambda: counts.append(learner.step(ready).metrics["compilations"]))
+        if learner.config.compile:
+            num, made = len(learner.forward.blocks()), [int(count or 0) for count in counts]
+            print(f"graphs compiled, step by step, for {num} blocks: {made}")
         if trace is not None:
             print(speed.profile_step(lambda: learner.step(ready), trace))
         return timed

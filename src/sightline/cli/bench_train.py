@@ -116,6 +116,12 @@ def print_table(events: list[Event]) -> None:
         f"{found['stall']:.2%} (target: under {MAX_STALL:.0%})",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+    if found["publish_s"] is not None:
+        console.print(
+            f"a version takes {found['publish_s']:.4f} s until its manifest is on the disk, "
+            f"{found['publish_hidden_share']:.1%} of it beside the next step",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     print(json.dumps(found))
 
 
@@ -137,7 +143,15 @@ def figures(events: list[Event]) -> dict[str, Any]:
         "images": median(event.values["images"] for event in events),
         "hidden_share": median(event.values["hidden_share"] for event in events),
         "stall": median(stalls),
+        "publish_s": _median(events, "publish_s"),
+        "publish_hidden_share": _median(events, "publish_hidden_share"),
     }
+
+
+def _median(events: list[Event], name: str) -> float | None:
+    """Over the steps that measured it."""
+    found = [event.values[name] for event in events if event.values.get(name) is not None]
+    return median(found) if found else None
 
 
 def _write(folder: Path, size: str) -> Path:

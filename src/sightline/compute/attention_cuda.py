@@ -18,6 +18,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from sightline.compute.transfer import send
+
 BLOCK = 128
 BUCKET = 1024
 """Trees are padded to a multiple: a shape of its own for each would be compiled for each."""
@@ -41,9 +43,8 @@ def rows_of_lengths(
     """(1, N, T, D) of sequences side by side that end, from 0 on, at `ends` (int32)."""
     width = v.shape[-1]
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, _widened(v, k)))
-    attend, knows_groups = _varlen()
-    options: dict[str, Any] = {"enable_gqa": True} if knows_groups else {}
-    if not knows_groups and q.shape[1] != k.shape[1]:
+    attend, options = _varlen()
+    if q.shape[1] != k.shape[1] and not shares_heads(attend, q.device, q.dtype, **options):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     window = (-1, 0) if causal else (-1, -1)
     out = attend(
@@ -58,11 +59,47 @@ def _widened(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _varlen() -> tuple[Callable[..., torch.Tensor], bool]:
-    """torch's function, and whether it knows heads that share keys (from 2.12 on)."""
+def _varlen() -> tuple[Callable[..., torch.Tensor], dict[str, Any]]:
+    """torch's function, and how it is told (from 2.12 on) that heads share keys and values."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+    knows = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return varlen_attn, {"enable_gqa": True} if knows else {}
+
+
+@functools.cache
+def shares_heads(
+    attend: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype, **options: Any
+) -> bool:
+    """Whether `attend` takes fewer heads of keys and values than of queries, tried on a few tokens.
+
+    Before it was told so, torch's function took them on some versions, whose kernels know, and not
+    on others: what counts is that outputs and gradients are those of repeated heads.
+    """
+    # Also where an engine calls, which takes no gradients.
+    with torch.inference_mode(False), torch.enable_grad():
+        # No random numbers: those of the run are to stay as they are.
+        angles = (torch.arange(16 * heads * 64, device=device) for heads in (4, 2, 2))
+        q, k, v = (x.sin().view(16, -1, 64).to(dtype) for x in angles)
+        ends = torch.tensor([0, 9, 16], dtype=torch.int32, device=device)
+        found = []
+        for times in (1, 2):
+            inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+            few = [inputs[0], *(x.repeat_interleave(times, dim=1) for x in inputs[1:])]
+            try:
+                out = attend(*few, ends, ends, 9, 9, scale=0.125, window_size=(-1, 0), **options)
+                out.float().square().sum().backward()
+            except (RuntimeError, ValueError, TypeError):
+                return False
+            found.append([out.detach(), *(x.grad for x in inputs)])
+    bound = 2e-2 if dtype in HALF else 1e-5
+    return all(
+        one is not None
+        and other is not None
+        and one.shape == other.shape
+        and float((one - other).float().norm()) <= bound * float(other.float().norm())
+        for one, other in zip(*found, strict=True)
+    )
 
 
 class Rows:
@@ -72,7 +109,7 @@ class Rows:
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         ends = np.cumsum([0, *lengths])
-        self._ends = torch.from_numpy(ends.astype(np.int32)).to(device)
+        self._ends = send(ends.astype(np.int32), device)
         self._longest = max(lengths)
 
     def attend(
@@ -89,7 +126,7 @@ class FlexTree:
     def __init__(self, subtree_end: np.ndarray, device: torch.device) -> None:
         padded = pad_ends(subtree_end)
         self._num_padded = len(padded) - len(subtree_end)
-        end = torch.from_numpy(padded.astype(np.int32)).to(device)
+        end = send(padded.astype(np.int32), device)
         self._mask = _block_mask(padded, end, device)
 
     def attend(
@@ -135,7 +172,7 @@ def _listed(blocks: np.ndarray, device: torch.device) -> tuple[torch.Tensor, tor
     """For each block of queries how many blocks, and which, these first."""
     counts = blocks.sum(axis=1).astype(np.int32)
     order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
-    return tuple(torch.from_numpy(x)[None, None].to(device) for x in (counts, order))
+    return tuple(send(x, device)[None, None] for x in (counts, order))
 
 
 @functools.cache

@@ -25,6 +25,11 @@ def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def dtype_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What it is written as: `dtype`, where that is given and the tensor floats."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
 def each_whole(
     tensors: Mapping[str, torch.Tensor], gather: Gather = as_it_is
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,7 +57,7 @@ def write_tensors(
     Stacks of matrices that `turned` names are written with each matrix transposed.
     """
     sizes = {name: _turn(name, tensor, turned).shape for name, tensor in tensors.items()}
-    kinds = {name: _dtype_of(tensor, dtype) for name, tensor in tensors.items()}
+    kinds = {name: dtype_of(tensor, dtype) for name, tensor in tensors.items()}
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     at = 0
@@ -88,7 +93,7 @@ def _turn(name: str, tensor: torch.Tensor, turned: Collection[str]) -> torch.Ten
 
 def bytes_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.dtype]:
     """The tensor's bytes in host memory, and what they are bytes of."""
-    kind = _dtype_of(tensor, dtype)
+    kind = dtype_of(tensor, dtype)
     return tensor.to("cpu", kind).contiguous().reshape(-1).view(torch.uint8), kind
 
 
@@ -104,7 +109,3 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _dtype_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -18,8 +18,12 @@ def stack(parts: Sequence[np.ndarray], device: torch.device) -> np.ndarray:
 
 
 def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`array` on the device. Page-locked memory is copied while the host goes on.
+    """`array` on the device, copied while the host goes on: from page-locked memory, to which it
+    is brought first where it lies elsewhere.
 
     torch keeps such memory from being used again until the copy is done.
     """
-    return torch.from_numpy(array).to(device, non_blocking=True)
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -110,6 +110,13 @@ class Trainer(Section):
         description="Patches kept between batches, and as much for other ranks of a batch.",
         json_schema_extra=FREE,
     )
+    feature_cache_mb: int = Field(
+        256,
+        ge=0,
+        description="Features of images kept between steps, of a vision tower that is frozen; on "
+        "the trainer's device.",
+        json_schema_extra=FREE,
+    )
 
     @field_validator("micro_batch_price")
     @classmethod

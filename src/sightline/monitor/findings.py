@@ -42,6 +42,10 @@ class Findings:
     """What the trainer's time went into, over all steps."""
     hidden_share: float | None
     """Of the time that images took to materialize, what the trainer did not wait for."""
+    publish_hidden_share: float | None
+    """Of the time that versions took to leave, what the next step ran beside."""
+    num_compiled: int | None
+    """Graphs; None where nothing is compiled."""
     num_measured: int
     """Steps with a mismatch; the others had no token of the trainer's own version."""
     shelves: list[Shelf] = field(default_factory=list)
@@ -69,6 +73,10 @@ def find(run_dir: RunDir) -> Findings:
         timeline=build_timeline(events),
         stage_seconds=_stage_seconds(trained),
         hidden_share=_mean([find_number(e.values, "hidden_share") for e in trained.values()]),
+        publish_hidden_share=_mean(
+            [find_number(e.values, "publish_hidden_share") for e in trained.values()]
+        ),
+        num_compiled=_total([find_number(e.values, "compilations") for e in trained.values()]),
         num_measured=sum(
             find_number(e.values, "mismatch_kl") is not None for e in trained.values()
         ),
@@ -163,6 +171,11 @@ def _reward_chart(
         width=960,
         height=320,
     )
+
+
+def _total(values: list[float | None]) -> int | None:
+    found = [value for value in values if value is not None]
+    return int(sum(found)) if found else None
 
 
 def _stage_seconds(trained: dict[int, Event]) -> dict[str, float]:

@@ -230,6 +230,11 @@ def _overlap(findings: Findings) -> str:
     hidden = ""
     if findings.hidden_share is not None:
         hidden = f" {spell.percent(findings.hidden_share)} of the time images took was hidden."
+    if findings.publish_hidden_share is not None:
+        share = spell.percent(findings.publish_hidden_share)
+        hidden += f" {share} of the time that versions took to leave ran beside the next step."
+    if findings.num_compiled is not None:
+        hidden += f" {findings.num_compiled} graphs were compiled."
     stages = _metered("trainer", findings.stage_seconds, lambda s: f"{s:.1f} s")
     return (
         f"<h2>Server and trainer at once</h2>{picture}<p>The trainer was busy for "

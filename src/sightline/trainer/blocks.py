@@ -11,6 +11,17 @@ from sightline.compute import attention
 from sightline.families import Forward
 
 
+def num_compiled() -> int:
+    """Graphs that this process has compiled so far.
+
+    Blocks of one class share theirs: dynamo takes a module's parameters for inputs. A graph is
+    compiled once for the first shape, and once more for any, when a second shape comes.
+    """
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
 def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
     """Replaces the forward pass of each block, in place; parameters keep their names.
 

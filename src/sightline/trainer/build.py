@@ -10,17 +10,20 @@ from pathlib import Path
 import torch
 
 from sightline.compute.broadcast import Broadcaster
+from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.model import DTYPES, load_model, pick_device
 from sightline.compute.transfer import stack
 from sightline.config import Lora, Media, Model, RunFile, SftFile, Trainer
 from sightline.errors import ResumeRefused
-from sightline.families import load_family, load_renderer
+from sightline.families import Forward, load_family, load_renderer
 from sightline.media import MediaStore
 from sightline.monitor import EventLog, RunDir
 from sightline.pack import Average, Cost
 from sightline.pixels import Materializer
+from sightline.trainer.aside import Aside
 from sightline.trainer.blocks import wrap_blocks
 from sightline.trainer.checkpoint import Checkpoints, Chosen
+from sightline.trainer.features import Features, is_frozen
 from sightline.trainer.feed import Feed, Preparer, ReadyBatch
 from sightline.trainer.keeper import Follower, Keeper
 from sightline.trainer.learner import Learner
@@ -29,7 +32,7 @@ from sightline.trainer.loop import Parts
 from sightline.trainer.lora import NO_ADAPTERS, add_adapters, stand_of
 from sightline.trainer.optimizer import build_optimizer, freeze_vision
 from sightline.trainer.price import price_of
-from sightline.trainer.publish import Files, Publisher, Sent
+from sightline.trainer.publish import Files, Outbox, Publisher, Sent
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
 from sightline.trainer.saver import Saver, alone, from_all, to_lead
@@ -87,6 +90,7 @@ def build_learner(
         whole = shard(forward, ranks.size, device, compute=compute)
     if ranks.size > 1 and reference is not None:
         reference_whole = shard(reference, ranks.size, device, frozen=True)
+    features, reference_features = _kept(forward, reference, trainer, ranks)
     return Learner(
         forward=forward,
         reference=reference,
@@ -100,8 +104,23 @@ def build_learner(
         ranks=ranks,
         whole=whole,
         reference_whole=reference_whole,
+        features=features,
+        reference_features=reference_features,
         imitates=imitates,
     )
+
+
+def _kept(
+    forward: Forward, reference: Forward | None, trainer: Trainer, ranks: Ranks
+) -> tuple[Features | None, Features | None]:
+    """Of the model and of the reference; a frozen tower is the reference's own."""
+    cache = FeatureCache(trainer.feature_cache_mb * MEGABYTE)
+    if is_frozen(forward):
+        kept = Features(forward, cache, ranks.size)
+        return kept, kept
+    if reference is not None and is_frozen(reference):
+        return None, Features(reference, cache, ranks.size)
+    return None, None
 
 
 def learner_of(
@@ -151,6 +170,14 @@ def build(
     tell = lead.fail if lead is not None else lambda problem: None
     learner.pulse = Pulse(config.trainer.stuck_after_s, tell, run_dir.beat(name_of_rank(0)))
     learner.probe_every = config.orchestrator.probe_every
+    hand_out: Callable[[ReadyBatch], ReadyBatch] = _keep_all
+    if lead is not None:
+        hand_out = build_spread(lead, ranks, learner)
+    feed = Feed(announcements, preparer, chosen.step + 1, hand_out)
+    publisher = _publisher(config, run_dir, _stand(config, learner))
+    dtype = DTYPES[config.model.dtype]
+    aside = Aside("publish", feed.fail, Pulse(config.trainer.stuck_after_s, tell))
+    outbox = Outbox(publisher, dtype, aside)
     keeper = Keeper(
         run_dir=run_dir,
         learner=learner,
@@ -160,15 +187,12 @@ def build(
         send=send,
         source=Path(config.model.path),
         train_vision=config.model.train_vision,
-        publisher=_publisher(config, run_dir, learner),
-        dtype=DTYPES[config.model.dtype],
+        outbox=outbox,
+        dtype=dtype,
         materializer=preparer.materializer,
     )
-    hand_out: Callable[[ReadyBatch], ReadyBatch] = _keep_all
-    if lead is not None:
-        hand_out = build_spread(lead, ranks, learner)
     return Parts(
-        feed=Feed(announcements, preparer, chosen.step + 1, hand_out),
+        feed=feed,
         learner=learner,
         keeper=keeper,
         pulse=learner.pulse,
@@ -187,11 +211,10 @@ def build_materializer(learner: Learner, store: MediaStore) -> Materializer:
     return Materializer(learner.family, store, max_bytes, threads=torch.get_num_threads())
 
 
-def _publisher(config: RunFile, run_dir: RunDir, learner: Learner) -> Publisher:
-    dtype, stand = DTYPES[config.model.dtype], _stand(config, learner)
+def _publisher(config: RunFile, run_dir: RunDir, stand: Adapter | None) -> Publisher:
     if config.trainer.publish == "files":
-        return Files(run_dir.weights, dtype, stand)
-    return Sent(run_dir.weights, dtype, Broadcaster(config.trainer.address), stand)
+        return Files(run_dir.weights, stand)
+    return Sent(run_dir.weights, Broadcaster(config.trainer.address), stand)
 
 
 def _stand(config: RunFile, learner: Learner) -> Adapter | None:
@@ -255,7 +278,7 @@ def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follo
             partial(stack, device=learner.device),
         ),
         learner=learner,
-        keeper=Follower(learner, saver, config.trainer.publish == "broadcast", as_adapters),
+        keeper=Follower(learner, saver, as_adapters),
         pulse=learner.pulse,
         first_step=chosen.step,
     )

@@ -10,6 +10,7 @@ show it and the packs are those of the batch without them.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -43,6 +44,8 @@ class ReadyMicroBatch:
     """uint8, of the distinct images in their order; None when there is none."""
     shows: bool = False
     """Whether another rank shows an image beside it: then this one goes through the tower too."""
+    is_as_stored: bool = True
+    """Whether the patches are those of the items; a probe exchanges them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +165,26 @@ class Ahead:
     def __init__(self, batches: Iterable[ReadyBatch]) -> None:
         self._batches = batches
         self._ready: queue.Queue[ReadyBatch | BaseException | None] = queue.Queue(maxsize=1)
+        self._error: BaseException | None = None
 
     def __iter__(self) -> Iterator[ReadyBatch]:
         threading.Thread(target=self._run, daemon=True, name="feed").start()
         while True:
             began = time.monotonic()
             ready = self._ready.get()
+            if self._error is not None:
+                raise self._error
             if isinstance(ready, BaseException):
                 raise ready
             if ready is None:
                 return
             yield replace(ready, waited_s=time.monotonic() - began)
+
+    def fail(self, error: BaseException) -> None:
+        """Raises `error` where the loop asks for its next batch, or waits for one. Never waits."""
+        self._error = error
+        with contextlib.suppress(queue.Full):  # then there is something to wake up for already
+            self._ready.put_nowait(error)
 
     def _run(self) -> None:
         try:
@@ -198,6 +210,7 @@ class Feed:
         self._preparer = preparer
         self._next_step = next_step
         self._ahead = Ahead(self._batches())
+        self.fail = self._ahead.fail
 
     def __iter__(self) -> Iterator[ReadyBatch]:
         return iter(self._ahead)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 
 from sightline.families import Forward
@@ -17,10 +16,11 @@ from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner, Stepped
 from sightline.trainer.ledger import Ledger
 from sightline.trainer.lora import hand_over
-from sightline.trainer.publish import Publisher
+from sightline.trainer.publish import Outbox
 from sightline.trainer.saver import Saver
 from sightline.wire.control import Control, Finished, Published
 from sightline.wire.file import write_atomic
+from sightline.wire.weights import Manifest
 
 
 @dataclass
@@ -34,11 +34,10 @@ class Keeper:
     source: Path
     """The checkpoint folder that the run started from."""
     train_vision: bool
-    publisher: Publisher
+    outbox: Outbox
     dtype: torch.dtype
     """Of what is exported."""
     materializer: Materializer
-    published: Published | None = None
 
     @property
     def _forward(self) -> Forward:
@@ -48,20 +47,23 @@ class Keeper:
         write_atomic(self.run_dir.scores_of(ready.step), stepped.scores.to_bytes())
         self.ledger.add(ready.step, ready.digest)
 
-    def publish(self, step: int) -> None:
-        path, manifest = self.publisher.publish(
-            self._forward.model, step, step if self.train_vision else 0
-        )
-        self.published = Published(
-            version=step,
-            epoch=manifest.epoch,
-            manifest=str(path.resolve()),
-            metrics={},
-            checkpoint_step=self.saver.checkpoints.covered,
-        )
+    def check(self) -> None:
+        self.outbox.aside.check()
 
-    def deliver(self) -> None:
-        self.publisher.deliver(self._forward.model)
+    def publish(self, ready: ReadyBatch, stepped: Stepped) -> None:
+        stepped.metrics["bad_media"] = float(len(ready.dropped))
+        self._publish(ready.step, dict(stepped.metrics))
+
+    def publish_again(self, step: int) -> None:
+        self._publish(step, {})
+
+    def _publish(self, step: int, metrics: dict[str, float | None]) -> None:
+        def tell(path: Path, manifest: Manifest) -> None:
+            covered = self.saver.checkpoints.covered
+            where = str(path.resolve())
+            self.send(Published(step, manifest.epoch, where, metrics, covered))
+
+        self.outbox.put(self._forward.model, step, step if self.train_vision else 0, tell)
 
     def checkpoint(self, step: int, last: bool = False) -> None:
         self.saver.save(step, self._forward.model, self.learner.optimizer, last)
@@ -74,7 +76,9 @@ class Keeper:
         metrics["hidden_share"] = (
             1 - visible / ready.materialize_s if ready.materialize_s > 0 else None
         )
-        metrics["bad_media"] = float(len(ready.dropped))
+        before = self.outbox.before
+        metrics["publish_s"] = before.seconds if before is not None else None
+        metrics["publish_hidden_share"] = before.hidden_share(busy) if before is not None else None
         metrics["unproven"] = float(ready.num_unproven)
         metrics["images_made"] = float(ready.num_made)
         metrics["images_from_cache"] = float(max(ready.num_images - ready.num_made, 0))
@@ -85,15 +89,19 @@ class Keeper:
             "publish": publish_s,
         }
         counts = self.materializer.counts
-        cache = {
-            "hits": counts.hits + counts.joined,
-            "misses": counts.made + counts.failed,
-            "evictions": counts.evicted,
-            "bytes": counts.bytes_held,
+        caches = {
+            "trainer_pixels": {
+                "hits": counts.hits + counts.joined,
+                "misses": counts.made + counts.failed,
+                "evictions": counts.evicted,
+                "bytes": counts.bytes_held,
+            }
         }
+        if (kept := self.learner.features or self.learner.reference_features) is not None:
+            caches["trainer_features"] = kept.cache.figures()
         self.events.write(
             "train", ready.step, **metrics, seconds=seconds, busy=list(busy), bad=ready.bad,
-            truncated=ready.truncated, pixels=asdict(counts), caches={"trainer_pixels": cache},
+            truncated=ready.truncated, pixels=asdict(counts), caches=caches,
         )  # fmt: skip
         for lost in ready.dropped:
             self.events.write("bad_media", ready.step, **asdict(lost))
@@ -101,20 +109,9 @@ class Keeper:
             self.events.write(
                 "probe", ready.step, **asdict(probe), is_blind=probe.is_blind, words=probe.words
             )
-        self.announce(metrics)
-
-    def announce(self, metrics: dict[str, float | None] | None = None) -> None:
-        """Tells the orchestrator of the newest published version."""
-        assert self.published is not None
-        self.send(
-            msgspec.structs.replace(
-                self.published,
-                metrics=metrics or {},
-                checkpoint_step=self.saver.checkpoints.covered,
-            )
-        )
 
     def finish(self, step: int) -> None:
+        self.outbox.aside.wait()
         if step > 0:
             export_checkpoint(
                 self.source, self.run_dir.checkpoints / "final", self._forward.model, self.dtype
@@ -130,20 +127,20 @@ class Follower:
 
     learner: Learner
     saver: Saver
-    sends: bool
-    """Whether weights are sent, after they were announced."""
     as_adapters: bool = False
     """Whether adapters leave unmerged."""
 
     def record(self, ready: ReadyBatch, stepped: Stepped) -> None:
         pass
 
-    def publish(self, step: int) -> None:
+    def check(self) -> None:
+        pass
+
+    def publish(self, ready: ReadyBatch, stepped: Stepped) -> None:
         hand_over(self.learner.forward.model, self.as_adapters)
 
-    def deliver(self) -> None:
-        if self.sends:
-            hand_over(self.learner.forward.model, self.as_adapters)
+    def publish_again(self, step: int) -> None:
+        hand_over(self.learner.forward.model, self.as_adapters)
 
     def checkpoint(self, step: int, last: bool = False) -> None:
         self.saver.save(step, self.learner.forward.model, self.learner.optimizer, last)
@@ -151,9 +148,6 @@ class Follower:
     def report(
         self, ready: ReadyBatch, stepped: Stepped, busy: tuple[float, float], publish_s: float
     ) -> None:
-        pass
-
-    def announce(self, metrics: dict[str, float | None] | None = None) -> None:
         pass
 
     def finish(self, step: int) -> None:

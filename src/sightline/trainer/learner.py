@@ -21,8 +21,11 @@ from sightline.config import Trainer
 from sightline.errors import Misaligned
 from sightline.families import Family, Forward
 from sightline.trainer import loss as losses
+from sightline.trainer.blocks import num_compiled
 from sightline.trainer.checks import check_features, check_micro_batch, check_patches
+from sightline.trainer.features import Features, encode_blank
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
+from sightline.trainer.laps import Laps
 from sightline.trainer.optimizer import lr_scale, set_learning_rate
 from sightline.trainer.probe import Probe, accompany, choose, probe
 from sightline.trainer.pulse import Pulse
@@ -35,12 +38,13 @@ from sightline.trainer.shard import (
     sum_over_ranks,
     whole_tensor,
 )
+from sightline.trainer.tally import Tally
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, Origin
 from sightline.wire.score import StepScores
 
 T = TypeVar("T")
-_SUMS = (
+SUMS = (
     "all_tokens", "clipped", "entropy", "fresh_kl", "fresh_tokens", "kl_ref", "loss", "older_kl",
     "older_tokens", "tokens",
 )  # fmt: skip
@@ -56,62 +60,50 @@ class Stepped:
 
     metrics: dict[str, float | None]
     scores: StepScores
-    seconds: dict[str, float]
-    """Of its parts: forward, backward, optimizer."""
+    laps: Laps
     probe: Probe | None = None
     """Whether the model looks, where this step asked."""
 
-
-class Laps:
-    """Seconds by what they were spent on; a device's work counts where it was asked for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.seconds = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-        self._device, self._since = device, time.monotonic()
-
-    def end(self, lap: str) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.monotonic()
-        self.seconds[lap] += now - self._since
-        self._since = now
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of its parts: forward, backward, optimizer."""
+        return self.laps.seconds()
 
 
 def hidden_of(
-    forward: Forward, ready: ReadyMicroBatch, family: Family, device: torch.device
+    forward: Forward,
+    ready: ReadyMicroBatch,
+    family: Family,
+    device: torch.device,
+    kept: Features | None = None,
 ) -> torch.Tensor:
-    """The hidden states (S, H) that predict the trained tokens. Each image is encoded once."""
+    """The hidden states (S, H) that predict the trained tokens. Each image is encoded once, or
+    comes from what is kept of a frozen tower."""
     batch = ready.batch
-    token_ids = torch.from_numpy(batch.token_ids.numpy().astype(np.int64)).to(device)[None]
-    positions = torch.from_numpy(batch.positions.numpy().astype(np.int64)).to(device)[:, None]
-    features = places = None
+    token_ids = send(batch.token_ids.numpy().astype(np.int64), device)[None]
+    positions = send(batch.positions.numpy().astype(np.int64), device)[:, None]
+    features = places = encoded = None
     blank = None
     check_patches(batch, ready.patches)
-    if ready.patches is None and ready.shows:
-        blank = _encode_blank(forward, device)
-    if ready.patches is not None:
+    if kept is not None:
+        encoded = kept.of(ready, device)
+    elif ready.patches is not None:
         patches = send(ready.patches, device)
         encoded = forward.encode(patches, [entry.item.grid for entry in batch.items])
+    elif ready.shows:
+        blank = encode_blank(forward, device)
+    if encoded is not None:
         index, where = _places(batch, family)
         check_features(batch, len(encoded), family)
-        features = encoded[torch.from_numpy(index).to(device)]
-        places = torch.from_numpy(where).to(device)
+        features = encoded[send(index, device)]
+        places = send(where, device)
     dtype = next(forward.model.parameters()).dtype
     pattern = pattern_of(batch.subtree_end.numpy(), device, dtype)
     hidden = forward.hidden(token_ids, positions, features, places, pattern)[0]
     if blank is not None:
         hidden = hidden + 0.0 * blank.to(hidden.dtype)
     predicting = batch.parent.numpy()[batch.trained.numpy()].astype(np.int64)
-    return hidden[torch.from_numpy(predicting).to(device)]
-
-
-def _encode_blank(forward: Forward, device: torch.device) -> torch.Tensor:
-    """The smallest image through the tower, as one number: its collectives want every rank."""
-    smallest = forward.blank()
-    if smallest is None:
-        raise Misaligned("images on another rank, and no vision tower here", "report this")
-    patches, grid = smallest
-    return forward.encode(patches.to(device), [grid]).sum()
+    return hidden[send(predicting, device)]
 
 
 def _places(batch: MicroBatch, family: Family) -> tuple[np.ndarray, np.ndarray]:
@@ -141,6 +133,9 @@ class Learner:
     whole: Whole | None = None
     """Around the sharded model; None where one rank holds all of it."""
     reference_whole: Whole | None = None
+    features: Features | None = None
+    """Of the tower, where it is frozen."""
+    reference_features: Features | None = None
     pulse: Pulse = field(default_factory=Pulse)
     imitates: bool = False
     """Supervised: the tokens are to be said, whoever said them first."""
@@ -154,31 +149,35 @@ class Learner:
     def step(self, ready: ReadyBatch) -> Stepped:
         """Turns policy version step-1 into version step."""
         began = time.monotonic()
-        sums = dict.fromkeys(_SUMS, 0.0)
-        scored: list[tuple[MicroBatch, np.ndarray]] = []
+        tally = Tally(SUMS)
+        scored: list[tuple[MicroBatch, torch.Tensor]] = []
+        compiled = num_compiled() if self.config.compile else 0
         self.optimizer.zero_grad(set_to_none=True)
         laps = Laps(self.device)
         for number, micro_batch in enumerate(ready.micro_batches, start=1):
             self.pulse.mark(f"micro-batch {number} of step {ready.step}")
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
-            sums["all_tokens"] += len(micro_batch.batch.token_ids)
+            tally.count("all_tokens", len(micro_batch.batch.token_ids))
             if len(micro_batch.batch.trained) or self.ranks.size > 1:
-                scored.append(
-                    (micro_batch.batch, self._backward(micro_batch, ready.step, sums, laps))
-                )
+                logprobs = self._backward(micro_batch, ready.step, tally, laps)
+                scored.append((micro_batch.batch, logprobs))
         looked = self._probe(ready)
         if looked is not None:
-            laps.seconds["probe"] = 0.0
             laps.end("probe")
         self.pulse.mark(f"the update of step {ready.step}")
+        # The first time in the step that the host waits for the device.
+        sums, said = tally.read(), _to_host(scored)
+        if not math.isfinite(sums["loss"]):
+            raise Misaligned(f"step {ready.step}: the loss is {sums['loss']}", _DIVERGED)
         norm = self.update(ready.step)
         metrics = self._metrics(ready, sum_over_ranks(sums, self.ranks.size))
         metrics["grad_norm"] = norm
+        metrics["compilations"] = num_compiled() - compiled if self.config.compile else None
         laps.end("optimizer")
         metrics["compute_s"] = time.monotonic() - began
-        everyone = gather_to_lead(scored, self.ranks)
+        everyone = gather_to_lead(said, self.ranks)
         scores = _scores(ready.step, [one for rank in everyone for one in rank])
-        return Stepped(metrics, scores, laps.seconds, looked)
+        return Stepped(metrics, scores, laps, looked)
 
     def _probe(self, ready: ReadyBatch) -> Probe | None:
         """Asks one micro-batch of the step, before the update; what it says comes to rank 0."""
@@ -209,44 +208,42 @@ class Learner:
     @torch.no_grad()
     def evaluate(self, ready: ReadyBatch) -> tuple[float, float]:
         """The summed -log pi of the trained tokens, and how many they are; nothing is learnt."""
-        sums = {"nll": 0.0, "tokens": 0.0}
+        tally = Tally(("nll", "tokens"))
         for number, micro_batch in enumerate(ready.micro_batches, start=1):
             self.pulse.mark(f"micro-batch {number} of the evaluation after step {ready.step}")
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
             if len(micro_batch.batch.trained) or self.ranks.size > 1:
                 logprobs = self.within(self._logprobs, micro_batch)
-                sums["nll"] -= float(logprobs.double().sum())
-                sums["tokens"] += len(logprobs)
+                tally.add("nll", -logprobs.double().sum())
+                tally.count("tokens", len(logprobs))
         if self.whole is not None:
             self.whole.reshard()  # without a backward pass nothing else does
-        total = sum_over_ranks(sums, self.ranks.size)
+        total = sum_over_ranks(tally.read(), self.ranks.size)
         return total["nll"], total["tokens"]
 
     def _logprobs(self, ready: ReadyMicroBatch) -> torch.Tensor:
         batch = ready.batch
-        hidden = hidden_of(self.forward, ready, self.family, self.device)
+        hidden = hidden_of(self.forward, ready, self.family, self.device, self.features)
         tokens = _tensor(batch.token_ids.numpy()[batch.trained.numpy()], self.device).long()
         return chosen_logprobs(self.forward, hidden, tokens, self.banned, batch.temperature)
 
     def _backward(
-        self, ready: ReadyMicroBatch, step: int, sums: dict[str, float], laps: Laps
-    ) -> np.ndarray:
-        total, chosen = self.within(self._beside_reference, ready, step, sums)
-        if not torch.isfinite(total):
-            raise Misaligned(f"step {step}: the loss is {float(total)}", _DIVERGED)
+        self, ready: ReadyMicroBatch, step: int, tally: Tally, laps: Laps
+    ) -> torch.Tensor:
+        total, chosen = self.within(self._beside_reference, ready, step, tally)
         laps.end("forward")
         # Gradients are averaged over ranks, and the losses of a step are to be added.
         (total * self.ranks.size).backward()
         laps.end("backward")
-        sums["loss"] += float(total.detach())
-        return chosen.cpu().numpy()
+        tally.add("loss", total)
+        return chosen
 
     def within(self, function: Callable[..., T], *args: Any) -> T:
         """Calls `function` with the parameters at hand, where they are sharded."""
         return _within(self.whole, function, *args)
 
     def _beside_reference(
-        self, ready: ReadyMicroBatch, step: int, sums: dict[str, float]
+        self, ready: ReadyMicroBatch, step: int, tally: Tally
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss, with the reference gathered once, however many tokens this rank trains.
 
@@ -254,32 +251,33 @@ class Learner:
         reference for again in the backward pass.
         """
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        _within(self.reference_whole, lambda: found.append(self._loss(ready, step, sums)))
+        _within(self.reference_whole, lambda: found.append(self._loss(ready, step, tally)))
         return found[0]
 
     def _loss(
-        self, ready: ReadyMicroBatch, step: int, sums: dict[str, float]
+        self, ready: ReadyMicroBatch, step: int, tally: Tally
     ) -> tuple[torch.Tensor, torch.Tensor]:
         batch = ready.batch
-        hidden = hidden_of(self.forward, ready, self.family, self.device)
+        hidden = hidden_of(self.forward, ready, self.family, self.device, self.features)
         reference = None
         if self.reference is not None:
             with torch.no_grad():
-                reference = hidden_of(self.reference, ready, self.family, self.device)
+                kept = self.reference_features
+                reference = hidden_of(self.reference, ready, self.family, self.device, kept)
         tokens = _tensor(batch.token_ids.numpy()[batch.trained.numpy()], self.device).long()
         old = _tensor(batch.logprobs.numpy(), self.device)
         advantages = _tensor(batch.advantages.numpy(), self.device)
         weight = _tensor(batch.loss_weight.numpy(), self.device)
-        own = _tensor(batch.versions.numpy(), self.device) == step - 1
+        own = batch.versions.numpy() == step - 1
         scorer = Scorer(self.forward, self.reference, self.banned, batch.temperature)
         scored = scorer.score(hidden, tokens, reference)
         logprobs = scored.logprobs
-        _measure(sums, scored, old, own)
+        _measure(tally, scored, old, own)
         token_loss, held = self._policy_loss(logprobs, old, advantages, batch)
-        sums["clipped"] += float(held.sum())
+        tally.add("clipped", held.sum())
         if scored.kl is not None:
             token_loss = token_loss + self.config.kl_weight * scored.kl
-            sums["kl_ref"] += float(scored.kl.detach().sum())
+            tally.add("kl_ref", scored.kl.detach().sum())
         total = (token_loss * weight).sum()
         if self.ranks.size > 1:
             # Also where nothing trains: every parameter needs a gradient on every rank.
@@ -308,7 +306,7 @@ class Learner:
                 # A sequence is what one model call said.
                 lengths = [o.stop - o.start for o in batch.origins]
                 places = np.repeat(np.arange(len(lengths)), lengths)
-                sequences = torch.from_numpy(places).to(logprobs.device)
+                sequences = send(places, logprobs.device)
                 return losses.gspo_loss(logprobs, old, advantages, sequences, *bounds)
 
     def update(self, step: int) -> float:
@@ -350,19 +348,32 @@ def _within(whole: Whole | None, function: Callable[..., T], *args: Any) -> T:
     return result
 
 
-def _measure(sums: dict[str, float], scored: Scored, old: torch.Tensor, own: torch.Tensor) -> None:
+def _measure(tally: Tally, scored: Scored, old: torch.Tensor, own: np.ndarray) -> None:
+    """`own` says which tokens the version that is trained sampled itself."""
     with torch.no_grad():
         kl = losses.mismatch_kl(scored.logprobs, old)
-        sums["tokens"] += len(kl)
-        sums["entropy"] += float(scored.entropy.sum())
-        sums["fresh_tokens"] += float(own.sum())
-        sums["older_tokens"] += float((~own).sum())
-        sums["fresh_kl"] += float(kl[own].sum())
-        sums["older_kl"] += float(kl[~own].sum())
+        tally.count("tokens", len(kl))
+        tally.add("entropy", scored.entropy.sum())
+        for name, chosen in (("fresh", own), ("older", ~own)):
+            tally.count(f"{name}_tokens", int(chosen.sum()))
+            # By places that the host knows: a mask on the device would have to be counted first.
+            tally.add(f"{name}_kl", kl[_tensor(np.flatnonzero(chosen), kl.device)].sum())
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array.copy()).to(device)
+    return send(array.copy(), device)
+
+
+def _to_host(
+    scored: list[tuple[MicroBatch, torch.Tensor]],
+) -> list[tuple[MicroBatch, np.ndarray]]:
+    """In one copy from the device."""
+    if not scored:
+        return []
+    whole = torch.cat([logprobs for _, logprobs in scored]).cpu().numpy()
+    ends = np.cumsum([len(logprobs) for _, logprobs in scored])
+    parts = np.split(whole, ends[:-1])
+    return [(batch, part) for (batch, _), part in zip(scored, parts, strict=True)]
 
 
 def _scores(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -> StepScores:

@@ -1,8 +1,9 @@
 """The trainer's flow. Step k turns policy version k-1 into version k.
 
-    orchestrator --batch k--> feed --ready k--> loop --weights k--> disk, orchestrator
+    orchestrator --batch k--> feed --ready k--> loop --copy of k--> outbox --> disk, orchestrator
       feed waits for: the announcement of batch k     unblocked by: the orchestrator
       loop waits for: ready batch k                   unblocked by: feed (pixels made ahead)
+                      version k-1 to have left        unblocked by: outbox
 
 A batch stays on disk until a checkpoint covers it. After a kill the trainer starts from its last
 checkpoint and the orchestrator announces the later batches again, in their order.
@@ -29,13 +30,17 @@ class Keeps(Protocol):
 
     def record(self, ready: ReadyBatch, stepped: Stepped) -> None: ...
 
-    def publish(self, step: int) -> None: ...
-
-    def deliver(self) -> None:
-        """Sends what was announced, where weights are sent."""
+    def check(self) -> None:
+        """Raises what went wrong beside the loop."""
         ...
 
-    def announce(self, metrics: dict[str, float | None] | None = None) -> None: ...
+    def publish(self, ready: ReadyBatch, stepped: Stepped) -> None:
+        """Returns when the weights may change again; the version leaves meanwhile."""
+        ...
+
+    def publish_again(self, step: int) -> None:
+        """The version that the run goes on from."""
+        ...
 
     def checkpoint(self, step: int, last: bool = False) -> None: ...
 
@@ -60,17 +65,16 @@ def run(parts: Parts) -> None:
     """Trains until the orchestrator announces no more."""
     step = parts.first_step
     for ready in parts.feed:
+        parts.keeper.check()
         began = time.time()
         stepped = parts.learner.step(ready)
         step = ready.step
         trained = time.time()
         parts.pulse.mark(f"publishing step {step}")
         parts.keeper.record(ready, stepped)
-        parts.keeper.publish(step)
+        parts.keeper.publish(ready, stepped)
         parts.keeper.checkpoint(step)
         parts.keeper.report(ready, stepped, (began, trained), time.time() - trained)
-        parts.pulse.mark(f"delivering step {step}")
-        parts.keeper.deliver()
         parts.pulse.rest()
     parts.keeper.checkpoint(step, last=True)
     parts.keeper.finish(step)

@@ -83,7 +83,7 @@ def exchange(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | Non
     starts = np.cumsum([0, *sizes])
     rows = np.concatenate([np.arange(starts[d], starts[d] + sizes[d]) for d in donors])
     moved = donors != np.arange(len(donors))
-    return replace(ready, patches=ready.patches[rows]), moved
+    return replace(ready, patches=ready.patches[rows], is_as_stored=False), moved
 
 
 def behind(ready: ReadyMicroBatch, moved: np.ndarray) -> np.ndarray:

@@ -44,12 +44,9 @@ def main(config: RunFile, run_dir: RunDir, hub: str, ranks: Ranks) -> None:
         parts = build(config, run_dir, announcements, send, ranks, lead)
         if lead is not None:
             lead.gather(parts.first_step)
-        if starts := _publishes_first(config, parts):
-            parts.keeper.publish(parts.first_step)
         send(Ready(NAME, parts.first_step))
-        if starts:
-            parts.keeper.announce()
-            parts.keeper.deliver()
+        if _publishes_first(config, parts):
+            parts.keeper.publish_again(parts.first_step)
         loop.run(parts)
     spoke.close()
 
@@ -61,8 +58,7 @@ def follow(config: RunFile, run_dir: RunDir, ranks: Ranks) -> None:
         parts = build_follower(config, run_dir, ranks, channel)
         channel.hello(parts.first_step)
         if _publishes_first(config, parts):
-            parts.keeper.publish(parts.first_step)
-            parts.keeper.deliver()
+            parts.keeper.publish_again(parts.first_step)
         loop.run(parts)
     channel.close()
 

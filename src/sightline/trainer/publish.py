@@ -1,12 +1,19 @@
 """How a new version leaves the trainer: as files, or sent to the engines that adopt it.
 
-Every rank takes part: tensors are gathered one by one, so that nobody holds the model twice. What
-leaves is plain, for adapters are merged on the way; or, for engines that merge, it is adapters.
+    loop --copy on the host--> thread: files or manifest --Published k--> orchestrator
+      waits for: the version before this one     unblocked by: the disk, or engines that adopt
+
+Every rank takes part in the copy: tensors are gathered one by one, so that no device holds the
+model twice. After it the next step may begin; versions leave in their order. What leaves is plain,
+for adapters are merged on the way; or, for engines that merge, it is adapters.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -14,17 +21,24 @@ import torch
 from torch import nn
 
 from sightline.compute.broadcast import Broadcaster
+from sightline.compute.host_copy import HostCopy
 from sightline.compute.weights import write_weights
+from sightline.trainer.aside import Aside
 from sightline.trainer.lora import outgoing
 from sightline.wire.weights import Adapter, Manifest
 
+Tensors = Mapping[str, torch.Tensor]
+
 
 class Publisher(Protocol):
-    def publish(self, model: nn.Module, step: int, vision_version: int) -> tuple[Path, Manifest]:
+    adapter: Adapter | None
+    """What adapters stand on, where they leave unmerged."""
+
+    def publish(self, tensors: Tensors, step: int, vision_version: int) -> tuple[Path, Manifest]:
         """Puts a manifest on the disk and returns its path."""
         ...
 
-    def deliver(self, model: nn.Module) -> None:
+    def deliver(self, tensors: Tensors) -> None:
         """Called once the orchestrator knows of the manifest; returns when engines may go on."""
         ...
 
@@ -32,35 +46,83 @@ class Publisher(Protocol):
 @dataclass
 class Files:
     root: Path
-    dtype: torch.dtype
     adapter: Adapter | None = None
     """What adapters stand on, where they leave unmerged."""
 
-    def publish(self, model: nn.Module, step: int, vision_version: int) -> tuple[Path, Manifest]:
-        made = outgoing(model, self.adapter, self.dtype)
-        return write_weights(
-            self.root, made[0], step, vision_version, *made[1:], adapter=self.adapter
-        )
+    def publish(self, tensors: Tensors, step: int, vision_version: int) -> tuple[Path, Manifest]:
+        return write_weights(self.root, tensors, step, vision_version, adapter=self.adapter)
 
-    def deliver(self, model: nn.Module) -> None:
+    def deliver(self, tensors: Tensors) -> None:
         pass
 
 
 @dataclass
 class Sent:
     root: Path
-    dtype: torch.dtype
     broadcaster: Broadcaster
     adapter: Adapter | None = None
     manifest: Manifest | None = None
 
-    def publish(self, model: nn.Module, step: int, vision_version: int) -> tuple[Path, Manifest]:
-        made = outgoing(model, self.adapter, self.dtype)
+    def publish(self, tensors: Tensors, step: int, vision_version: int) -> tuple[Path, Manifest]:
         path, self.manifest = self.broadcaster.announce(
-            self.root, made[0], step, vision_version, *made[1:], adapter=self.adapter
+            self.root, tensors, step, vision_version, adapter=self.adapter
         )
         return path, self.manifest
 
-    def deliver(self, model: nn.Module) -> None:
+    def deliver(self, tensors: Tensors) -> None:
         assert self.manifest is not None
-        self.broadcaster.send(self.manifest, *outgoing(model, self.adapter, self.dtype))
+        self.broadcaster.send(self.manifest, tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """When a version was made public."""
+
+    began: float
+    ended: float
+    """Its manifest stood on the disk; seconds since 1970, as `began`."""
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    def hidden_share(self, busy: tuple[float, float]) -> float:
+        """Of that time, what a step that was busy so long ran beside."""
+        beside = min(self.ended, busy[1]) - max(self.began, busy[0])
+        return max(beside, 0.0) / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass
+class Outbox:
+    """Rank 0's part: one version at a time is on its way."""
+
+    publisher: Publisher
+    dtype: torch.dtype
+    aside: Aside
+    copy: HostCopy = field(default_factory=HostCopy)
+    before: Published | None = None
+    """The version before the newest that was put in."""
+    _last: Published | None = None
+
+    def put(
+        self,
+        model: nn.Module,
+        step: int,
+        vision_version: int,
+        tell: Callable[[Path, Manifest], None],
+    ) -> None:
+        """Returns when the weights may change again; `tell` is called by the thread."""
+        self.aside.wait()
+        self.before, began = self._last, time.time()
+        self.copy.take(*outgoing(model, self.publisher.adapter, self.dtype))
+        work = partial(self._publish, step, vision_version, tell, began)
+        self.aside.start(f"publishing version {step}", work)
+
+    def _publish(
+        self, step: int, vision_version: int, tell: Callable[[Path, Manifest], None], began: float
+    ) -> None:
+        tensors = self.copy.tensors()
+        path, manifest = self.publisher.publish(tensors, step, vision_version)
+        self._last = Published(began, time.time())
+        tell(path, manifest)
+        self.publisher.deliver(tensors)

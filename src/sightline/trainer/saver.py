@@ -6,12 +6,13 @@ loop --snapshot--> thread of each rank: its file --name and checksum--> rank 0: 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
+from sightline.trainer.aside import Aside
 from sightline.trainer.checkpoint import CheckpointManifest, Checkpoints
 from sightline.trainer.ranks import Follow, Lead, Ranks
 from sightline.trainer.snapshot import Snapshot, take
@@ -32,46 +33,31 @@ class Saver:
     deliver: Callable[[int, WeightFile], list[WeightFile] | None]
     """Hands over the file of a step; rank 0 gets those of all ranks, when they are written."""
 
-    def __post_init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._problem: BaseException | None = None
+    aside: Aside = field(default_factory=lambda: Aside("checkpoint"))
 
     def save(
         self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, last: bool
     ) -> None:
         """Begins the checkpoint of `step` if it is due; the last one is whole on return."""
-        self.check()
+        self.aside.check()
         if step > self.step and (last or step % self.every == 0):
             self.wait()
             snapshot = take(model, optimizer, self.ranks)
             self.step = step
-            self._thread = threading.Thread(
-                target=self._write, args=(step, snapshot), daemon=True, name="checkpoint"
-            )
-            self._thread.start()
+            self.aside.start(f"checkpoint {step}", partial(self._write, step, snapshot))
         if last:
             self.wait()
 
-    def check(self) -> None:
-        """Raises, in the loop, what went wrong in the thread."""
-        if self._problem is not None:
-            raise self._problem
-
     def wait(self) -> None:
         """Returns when what was begun is on the disk."""
-        if self._thread is not None:
-            self._thread.join()
-        self.check()
+        self.aside.wait()
 
     def _write(self, step: int, snapshot: Snapshot) -> None:
-        try:
-            file = self.checkpoints.write_share(step, self.ranks.rank, snapshot)
-            files = self.deliver(step, file)
-            if files is not None:
-                vision = step if self.train_vision else 0
-                self.checkpoints.complete(CheckpointManifest(step, vision, files))
-        except BaseException as error:  # the loop raises it again, in the main thread
-            self._problem = error
+        file = self.checkpoints.write_share(step, self.ranks.rank, snapshot)
+        files = self.deliver(step, file)
+        if files is not None:
+            vision = step if self.train_vision else 0
+            self.checkpoints.complete(CheckpointManifest(step, vision, files))
 
 
 def alone(step: int, file: WeightFile) -> list[WeightFile]:

@@ -130,7 +130,10 @@ class Keeper:
     def report(self, ready: ReadyBatch, stepped: Stepped, seconds: float) -> None:
         if self.events is None:
             return
-        shown = ("loss", "lr", "grad_norm", "tokens", "trained_tokens", "samples", "images")
+        shown = (
+            "loss", "lr", "grad_norm", "tokens", "trained_tokens", "samples", "images",
+            "compilations",
+        )  # fmt: skip
         self.events.write(
             "sft", ready.step, **{name: stepped.metrics[name] for name in shown},
             bad=ready.bad, truncated=ready.truncated, seconds=seconds, waited_s=ready.waited_s,

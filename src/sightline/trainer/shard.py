@@ -90,6 +90,15 @@ def sum_over_ranks(values: dict[str, float], size: int) -> dict[str, float]:
     return dict(zip(sorted(values), total.tolist(), strict=True))
 
 
+def most_of_ranks(value: int, size: int) -> int:
+    """The largest that any rank has; through host memory, whatever they compute on."""
+    if size == 1:
+        return value
+    most = torch.tensor(value)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
+
+
 def agree(found: list[str], size: int) -> list[str]:
     """What any rank found, in the order of ranks; the same answer on every one."""
     if size == 1:

@@ -17,7 +17,7 @@ def _break() -> None:
     import torch
 
     from sightline.errors import MediaError
-    from sightline.trainer import feed, learner, spread
+    from sightline.trainer import feed, learner, publish, spread
     from sightline.wire import share
 
     fault = os.environ["FAULT"]
@@ -52,6 +52,15 @@ def _break() -> None:
 
         decode = share.decode
         share.decode = garbled
+    if fault == "publish":
+
+        def unwritable(self: Any, tensors: Any, step: int, vision_version: int) -> Any:
+            if step == AT_STEP:
+                raise OSError("a fault in publishing")
+            return write(self, tensors, step, vision_version)
+
+        write = publish.Files.publish
+        publish.Files.publish = unwritable  # type: ignore[method-assign]
     if fault == "packing":
 
         def unpackable(samples: Any, step: int, *rest: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,9 @@ from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
 from sightline.trainer.export import export_checkpoint
 from sightline.trainer.feed import Preparer, ReadyBatch
-from sightline.trainer.learner import Laps, Learner
+from sightline.trainer.laps import Laps
+from sightline.trainer.learner import SUMS, Learner
+from sightline.trainer.tally import Tally
 from sightline.wire.generate import SamplingParams
 from sightline.wire.sample import Batch, Sample
 
@@ -182,12 +183,12 @@ def ready(learner: Learner, store: MediaStore, samples: list[Sample], limit: Cos
 
 
 def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, torch.Tensor]]:
-    sums: defaultdict[str, float] = defaultdict(float)
+    tally = Tally(SUMS)
     learner.optimizer.zero_grad(set_to_none=True)
     for micro_batch in batch.micro_batches:
-        learner._backward(micro_batch, batch.step, sums, Laps(learner.device))
+        learner._backward(micro_batch, batch.step, tally, Laps(learner.device))
     named = learner.forward.model.named_parameters()
-    return sums["loss"], {name: p.grad.clone() for name, p in named if p.grad is not None}
+    return tally.read()["loss"], {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -4,7 +4,6 @@ trains."""
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,9 @@ from sightline.pixels import Materializer
 from sightline.trainer import sft
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import Preparer, ReadyBatch
-from sightline.trainer.learner import Laps, Learner
+from sightline.trainer.laps import Laps
+from sightline.trainer.learner import SUMS, Learner
+from sightline.trainer.tally import Tally
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
 
@@ -77,9 +78,9 @@ def backward(learner: Learner, batch: ReadyBatch) -> tuple[dict[str, np.ndarray]
     learner.optimizer.zero_grad(set_to_none=True)
     found: dict[str, np.ndarray] = {}
     for micro_batch in batch.micro_batches:
-        logprobs = learner._backward(micro_batch, 1, defaultdict(float), Laps(learner.device))
+        logprobs = learner._backward(micro_batch, 1, Tally(SUMS), Laps(learner.device))
         for origin in micro_batch.batch.origins:
-            part = logprobs[origin.start : origin.stop]
+            part = logprobs[origin.start : origin.stop].numpy()
             found[f"{origin.trace_id}.{origin.node}"] = part
     grads = [p.grad.flatten() for p in learner.forward.model.parameters() if p.grad is not None]
     return found, torch.cat(grads)

@@ -17,7 +17,9 @@ from sightline.pack import Cost
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import Preparer, ReadyBatch, ReadyMicroBatch
-from sightline.trainer.learner import Laps, Learner
+from sightline.trainer.laps import Laps
+from sightline.trainer.learner import SUMS, Learner
+from sightline.trainer.tally import Tally
 from sightline.wire.sample import Batch, Sample
 
 WHOLE = Cost(1 << 20, 1 << 20)
@@ -37,14 +39,12 @@ def ready(learner: Learner, store: MediaStore, samples: list[Sample], limit: Cos
 
 
 def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, torch.Tensor]]:
-    from collections import defaultdict
-
-    sums: defaultdict[str, float] = defaultdict(float)
+    tally = Tally(SUMS)
     learner.optimizer.zero_grad(set_to_none=True)
     for micro_batch in batch.micro_batches:
-        learner._backward(micro_batch, batch.step, sums, Laps(learner.device))
+        learner._backward(micro_batch, batch.step, tally, Laps(learner.device))
     found = {n: p.grad.clone() for n, p in learner.forward.model.named_parameters()}
-    return sums["loss"], found
+    return tally.read()["loss"], found
 
 
 def check_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], bound: float) -> None:

@@ -34,7 +34,6 @@ from sightline.trainer.export import export_checkpoint
 from sightline.trainer.feed import Preparer, ReadyBatch
 from sightline.trainer.learner import Learner
 from sightline.trainer.lora import add_adapters, merging, plain_parameters, stand_of
-from sightline.trainer.publish import Files
 from sightline.wire.generate import SamplingParams
 from sightline.wire.sample import Batch
 
@@ -145,7 +144,7 @@ def test_the_engine_serves_what_the_trainer_scores(
     learner = trained(tiny_model, store, steps=4, **BOTH)
     model = learner.forward.model
     stand = stand_of(model, torch.float32) if kind == "adapter" else None
-    manifest, _ = Files(tmp_path / "weights", torch.float32, stand).publish(model, 1, 1)
+    manifest, _ = making.publish(model, tmp_path / "weights", 1, torch.float32, stand)
     renderer = load_renderer(tiny_model, store)
     rendered = renderer.render([user("see ", store.put(making.image(random.Random(3), 96, 64)))])
     settings = ServeSettings(
@@ -206,7 +205,7 @@ def test_published_unmerged_it_is_bit_for_bit_what_it_is_merged(
     write_tiny("qwen_vl", checkpoint, seed=0, dtype=dtype)
     model = trained(checkpoint, store, **lora).forward.model
     published = {
-        kind: Files(tmp_path / kind, DTYPES[dtype], stand).publish(model, 2, 2)
+        kind: making.publish(model, tmp_path / kind, 2, DTYPES[dtype], stand)
         for kind, stand in (("merged", None), ("adapter", stand_of(model, DTYPES[dtype])))
     }
     given = {kind: read_weights(path) for kind, (path, _) in published.items()}

@@ -33,7 +33,13 @@ def run_file(model: Path, **trainer: object) -> RunFile:
             "model": {"path": str(model)},
             "env": {"name": "color_codeword"},
             "run": {"steps": STEPS},
-            "trainer": {"device": "cpu", "lr": 1e-3, "checkpoint_every": 2, **trainer},
+            "trainer": {
+                "device": "cpu",
+                "lr": 1e-3,
+                "checkpoint_every": 2,
+                "stuck_after_s": 0,  # what watches would outlive the test
+                **trainer,
+            },
         }
     )
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from sightline.compute.adapters import Base
+from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.weights import adopt_into, read_weights
 from sightline.errors import EngineError, SightlineError
 from sightline.families import Family, Forward
@@ -41,7 +42,6 @@ from sightline.inference.torch_engine.runner import Runner
 from sightline.inference.torch_engine.scheduler import Scheduler
 from sightline.inference.torch_engine.scoring import score_prompts
 from sightline.inference.torch_engine.stats import Counts
-from sightline.inference.torch_engine.vision import FeatureCache
 from sightline.pixels import Materializer
 from sightline.wire.weights import Manifest
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sightline.compute.attention import Pattern
+from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.logprobs import chosen_logprobs
 from sightline.families import Family, Forward
 from sightline.inference.torch_engine import sampling, vision
@@ -38,7 +39,7 @@ class Runner:
         self,
         forward: Forward,
         family: Family,
-        features: vision.FeatureCache,
+        features: FeatureCache,
         rows: Rows,
         banned: tuple[int, ...],
     ) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from sightline.compute.feature_cache import FeatureCache
 from sightline.errors import EngineError
 from sightline.families import Family, PlacedSlot
 from sightline.inference.errors import typed
@@ -15,7 +16,6 @@ from sightline.inference.torch_engine.prefix import Held, PrefixCache, PrefixHas
 from sightline.inference.torch_engine.request import Request
 from sightline.inference.torch_engine.rows import Rows
 from sightline.inference.torch_engine.stats import Counts
-from sightline.inference.torch_engine.vision import FeatureCache
 from sightline.pixels import Materializer, Pixels
 
 

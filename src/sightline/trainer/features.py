@@ -1,0 +1,68 @@
+"""Features of images where the vision tower is frozen: made once, and kept across steps.
+
+Each image goes through the tower alone. What comes out is then a function of the image, whatever
+else a step shows and whatever is still held: a run that was killed, and begins with nothing held,
+comes to the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sightline.compute.feature_cache import FeatureCache, Shown
+from sightline.compute.transfer import send
+from sightline.errors import Misaligned
+from sightline.families import Forward
+from sightline.trainer.feed import ReadyMicroBatch
+from sightline.trainer.shard import most_of_ranks
+
+
+def is_frozen(forward: Forward) -> bool:
+    """Whether the model has a tower of which nothing trains."""
+    parameters = [parameter for _, parameter in forward.vision_parameters()]
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+@dataclass
+class Features:
+    forward: Forward
+    cache: FeatureCache
+    num_ranks: int = 1
+
+    @torch.no_grad()
+    def of(self, ready: ReadyMicroBatch, device: torch.device) -> torch.Tensor | None:
+        """Of the distinct images, in their order; None where this rank shows none.
+
+        The tower's collectives want every rank as often as any: one that has its features at hand
+        sends the smallest image through instead.
+        """
+        items = ready.batch.items
+        sizes = [int(np.prod(entry.item.grid)) for entry in items]
+        starts = np.cumsum([0, *sizes])
+        shown = [self.cache.find(entry.item.key) if ready.is_as_stored else None for entry in items]
+        missing = [place for place, found in enumerate(shown) if found is None]
+        # Before the first of them: from then on every rank stands in the tower's collectives.
+        passes = most_of_ranks(len(missing), self.num_ranks) if ready.shows else len(missing)
+        for place in missing:
+            assert ready.patches is not None
+            entry = items[place]
+            patches = send(ready.patches[starts[place] : starts[place + 1]], device)
+            made = Shown(self.forward.encode(patches, [entry.item.grid]), entry.pixel_digest or "")
+            shown[place] = made
+            if ready.is_as_stored:
+                self.cache.put(entry.item.key, made)
+        for _ in range(passes - len(missing)):
+            encode_blank(self.forward, device)
+        return torch.cat([one.features for one in shown if one is not None]) if items else None
+
+
+def encode_blank(forward: Forward, device: torch.device) -> torch.Tensor:
+    """The smallest image through the tower, as one number: its collectives want every rank."""
+    smallest = forward.blank()
+    if smallest is None:
+        raise Misaligned("images on another rank, and no vision tower here", "report this")
+    patches, grid = smallest
+    return forward.encode(patches.to(device), [grid]).sum()

@@ -1,0 +1,72 @@
+"""Compiled blocks: as many graphs as their classes need, for any number of blocks and shapes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import making
+import pytest
+import torch
+
+from sightline.media import MediaStore
+from sightline.pack import Cost
+from sightline.pixels import Materializer
+from sightline.trainer.build import build_learner
+from sightline.trainer.feed import Preparer
+from sightline.wire.sample import Batch
+
+STEPS = 4
+
+
+def deepened(model: Path, target: Path, layers: int) -> Path:
+    """The same checkpoint with more blocks of each kind."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    shutil.copytree(model, target)
+    config = AutoConfig.from_pretrained(model)
+    config.text_config.num_hidden_layers = config.vision_config.depth = layers
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(target)
+    return target
+
+
+def compilations(model: Path, store: MediaStore) -> tuple[int, list[int], int]:
+    """How many blocks there are, the graphs of each step, and how many shapes there were."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    config = making.trainer_config(compile="eager")  # dynamo alone: graphs are what is counted
+    learner = build_learner(making.model_config(model), config, store, STEPS)
+    found, shapes = [], set()
+    for step in range(1, STEPS + 1):
+        samples = making.samples(model, store, 6, seed=step)
+        materializer = Materializer(learner.family, store, 1 << 24)
+        preparer = Preparer(learner.family, materializer, Cost(160, 4096), 0.0)
+        ready = preparer.prepare(Batch(step, samples), "")
+        shapes |= {len(m.batch.token_ids) for m in ready.micro_batches}
+        found.append(int(learner.step(ready).metrics["compilations"] or 0))
+    return len(learner.forward.blocks()), found, len(shapes)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_graphs_are_shared_by_blocks_of_a_class_and_serve_every_shape(
+    tiny_model: Path, store: MediaStore, tmp_path: Path
+) -> None:
+    few, first, shapes = compilations(tiny_model, store)
+    many, deep, _ = compilations(deepened(tiny_model, tmp_path / "deep", layers=6), store)
+    assert many == 3 * few
+    assert sum(deep) == sum(first) > 0, "as many for 12 blocks as for 4"
+    # Attention is called between graphs, so that a block is several; each is compiled for its
+    # first shape and once more for any other.
+    assert shapes > 6 and sum(first) < 2 * shapes * few
+    assert sum(first[2:]) <= 2, "shapes that come later find what they need"
+
+
+def test_nothing_is_counted_where_nothing_is_compiled(tiny_model: Path, store: MediaStore) -> None:
+    learner = build_learner(making.model_config(tiny_model), making.trainer_config(), store, 1)
+    materializer = Materializer(learner.family, store, 1 << 24)
+    preparer = Preparer(learner.family, materializer, Cost(1 << 20, 1 << 20), 0.0)
+    samples = making.samples(tiny_model, store, 2)
+    ready = preparer.prepare(Batch(1, samples), "")
+    assert learner.step(ready).metrics["compilations"] is None

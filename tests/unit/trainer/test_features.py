@@ -1,0 +1,139 @@
+"""A frozen tower sees an image once: what it made is kept, within bytes, and changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import making
+import pytest
+import torch
+from unit.trainer.test_resume import STEPS, run_file, train, weights_digest, write_batches
+
+from sightline.media import MediaStore
+from sightline.monitor import RunDir, read_events
+from sightline.monitor.events import by_step
+from sightline.pack import Cost
+from sightline.pixels import Materializer
+from sightline.trainer.build import build_learner
+from sightline.trainer.feed import Preparer, ReadyBatch
+from sightline.trainer.learner import Learner
+from sightline.wire.sample import Batch
+
+
+class Counted:
+    """The model's own torch half, with the images counted that go through its tower."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.num, self.rows = 0, 0
+        encode = learner.forward.encode
+
+        def count(patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
+            self.num += len(grids)
+            made = encode(patches, grids)
+            self.rows += len(made)
+            return made
+
+        learner.forward.encode = count  # type: ignore[method-assign]
+
+
+def learner_of(model: Path, store: MediaStore, train_vision: bool, cache_mb: int = 256) -> Learner:
+    torch.manual_seed(0)
+    config = making.trainer_config(feature_cache_mb=cache_mb, kl_weight=0.1)
+    return build_learner(
+        making.model_config(model, train_vision=train_vision), config, store, steps=10
+    )
+
+
+def ready(learner: Learner, store: MediaStore, model: Path, step: int) -> ReadyBatch:
+    """The same images at every step, in several micro-batches."""
+    samples = making.samples(model, store, count=6, seed=5)
+    materializer = Materializer(learner.family, store, 1 << 24)
+    preparer = Preparer(learner.family, materializer, Cost(96, 4096), 0.0)
+    made = preparer.prepare(Batch(step, samples), "")
+    assert len(made.micro_batches) > 2 and made.num_images > 4
+    return made
+
+
+def test_an_image_goes_through_a_frozen_tower_once_in_all_steps(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    learner = learner_of(tiny_model, store, train_vision=False)
+    counted = Counted(learner)
+    batches = [ready(learner, store, tiny_model, step) for step in (1, 2, 3)]
+    for batch in batches:
+        learner.step(batch)
+    assert learner.features is not None and learner.features is learner.reference_features
+    cache = learner.features.cache
+    assert counted.num == batches[0].num_images == cache.encoded == len(cache)
+    shown = sum(len(m.batch.items) for batch in batches for m in batch.micro_batches)
+    assert cache.hits == 2 * shown - cache.encoded, "the model's and the reference's"
+    assert cache.evicted == 0 and 0 < cache.bytes_held <= cache.max_bytes
+
+
+def test_a_tower_that_trains_sees_images_at_every_step(tiny_model: Path, store: MediaStore) -> None:
+    learner = learner_of(tiny_model, store, train_vision=True)
+    counted = Counted(learner)
+    batches = [ready(learner, store, tiny_model, step) for step in (1, 2)]
+    for batch in batches:
+        learner.step(batch)
+    assert learner.features is None
+    assert counted.num == sum(len(m.batch.items) for b in batches for m in b.micro_batches)
+    kept = learner.reference_features
+    assert kept is not None and kept.cache.encoded == batches[0].num_images
+
+
+def test_what_is_held_changes_no_bit(tiny_model: Path, store: MediaStore) -> None:
+    found = []
+    for cache_mb, max_bytes in ((256, None), (0, None), (256, 3000)):
+        learner = learner_of(tiny_model, store, train_vision=False, cache_mb=cache_mb)
+        assert learner.features is not None
+        if max_bytes is not None:
+            learner.features.cache.max_bytes = max_bytes
+        norms = [
+            learner.step(ready(learner, store, tiny_model, step)).metrics["grad_norm"]
+            for step in (1, 2, 3)
+        ]
+        weights = {n: p.detach().clone() for n, p in learner.forward.model.named_parameters()}
+        found.append((norms, weights, learner.features.cache))
+    for norms, weights, _ in found[1:]:
+        assert norms == found[0][0]
+        assert all(weights[name].equal(tensor) for name, tensor in found[0][1].items())
+    _, none, some = (cache for _, _, cache in found)
+    assert len(none) == none.bytes_held == none.hits == 0
+    assert some.evicted > 0 and 0 < some.bytes_held <= 3000
+
+
+def test_images_alone_are_images_together_to_rounding(tiny_model: Path, store: MediaStore) -> None:
+    learner = learner_of(tiny_model, store, train_vision=False)
+    batch = ready(learner, store, tiny_model, 1)
+    kept = [learner.score(micro_batch) for micro_batch in batch.micro_batches]
+    learner.features = None
+    for micro_batch, logprobs in zip(batch.micro_batches, kept, strict=True):
+        assert learner.score(micro_batch) == pytest.approx(logprobs, abs=1e-5)
+
+
+def test_a_probe_does_not_see_what_is_kept(tiny_model: Path, store: MediaStore) -> None:
+    learner = learner_of(tiny_model, store, train_vision=False)
+    learner.probe_every = 1
+    for step in (1, 2):
+        probe = learner.step(ready(learner, store, tiny_model, step)).probe
+        assert probe is not None and not probe.is_blind
+
+
+def test_resumed_with_nothing_held_is_bit_equal(tiny_model: Path, tmp_path: Path) -> None:
+    config = run_file(tiny_model)
+    frozen = config.model_copy(
+        update={"model": config.model.model_copy(update={"train_vision": False})}
+    )
+    digests = []
+    for lives in ((None,), (3, None)):
+        run_dir = RunDir(tmp_path / str(len(lives)))
+        run_dir.make()
+        batches = write_batches(run_dir, tiny_model)
+        for die_after in lives:
+            train(frozen, run_dir, batches, die_after)
+        digests.append([weights_digest(run_dir, version) for version in range(1, STEPS + 1)])
+        trained = by_step(read_events(run_dir.metrics), "train")
+        cache = trained[STEPS].values["caches"]["trainer_features"]
+        assert set(cache) == {"hits", "misses", "evictions", "bytes"} and cache["misses"] > 0
+    assert digests[0] == digests[1]

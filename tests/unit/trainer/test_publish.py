@@ -1,0 +1,157 @@
+"""A version leaves while the next step computes: its own bits, in order, no failure unheard."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from unit.trainer.test_resume import run_file, train, weights_digest, write_batches
+
+from sightline.compute.host_copy import HostCopy
+from sightline.compute.weights import write_weights
+from sightline.monitor import RunDir, read_events
+from sightline.monitor.events import by_step
+from sightline.trainer import loop
+from sightline.trainer.build import build
+from sightline.trainer.feed import ReadyBatch
+from sightline.trainer.learner import Learner, Stepped
+from sightline.trainer.publish import Published, Publisher
+from sightline.wire import control
+from sightline.wire.control import Announce, Control
+from sightline.wire.weights import Manifest
+
+PATIENCE_S = 60.0
+
+
+@dataclass
+class Late:
+    """Writes a version only when the step after it has been taken."""
+
+    inner: Publisher
+    last: int
+    adapter: None = None
+    taken: dict[int, threading.Event] = field(default_factory=dict)
+    was_early: list[int] = field(default_factory=list)
+
+    def event(self, step: int) -> threading.Event:
+        return self.taken.setdefault(step, threading.Event())
+
+    def publish(self, tensors: Any, step: int, vision_version: int) -> tuple[Path, Manifest]:
+        if step < self.last and not self.event(step + 1).wait(PATIENCE_S):
+            self.was_early.append(step)
+        return self.inner.publish(tensors, step, vision_version)
+
+    def deliver(self, tensors: Any) -> None:
+        self.inner.deliver(tensors)
+
+
+@dataclass
+class Telling:
+    """A learner that says which steps it has taken."""
+
+    inner: Learner
+    late: Late
+
+    def step(self, ready: ReadyBatch) -> Stepped:
+        stepped = self.inner.step(ready)
+        self.late.event(ready.step).set()
+        return stepped
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    made.make()
+    return made
+
+
+def test_a_version_written_after_the_next_step_holds_its_own_weights(
+    tiny_model: Path, run_dir: RunDir, tmp_path: Path
+) -> None:
+    config = run_file(tiny_model)
+    plain = RunDir(tmp_path / "plain")
+    plain.make()
+    train(config, plain, write_batches(plain, tiny_model))
+    batches = write_batches(run_dir, tiny_model)
+    steps = [batch.step for batch in batches]
+    sent: list[Control] = []
+    announced: Iterator[Announce | None] = iter([*batches, None])
+    parts = build(config, run_dir, lambda: next(announced), sent.append)
+    outbox = parts.keeper.outbox  # type: ignore[attr-defined]
+    late = outbox.publisher = Late(outbox.publisher, last=steps[-1])
+    parts.learner = Telling(parts.learner, late)  # type: ignore[arg-type]
+    loop.run(parts)
+    assert not late.was_early, "the next step has to begin before a version is written"
+    told = [message.version for message in sent if isinstance(message, control.Published)]
+    assert told == steps
+    assert [weights_digest(run_dir, step) for step in steps] == [
+        weights_digest(plain, step) for step in steps
+    ]
+    trained = by_step(read_events(run_dir.metrics), "train")
+    assert trained[1].values["publish_s"] is None
+    for step in steps[1:]:
+        assert trained[step].values["publish_s"] > 0
+        assert 0 < trained[step].values["publish_hidden_share"] <= 1
+
+
+class Broken:
+    adapter = None
+
+    def publish(self, tensors: Any, step: int, vision_version: int) -> tuple[Path, Manifest]:
+        raise OSError("no space left on the device")
+
+    def deliver(self, tensors: Any) -> None: ...
+
+
+def test_a_version_that_cannot_be_written_ends_a_loop_that_waits_for_a_batch(
+    tiny_model: Path, run_dir: RunDir
+) -> None:
+    # Synchronous training: the next batch comes only when the version was adopted.
+    batches = write_batches(run_dir, tiny_model)[:1]
+    forever = threading.Event()
+
+    def announcements() -> Announce | None:
+        if not batches:
+            forever.wait()
+            return None
+        return batches.pop(0)
+
+    sent: list[Control] = []
+    parts = build(run_file(tiny_model), run_dir, announcements, sent.append)
+    parts.keeper.outbox.publisher = Broken()  # type: ignore[attr-defined]
+    with pytest.raises(OSError, match="no space left"):
+        loop.run(parts)
+    forever.set()
+    assert not sent
+
+
+def test_a_copy_is_as_published_and_its_memory_is_used_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = {"a": torch.randn(3, 4), "b": torch.randn(5), "count": torch.arange(3)}
+    copy = HostCopy()
+    copy.take(weights, dtype=torch.bfloat16)
+    places = {name: tensor.data_ptr() for name, tensor in copy.tensors().items()}
+    path, _ = write_weights(tmp_path / "copy", copy.tensors(), 1, 0)
+    same, _ = write_weights(tmp_path / "same", weights, 1, 0, dtype=torch.bfloat16)
+    name = "model.safetensors"
+    written, expected = path.with_name(name).read_bytes(), same.with_name(name).read_bytes()
+    assert len(written) == len(expected)
+    held = {key: tensor.clone() for key, tensor in copy.tensors().items()}
+    weights["a"].add_(1.0)
+    assert copy.tensors()["a"].equal(held["a"]), "a copy does not follow the weights"
+    copy.take(weights, dtype=torch.bfloat16)
+    assert {name: tensor.data_ptr() for name, tensor in copy.tensors().items()} == places
+    assert copy.tensors()["a"].equal(weights["a"].to(torch.bfloat16))
+    assert copy.tensors()["count"].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("busy", "share"), [((0.0, 9.0), 0.0), ((10.0, 20.0), 1.0), ((12.0, 13.0), 0.25)]
+)
+def test_hidden_is_what_a_step_ran_beside(busy: tuple[float, float], share: float) -> None:
+    assert Published(10.0, 14.0).hidden_share(busy) == share
