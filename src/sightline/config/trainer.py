@@ -77,6 +77,11 @@ class Trainer(Section):
     compile: str = Field(
         "", description="Backend of torch.compile for every block, such as inductor; empty is off."
     )
+    entropy: bool = Field(
+        True,
+        description="Whether the policy's entropy is measured: one more pass over the logits.",
+        json_schema_extra=FREE,
+    )
     publish: Literal["files", "broadcast"] = Field(
         "files",
         description="How weights reach the server: safetensors, or torch.distributed.",

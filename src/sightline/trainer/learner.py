@@ -269,7 +269,9 @@ class Learner:
         advantages = _tensor(batch.advantages.numpy(), self.device)
         weight = _tensor(batch.loss_weight.numpy(), self.device)
         own = batch.versions.numpy() == step - 1
-        scorer = Scorer(self.forward, self.reference, self.banned, batch.temperature)
+        scorer = Scorer(
+            self.forward, self.reference, self.banned, batch.temperature, self.config.entropy
+        )
         scored = scorer.score(hidden, tokens, reference)
         logprobs = scored.logprobs
         _measure(tally, scored, old, own)
@@ -325,7 +327,7 @@ class Learner:
         packed = [m.batch for m in ready.micro_batches]
         return {
             "loss": sums["loss"],
-            "entropy": sums["entropy"] / num,
+            "entropy": sums["entropy"] / num if self.config.entropy else None,
             "clip_fraction": sums["clipped"] / num,
             "kl_ref": sums["kl_ref"] / num if self.reference is not None else None,
             # Null, not 0, when no token was sampled by the version that the trainer holds.
@@ -353,7 +355,8 @@ def _measure(tally: Tally, scored: Scored, old: torch.Tensor, own: np.ndarray) -
     with torch.no_grad():
         kl = losses.mismatch_kl(scored.logprobs, old)
         tally.count("tokens", len(kl))
-        tally.add("entropy", scored.entropy.sum())
+        if scored.entropy is not None:
+            tally.add("entropy", scored.entropy.sum())
         for name, chosen in (("fresh", own), ("older", ~own)):
             tally.count(f"{name}_tokens", int(chosen.sum()))
             # By places that the host knows: a mask on the device would have to be counted first.

@@ -26,8 +26,8 @@ class Scored:
     """float32 (S,) each."""
 
     logprobs: torch.Tensor
-    entropy: torch.Tensor
-    """Without a gradient."""
+    entropy: torch.Tensor | None
+    """Without a gradient; None where it is not measured."""
     kl: torch.Tensor | None
     """To the reference; None without one."""
 
@@ -38,6 +38,7 @@ class Scorer:
     reference: Forward | None
     banned: torch.Tensor
     temperature: float
+    with_entropy: bool = True
     max_logits: int = MAX_LOGITS
 
     def score(
@@ -63,15 +64,21 @@ class Scorer:
                 for at in range(0, len(hidden), rows)
             ]
         logprobs, entropy, kl = (torch.cat(found) for found in zip(*parts, strict=True))
-        return Scored(logprobs, entropy.detach(), kl if self.reference is not None else None)
+        return Scored(
+            logprobs,
+            entropy.detach() if self.with_entropy else None,
+            kl if self.reference is not None else None,
+        )
 
     def _part(
         self, hidden: torch.Tensor, tokens: torch.Tensor, reference_hidden: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         log_p = log_softmax(self.forward.logits(hidden), self.banned, self.temperature)
         logprobs = log_p.gather(-1, tokens[:, None]).squeeze(-1)
-        with torch.no_grad():
-            entropy = losses.entropy(log_p.detach(), self.banned)
+        entropy = logprobs.new_zeros(0)
+        if self.with_entropy:
+            with torch.no_grad():
+                entropy = losses.entropy(log_p.detach(), self.banned)
         kl = logprobs.new_zeros(0)
         if self.reference is not None and reference_hidden is not None:
             with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,9 +33,7 @@ def scored(scorer: Scorer, rows: int) -> tuple[list[torch.Tensor], list[torch.Te
     hidden = torch.randn(NUM, head.shape[1], requires_grad=True)  # type: ignore[arg-type]
     other = torch.randn(NUM, head.shape[1])  # type: ignore[arg-type]
     tokens = torch.randint(10, width, (NUM,))
-    small = Scorer(
-        scorer.forward, scorer.reference, scorer.banned, scorer.temperature, rows * width
-    )
+    small = replace(scorer, max_logits=rows * width)
     kept = 0
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,6 +46,7 @@ def scored(scorer: Scorer, rows: int) -> tuple[list[torch.Tensor], list[torch.Te
         found = small.score(hidden, tokens, other)
     assert found.kl is not None
     (found.logprobs.sum() + 0.3 * found.kl.square().sum()).backward()
+    assert found.entropy is not None
     figures = [found.logprobs.detach(), found.entropy, found.kl.detach()]
     return figures, [hidden.grad, head.grad.clone()], kept  # type: ignore[list-item]
 
@@ -65,8 +65,21 @@ def test_no_logits_are_kept_between_the_passes(scorer: Scorer) -> None:
     assert whole > 0 and parts == 0
 
 
+def test_without_entropy_the_rest_is_the_same(scorer: Scorer) -> None:
+    torch.manual_seed(0)
+    width = scorer.forward.model.lm_head.weight.shape[1]  # type: ignore[union-attr]
+    hidden, other = torch.randn(2, NUM, width)  # type: ignore[arg-type]
+    tokens = torch.arange(10, 10 + NUM)
+    whole = scorer.score(hidden, tokens, other)
+    less = replace(scorer, with_entropy=False).score(hidden, tokens, other)
+    assert whole.entropy is not None and less.entropy is None
+    assert torch.equal(whole.logprobs, less.logprobs)
+    assert whole.kl is not None and less.kl is not None and torch.equal(whole.kl, less.kl)
+
+
 def test_nothing_to_score(scorer: Scorer) -> None:
     width = scorer.forward.model.lm_head.weight.shape[1]  # type: ignore[union-attr]
     none = torch.zeros(0, width)  # type: ignore[arg-type]
     found = scorer.score(none, torch.zeros(0, dtype=torch.long), none)
-    assert len(found.logprobs) == len(found.entropy) == 0
+    assert len(found.logprobs) == 0
+    assert found.entropy is not None and len(found.entropy) == 0
