@@ -97,8 +97,15 @@ def take_step(model: Path, size: int, out: Path, *words: str) -> Found:
     )
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("family", "options"), TYPES)
+@pytest.mark.parametrize(
+    ("family", "options", "size"),
+    [
+        # Four ranks of one type say what four ranks of another say.
+        pytest.param(*kind, size, marks=[pytest.mark.thorough] if i and size == 4 else [])
+        for i, kind in enumerate(TYPES)
+        for size in (2, 4)
+    ],
+)
 def test_loss_and_every_gradient_are_those_of_one_rank(
     step: Callable[..., Found], family: str, options: dict[str, str], size: int
 ) -> None:
@@ -241,7 +248,13 @@ def check_probes(alone: Found, together: Found) -> None:
     assert [rank["asked"] for rank in alone.ranks] == [min(able)]
 
 
-@pytest.mark.parametrize(("family", "options"), TYPES)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        pytest.param(*kind, marks=[pytest.mark.thorough] if 0 < i < len(TYPES) - 1 else [])
+        for i, kind in enumerate(TYPES)
+    ],
+)
 def test_a_rank_without_an_image_goes_along_with_the_probe_of_another(
     step: Callable[..., Found], family: str, options: dict[str, str]
 ) -> None:

@@ -15,7 +15,9 @@ from sightline.monitor.events import by_step
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("victim", ["trainer", "trainer-1"])
+@pytest.mark.parametrize(
+    "victim", [pytest.param("trainer", marks=pytest.mark.thorough), "trainer-1"]
+)
 def test_a_stopped_rank_is_found_and_the_run_ends(quick_home: Path, victim: str) -> None:
     job = Job(quick_home, "run.toml", "trainer.stuck_after_s=10", "run.steps=1000")
     job.wait_for_step(2)
@@ -36,7 +38,7 @@ def test_weights_that_are_sent_are_those_that_sample(quick_home: Path) -> None:
     check_mismatch(job)
 
 
-@pytest.mark.parametrize("way", ["files", "broadcast"])
+@pytest.mark.parametrize("way", ["files", pytest.param("broadcast", marks=pytest.mark.thorough)])
 def test_adapters_that_leave_unmerged_are_those_that_sample(quick_home: Path, way: str) -> None:
     words = ("lora.rank=2", "lora.publish=adapter", "lora.vision_targets=['*']", "trainer.lr=0.02")
     lag = "orchestrator.max_lag=0"
