@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,19 @@ def test_a_fault_on_a_rank_ends_all_with_one_cause(
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("VICTIM", victim)
     job = Job(quick_home, *RUN, "trainer.stuck_after_s=20")
+    job.wait_for_step(1)
+    while live_processes(job.run_dir):
+        time.sleep(0.05)
+    gone = time.time()
     said = job.output(timeout_s=600)
     assert job.process.returncode == 2
     assert f"{victim} ended with" in said and SAID[fault] in said
     assert not live_processes(job.run_dir)
     log = (job.run_dir.logs / f"{victim}.log").read_text()
     assert "Traceback" in log or "most recent call first" in log
+    # Nothing is written to it after the traceback, or the stacks.
+    after_s = gone - (job.run_dir.logs / f"{victim}.log").stat().st_mtime
+    print(f"\n{fault} on {victim}: no process left {after_s:.1f} s after it was logged")
     other = {"trainer": "trainer-1", "trainer-1": "trainer"}[victim]
     names = f"because rank {int(victim != 'trainer')} failed: "
     assert names in (job.run_dir.logs / f"{other}.log").read_text()
