@@ -50,7 +50,8 @@ def test_a_fault_on_a_rank_ends_all_with_one_cause(
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("VICTIM", victim)
     job = Job(quick_home, *RUN, "trainer.stuck_after_s=20")
-    job.wait_for_step(1)
+    runs = quick_home / "runs"
+    job.wait_until(lambda: any(runs.glob("job-*")) and bool(live_processes(job.run_dir)), 240)
     while live_processes(job.run_dir):
         time.sleep(0.05)
     gone = time.time()
