@@ -49,7 +49,7 @@ def test_every_step_is_evaluated_on_its_own_weights(tmp_path: Path) -> None:
     write_tiny("qwen_vl", tmp_path / "models" / "tiny", seed=0)
     said = sightline("rl", "--plain", "run.toml", cwd=tmp_path).stdout
     run_dir = RunDir(tmp_path / said.strip().splitlines()[-2].removeprefix("run: "))
-    events = read_events(run_dir.metrics)
+    events = list(read_events(run_dir.metrics))
     evals = {str(e.values["name"]): e.values for e in events if e.kind == "eval"}
     skipped = {e.step for e in events if e.kind == "eval_skipped"}
     played = {int(name.removeprefix("step ")) for name in evals if name.startswith("step ")}

@@ -38,6 +38,10 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and os.getcwd() not in sys.path:
+        # As `python -m` does, and so every process that this one starts: an environment of one's
+        # own lies beside its run file.
+        sys.path.insert(0, os.getcwd())
     args = parse(words)
     try:
         return int(args.run(args) or 0)

@@ -63,8 +63,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
 def _explain(kind: type[Section], error: ValidationError, where: str) -> ConfigError:
     first = error.errors()[0]
     names = [str(part) for part in first["loc"]]
+    said = first["msg"].removeprefix("Value error, ")
     if not names:  # settings that each are well, and do not go together
-        said = first["msg"].removeprefix("Value error, ")
         return ConfigError(f"{where}: {said}", "give settings that go together")
     key = _spell(names)
     if first["type"] == "extra_forbidden":
@@ -74,9 +74,9 @@ def _explain(kind: type[Section], error: ValidationError, where: str) -> ConfigE
         return ConfigError(f"{where}: unknown key {key}", fix)
     if first["type"] == "missing":
         return ConfigError(f"{where}: {key} is missing", f"add {key}")
-    return ConfigError(
-        f"{where}: {key} = {first['input']!r}: {first['msg']}", "give a value that fits"
-    )
+    if isinstance(first["input"], dict) and first["type"] == "value_error":  # a whole section
+        return ConfigError(f"{where}: {key}: {said}", "give settings that go together")
+    return ConfigError(f"{where}: {key} = {first['input']!r}: {said}", "give a value that fits")
 
 
 def _spell(names: list[str]) -> str:

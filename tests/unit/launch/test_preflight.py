@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -152,3 +153,21 @@ def test_adapters_are_refused_where_nobody_could_take_them(
     vllm = f'{adapters}[inference]\nengine = "vllm"\npython = "{sys.executable}"\n'
     assert "vLLM takes none for" in refuse(vllm, model=named)
     assert "vLLM is not installed" in refuse(vllm), "that was all"
+
+
+def test_the_command_finds_an_environment_beside_the_run_file(tmp_path: Path) -> None:
+    """As a person calls it: the installed script, which Python gives its own folder to search."""
+    (tmp_path / "mine.py").write_text(
+        "from sightline import Environment\nclass Mine(Environment):\n    name = 'mine'\n"
+    )
+    (tmp_path / "run.toml").write_text('[model]\npath = "none"\n[env]\nname = "mine:Mine"\n')
+    script = Path(sys.executable).with_name("sightline")
+    done = subprocess.run([script, "rl", "run.toml"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no module" not in done.stderr and "'none'" in done.stderr
+
+
+def test_settings_of_a_section_that_do_not_go_together_are_named(refuse) -> None:
+    said = refuse("", 'inference.engine="stock_vllm"')
+    assert '[inference]: engine = "stock_vllm" needs servers' in said
+    assert "max_len" not in said, "the section is not spelled out"
