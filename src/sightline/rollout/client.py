@@ -162,7 +162,7 @@ class GenerateClient:
         except aiohttp.ClientError as error:
             unreachable = EngineError(
                 f"the inference server at {self.base_url} does not answer: {error}",
-                "look at logs/server.log",
+                "look at its log (logs/server.log where the run started it), and start it again",
                 kind="unreachable",
                 status=MAY_HEAL,
             )
