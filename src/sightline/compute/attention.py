@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from sightline.compute import attention_cuda
 from sightline.errors import Misaligned
@@ -37,11 +37,13 @@ class Pattern(Protocol):
 def register(opaque: bool = False) -> str:
     """Makes the function known to transformers, and returns its name.
 
+    No function for masks goes with it: transformers then makes none, and does not search the
+    positions for packed sequences, which it would have to ask the device for.
+
     A compiler leaves an `opaque` one as it is: a pattern differs from pack to pack, and each would
     be compiled anew.
     """
     AttentionInterface.register(NAME, torch.compiler.disable(_attend) if opaque else _attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
     return NAME
 
 
@@ -52,10 +54,6 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) ->
     if width < k.shape[-1]:
         v = F.pad(v, (0, k.shape[-1] - width))
     return F.scaled_dot_product_attention(q, k, v, **options)[..., :width]
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 def _attend(

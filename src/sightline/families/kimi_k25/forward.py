@@ -3,18 +3,23 @@
 The parts of transformers' model are called one by one, so that images go where the slots say
 (its own forward pass searches for pad ids) and each distinct image is encoded once. Latent
 attention and experts are transformers' own; attention itself is the function that is registered.
+What depends on the sizes of images is worked out on the host: asked of the device, each answer
+would be waited for.
 
 Letters: N patches or visual tokens, B rows, T tokens, H hidden size.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, vision_utils
+from transformers.models.kimi_k25 import modeling_kimi_k25 as modeling
 
 from sightline.families.kimi_k25.vision import KimiK25
 
@@ -30,6 +35,7 @@ class KimiK25Forward:
         self._head: nn.Module = model.lm_head
         device = next(model.parameters()).device
         self._table = torch.from_numpy(family.table.copy()).to(device)
+        self._sizes = lru_cache(maxsize=16)(lambda grids: sizes_of(self._tower, grids))
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Of the tower and of the projector: all that the features of an image depend on."""
@@ -59,7 +65,11 @@ class KimiK25Forward:
 
     def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
         rows = self.rows(patches).to(next(self._tower.parameters()).dtype)
-        out = self._tower(rows, grid_thw=torch.tensor(grids, device=rows.device))
+        sizes = {
+            name: _send(value, rows.device) if isinstance(value, np.ndarray) else value
+            for name, value in self._sizes(tuple(grids)).items()
+        }
+        out = self._tower(rows, grid_thw=torch.tensor(grids), **sizes)
         features: torch.Tensor = self._projector(out.pooler_output).squeeze(1)
         return features
 
@@ -85,6 +95,35 @@ class KimiK25Forward:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._head(hidden)
         return logits
+
+
+def sizes_of(tower: Any, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+    """What the tower would ask of `grid_thw`, by the names under which it takes the answers."""
+    sizes = torch.tensor(grids)
+    learned = tower.patch_embed.pos_emb
+    places, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        sizes,
+        learned.num_grid_per_side,
+        mode=learned.interpolation_mode,
+        align_corners=learned.interpolation_align_corners,
+    )
+    ends = vision_utils.get_vision_cu_seqlens(sizes, merge_temporal=True)
+    merged = modeling.get_vision_temporal_merge_index(sizes, *tower.merge_kernel_size)
+    # As arrays: a tensor that was made without gradients could not be used with them later.
+    return {
+        "interp_indices": places.numpy(),
+        "interp_weights": weights.numpy(),
+        "frame_index": modeling.get_vision_frame_index(sizes).numpy(),
+        "position_ids": vision_utils.get_vision_position_ids(sizes, 1).numpy(),
+        "cu_seqlens": ends.numpy(),
+        "max_seqlen": int(ends.diff().max()),
+        "temporal_merge_index": merged.numpy(),
+    }
+
+
+def _send(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def load(

@@ -1,19 +1,22 @@
 """The torch half of Qwen-VL: patches to features, tokens to hidden states.
 
 The parts of transformers' model are called one by one, so that images go where the slots say
-(its own forward pass searches for pad ids) and each distinct image is encoded once.
+(its own forward pass searches for pad ids) and each distinct image is encoded once. What depends on
+the sizes of images is worked out on the host: asked of the device, each answer would be waited for.
 
 Letters: N patches or visual tokens, B rows, T tokens, H hidden size.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, vision_utils
 
 from sightline.errors import FamilyError
 from sightline.families.protocol import Family
@@ -78,6 +81,9 @@ class QwenVLForward(QwenTextForward):
         self._visual = body.visual
         device = next(model.parameters()).device
         self._table = torch.from_numpy(family.table.copy()).to(device)
+        self._sizes = lru_cache(maxsize=16)(lambda grids: sizes_of(self._visual, grids))
+        # Features of inner layers come with places, not with a mask that would be searched.
+        self._text._deepstack_process = _add_at
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(f"model.visual.{name}", p) for name, p in self._visual.named_parameters()]
@@ -102,7 +108,11 @@ class QwenVLForward(QwenTextForward):
 
     def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
         rows = self.rows(patches).to(next(self._visual.parameters()).dtype)
-        out = self._visual(rows, grid_thw=torch.tensor(grids, device=rows.device))
+        sizes = {
+            name: _send(value, rows.device) if isinstance(value, np.ndarray) else value
+            for name, value in self._sizes(tuple(grids)).items()
+        }
+        out = self._visual(rows, grid_thw=torch.tensor(grids), **sizes)
         # Only some towers hand features of inner layers to the text model.
         deeper = getattr(out, "deepstack_features", None) or []
         return torch.cat([out.pooler_output, *deeper], dim=-1)
@@ -123,13 +133,52 @@ class QwenVLForward(QwenTextForward):
             flat = embeds.reshape(-1, size).index_copy(0, feature_places, layers[0])
             embeds = flat.view(embeds.shape)
             if len(layers) > 1:
-                shown = torch.zeros(token_ids.numel(), dtype=torch.bool, device=token_ids.device)
-                shown[feature_places] = True
                 extra = {
-                    "visual_pos_masks": shown.view(token_ids.shape),
+                    "visual_pos_masks": feature_places,
                     "deepstack_visual_embeds": list(layers[1:]),
                 }
         return self._run(embeds, positions, attention, **extra)
+
+
+def sizes_of(tower: Any, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+    """What a tower would ask of `grid_thw`, by the names under which it takes the answers."""
+    sizes = torch.tensor(grids)
+    ends = vision_utils.get_vision_cu_seqlens(sizes)
+    found: dict[str, Any] = {
+        "position_ids": vision_utils.get_vision_position_ids(sizes, tower.spatial_merge_size),
+        "cu_seqlens": ends,
+        "max_seqlen": int(ends.diff().max()),
+    }
+    if hasattr(tower, "pos_embed"):
+        places, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            sizes,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=tower.spatial_merge_size,
+        )
+        found |= {"interp_indices": places, "interp_weights": weights}
+    if hasattr(tower, "window_size"):
+        order, ends = vision_utils.get_vision_window_index(
+            sizes, tower.spatial_merge_size, tower.window_size, tower.patch_size
+        )
+        found |= {"window_index": order, "cu_window_seqlens": ends}
+        found["max_window_seqlen"] = int(ends.diff().max())
+    # As arrays: a tensor that was made without gradients could not be used with them later.
+    return {n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in found.items()}
+
+
+def _send(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _add_at(hidden: torch.Tensor, places: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """`features` added to hidden (B, T, H) at `places` of the flattened B*T tokens."""
+    features = features.to(hidden.dtype)
+    if len(hidden) == 1:  # no view, for which a compiler would make graphs of its own
+        return hidden.index_add(1, places, features[None])
+    return hidden.flatten(0, 1).index_add(0, places, features).view(hidden.shape)
 
 
 def load(

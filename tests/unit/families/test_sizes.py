@@ -1,0 +1,108 @@
+"""What depends on the sizes of images is worked out on the host: the same numbers, and a step that
+asks nothing of the device, which would have to finish first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import making
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sightline.compute.model import load_model
+from sightline.families import load_family
+from sightline.families.registry import write_tiny
+from sightline.media import MediaStore
+from sightline.pack import Cost
+from sightline.pixels import Materializer
+from sightline.trainer.build import build_learner
+from sightline.trainer.feed import Preparer
+from sightline.trainer.laps import Laps
+from sightline.trainer.learner import SUMS
+from sightline.trainer.tally import Tally
+from sightline.wire.sample import Batch
+
+TYPES = {
+    "qwen3_vl": ("qwen_vl", {"type": "qwen3_vl"}),
+    "qwen3_vl_moe": ("qwen_vl", {"type": "qwen3_vl_moe"}),
+    "qwen2_5_vl": ("qwen_vl", {"type": "qwen2_5_vl"}),
+    "qwen3_5": ("qwen_vl", {"type": "qwen3_5"}),
+    "kimi_k25": ("kimi_k25", {}),
+}
+GRIDS = [(1, 2, 2), (1, 4, 6), (1, 10, 2), (1, 4, 6), (1, 18, 14)]
+# On a GPU each of these waits until the device has come so far.
+ASKING = (
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::repeat_interleave.Tensor",
+    "aten::masked_select",
+    "aten::unique_consecutive",
+    "aten::_unique2",
+    "aten::equal",
+)
+INDEXING = ("aten::index.Tensor", "aten::index_put", "aten::index_put_")
+
+
+class Questions(TorchDispatchMode):
+    """Counts what cannot be answered before the device has computed it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.name()
+        # A mask is searched for what it holds.
+        is_mask = name in INDEXING and any(x is not None and x.dtype == torch.bool for x in args[1])
+        self.asked[name] += name in ASKING or is_mask
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=TYPES)
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    family, options = TYPES[request.param]
+    write_tiny(family, tmp_path / request.param, seed=0, **options)
+    return tmp_path / request.param
+
+
+def test_a_tower_computes_with_them_what_it_computes_when_it_asks(model: Path) -> None:
+    family = load_family(model)
+    forward: Any = load_model(model, family, "cpu", "float32")
+    size = (sum(int(np.prod(grid)) for grid in GRIDS), 3 * family.patch**2)
+    patches = torch.from_numpy(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
+    ours = forward.encode(patches, GRIDS)
+    body = forward.model.model
+    rows = forward.rows(patches)
+    if model.name == "kimi_k25":
+        out = body.vision_tower(rows, grid_thw=torch.tensor(GRIDS))
+        theirs = body.mm_projector(out.pooler_output).squeeze(1)
+    else:
+        out = body.visual(rows, grid_thw=torch.tensor(GRIDS))
+        theirs = torch.cat(
+            [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])], dim=-1
+        )
+    assert len(ours) == sum(int(np.prod(grid)) for grid in GRIDS) // family.merge**2
+    assert ours.equal(theirs)
+
+
+def test_a_micro_batch_asks_nothing_of_the_device(model: Path, store: MediaStore) -> None:
+    learner = build_learner(making.model_config(model), making.trainer_config(), store, steps=2)
+    materializer = Materializer(learner.family, store, max_bytes=1 << 24)
+    preparer = Preparer(learner.family, materializer, Cost(1 << 20, 1 << 20), 0.0)
+    samples = making.samples(model, store, count=3)
+    ready = preparer.prepare(Batch(1, samples), digest="").micro_batches[0]
+    materializer.close()
+    asked = []
+    for _ in range(2):  # the second time the host knows the sizes
+        tally, laps = Tally(SUMS), Laps(learner.device)
+        with Questions() as questions:
+            learner._backward(ready, 1, tally, laps)
+        asked.append(+questions.asked)
+    assert ready.batch.slots and asked[0], "the host has asked itself"
+    assert not asked[1]
