@@ -26,18 +26,29 @@ SAID = {
     "transport": "RuntimeError: a fault in the transport",
     "packing": "RuntimeError: a fault in packing",
     "stuck": "in micro-batch 1 of step 2",
+    "feed": "in preparing step 2",
     "publish": "OSError: a fault in publishing",
 }
+LEAD_ALONE = ("packing", "publish", "feed")
+"""What rank 0 alone does."""
+SETTINGS = {"media": ("trainer.pixel_cache_mb=0",)}
+"""Without room for them no pixels are laid for other ranks: each makes its own."""
 
 
 def faults() -> list[Any]:
     """Each fault on each rank; the quick half has each fault on one rank."""
     ranks = ("trainer", "trainer-1")
-    return [
-        pytest.param(fault, rank, marks=[pytest.mark.thorough] if (i + j) % 2 else [])
+    cases = [
+        (fault, rank)
         for i, fault in enumerate(SAID)
-        for j, rank in enumerate(ranks)
-        if not (fault in ("packing", "publish") and j)  # rank 0 alone packs and publishes
+        # The quick half takes the first: ranks in turn, and media where rank 0 saw them well.
+        for rank in (ranks[::-1] if i % 2 or fault == "media" else ranks)
+        if rank == "trainer" or fault not in LEAD_ALONE
+    ]
+    quick = dict(reversed(cases))
+    return [
+        pytest.param(fault, rank, marks=[] if quick[fault] == rank else [pytest.mark.thorough])
+        for fault, rank in cases
     ]
 
 
@@ -49,7 +60,7 @@ def test_a_fault_on_a_rank_ends_all_with_one_cause(
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("VICTIM", victim)
-    job = Job(quick_home, *RUN, "trainer.stuck_after_s=20")
+    job = Job(quick_home, *RUN, "trainer.stuck_after_s=20", *SETTINGS.get(fault, ()))
     runs = quick_home / "runs"
     job.wait_until(lambda: any(runs.glob("job-*")) and bool(live_processes(job.run_dir)), 240)
     while live_processes(job.run_dir):

@@ -7,10 +7,13 @@ touches every second, whatever it computes or waits for.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sightline.errors import ProcessFailed
 from sightline.launch.processes import Processes
+
+START_S = 120.0
+"""How long a trainer may take to its first sign of life, beyond what any other may take."""
 
 
 @dataclass
@@ -19,13 +22,14 @@ class Trainers:
     names: list[str]
     limit_s: float
     """0 watches nothing."""
+    started: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         for name in self.names:
             self.processes.run_dir.beat(name).unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raises for a trainer without a sign of life; before its first it loads its model."""
+        """Raises for a trainer without a sign of life."""
         for name in self.names:
             silent_s = self._silence(name)
             if self.limit_s and silent_s > self.limit_s and self.processes.code(name) is None:
@@ -38,5 +42,5 @@ class Trainers:
     def _silence(self, name: str) -> float:
         try:
             return time.time() - self.processes.run_dir.beat(name).stat().st_mtime
-        except FileNotFoundError:
-            return 0.0
+        except FileNotFoundError:  # it has yet to import what it needs
+            return time.time() - self.started - START_S

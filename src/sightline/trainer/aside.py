@@ -15,12 +15,15 @@ class Aside:
         name: str,
         failed: Callable[[BaseException], None] = lambda error: None,
         pulse: Pulse | None = None,
+        at_least_s: float = 0.0,
     ) -> None:
         """`failed` hears of a problem at once, for the loop may wait for what never comes.
 
-        `pulse` watches the work itself: the loop's own rests while it waits for a batch.
+        `pulse` watches the work itself: the loop's own rests while it waits for a batch. It lets a
+        piece stand still for `at_least_s`.
         """
         self._name, self._failed, self._pulse = name, failed, pulse or Pulse()
+        self._at_least_s = at_least_s
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
 
@@ -44,7 +47,7 @@ class Aside:
         self.check()
 
     def _run(self, what: str, work: Callable[[], None]) -> None:
-        self._pulse.mark(what)
+        self._pulse.mark(what, self._at_least_s)
         try:
             work()
         except BaseException as error:  # the loop raises it again, in the main thread

@@ -33,14 +33,13 @@ from sightline.trainer.lora import NO_ADAPTERS, add_adapters, stand_of
 from sightline.trainer.optimizer import build_optimizer, freeze_vision
 from sightline.trainer.price import price_of
 from sightline.trainer.publish import Files, Outbox, Publisher, Sent
-from sightline.trainer.pulse import Pulse
+from sightline.trainer.pulse import LONG_S, Pulse
 from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
 from sightline.trainer.saver import Saver, alone, from_all, to_lead
 from sightline.trainer.shard import agree, join, shard
 from sightline.trainer.snapshot import restore
 from sightline.trainer.spread import ShareFeed, Spread
 from sightline.wire.control import Announce, Control
-from sightline.wire.share import name_of_rank
 from sightline.wire.weights import Adapter, WeightFile
 
 MEGABYTE = 1 << 20
@@ -157,27 +156,27 @@ def build(
     send: Callable[[Control], None],
     ranks: Ranks = ALONE,
     lead: Lead | None = None,
+    pulse: Pulse | None = None,
 ) -> Parts:
     """Of rank 0, which hears the orchestrator; with `lead` it hands out what the others compute."""
     store = MediaStore(Path(config.media.root or run_dir.media))
     learner = learner_of(config, store, ranks)
     events = EventLog(run_dir.metrics, "trainer")
     deliver = alone if lead is None else from_all(lead)
-    saver, chosen = build_saver(config, run_dir, learner, deliver)
+    watch = watch_of(config, lead)
+    saver, chosen = build_saver(config, run_dir, learner, deliver, watch())
     _check_fallback(chosen, run_dir, events)
     saver.checkpoints.clear()
     preparer = build_preparer(config.media, learner, store)
-    tell = lead.fail if lead is not None else lambda problem: None
-    learner.pulse = Pulse(config.trainer.stuck_after_s, tell, run_dir.beat(name_of_rank(0)))
+    learner.pulse = pulse or Pulse()
     learner.probe_every = config.orchestrator.probe_every
     hand_out: Callable[[ReadyBatch], ReadyBatch] = _keep_all
     if lead is not None:
         hand_out = build_spread(lead, ranks, learner)
-    feed = Feed(announcements, preparer, chosen.step + 1, hand_out)
+    feed = Feed(announcements, preparer, chosen.step + 1, hand_out, watch())
     publisher = _publisher(config, run_dir, _stand(config, learner))
     dtype = DTYPES[config.model.dtype]
-    aside = Aside("publish", feed.fail, Pulse(config.trainer.stuck_after_s, tell))
-    outbox = Outbox(publisher, dtype, aside)
+    outbox = Outbox(publisher, dtype, Aside("publish", feed.fail, watch()))
     keeper = Keeper(
         run_dir=run_dir,
         learner=learner,
@@ -198,6 +197,12 @@ def build(
         pulse=learner.pulse,
         first_step=chosen.step,
     )
+
+
+def watch_of(config: RunFile | SftFile, channel: Lead | Follow | None) -> Callable[[], Pulse]:
+    """Makes what watches a thread that works beside the loop."""
+    tell = channel.fail if channel is not None else lambda problem: None
+    return lambda: Pulse(config.trainer.stuck_after_s, tell)
 
 
 def build_spread(lead: Lead, ranks: Ranks, learner: Learner) -> Spread:
@@ -229,6 +234,7 @@ def build_saver(
     run_dir: RunDir,
     learner: Learner,
     deliver: Callable[[int, WeightFile], list[WeightFile] | None],
+    pulse: Pulse,
 ) -> tuple[Saver, Chosen]:
     """What writes checkpoints from now on, with the newest whole one put back."""
     settings, ranks = config.trainer, learner.ranks
@@ -239,7 +245,8 @@ def build_saver(
         restore(shards, learner.forward.model, learner.optimizer, ranks, chosen.path)
     every = settings.checkpoint_every
     train_vision = config.model.train_vision
-    return Saver(checkpoints, ranks, every, chosen.step, train_vision, deliver), chosen
+    aside = Aside("checkpoint", pulse=pulse, at_least_s=LONG_S)
+    return Saver(checkpoints, ranks, every, chosen.step, train_vision, deliver, aside), chosen
 
 
 def _check_fallback(chosen: Chosen, run_dir: RunDir, events: EventLog) -> None:
@@ -259,14 +266,16 @@ def _keep_all(ready: ReadyBatch) -> ReadyBatch:
     return ready
 
 
-def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follow) -> Parts:
+def build_follower(
+    config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follow, pulse: Pulse
+) -> Parts:
     """Of a rank other than 0."""
     store = MediaStore(Path(config.media.root or run_dir.media))
     learner = learner_of(config, store, ranks)
-    saver, chosen = build_saver(config, run_dir, learner, to_lead(follow))
+    watch = watch_of(config, follow)
+    saver, chosen = build_saver(config, run_dir, learner, to_lead(follow), watch())
     as_adapters = _stand(config, learner) is not None
-    beat = run_dir.beat(name_of_rank(ranks.rank))
-    learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail, beat)
+    learner.pulse = pulse
     learner.probe_every = config.orchestrator.probe_every
     family = learner.family
     return Parts(
@@ -276,6 +285,7 @@ def build_follower(config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follo
             len(family.positions(1, ())[0]),
             chosen.step + 1,
             partial(stack, device=learner.device),
+            watch(),
         ),
         learner=learner,
         keeper=Follower(learner, saver, as_adapters),

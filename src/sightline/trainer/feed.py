@@ -28,6 +28,7 @@ from sightline.families import Family
 from sightline.pack import Average, Cost, pack, truncate
 from sightline.pixels import Materializer, Pixels
 from sightline.trainer.bad_media import BadMedia, Dropped, Policy, count_reasons, is_unproven, named
+from sightline.trainer.pulse import Pulse
 from sightline.wire import MediaItem
 from sightline.wire.control import Announce
 from sightline.wire.micro_batch import MicroBatch, PackedItem
@@ -204,8 +205,11 @@ class Feed:
         preparer: Preparer,
         next_step: int,
         spread: Callable[[ReadyBatch], ReadyBatch] = lambda ready: ready,
+        pulse: Pulse | None = None,
     ) -> None:
+        """`pulse` watches the thread: the loop's own rests while it waits for a batch."""
         self._announcements = announcements
+        self._pulse = pulse or Pulse()
         self._spread = spread
         self._preparer = preparer
         self._next_step = next_step
@@ -217,7 +221,10 @@ class Feed:
 
     def _batches(self) -> Iterator[ReadyBatch]:
         while (announced := self._announcements()) is not None:
-            yield self._read(announced)
+            self._pulse.mark(f"preparing step {announced.step}")
+            ready = self._read(announced)
+            self._pulse.rest()  # ranks that do not take their share are named by who hands it out
+            yield self._spread(ready)
 
     def _read(self, announced: Announce) -> ReadyBatch:
         if announced.step != self._next_step:
@@ -232,4 +239,4 @@ class Feed:
                 "resume the run: `sightline rl --resume RUN`",
             )
         self._next_step += 1
-        return self._spread(self._preparer.prepare(Batch.from_bytes(data), announced.digest))
+        return self._preparer.prepare(Batch.from_bytes(data), announced.digest)

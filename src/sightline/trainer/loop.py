@@ -18,7 +18,7 @@ from typing import Protocol
 
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Stepped
-from sightline.trainer.pulse import Pulse
+from sightline.trainer.pulse import LONG_S, Pulse
 
 
 class Learns(Protocol):
@@ -76,5 +76,8 @@ def run(parts: Parts) -> None:
         parts.keeper.checkpoint(step)
         parts.keeper.report(ready, stepped, (began, trained), time.time() - trained)
         parts.pulse.rest()
+    parts.pulse.mark(f"the last checkpoint, of step {step}", LONG_S)
     parts.keeper.checkpoint(step, last=True)
+    parts.pulse.mark("the export", LONG_S)
     parts.keeper.finish(step)
+    parts.pulse.rest()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from sightline.config import RunFile, SftFile
 from sightline.errors import WireError
 from sightline.monitor import RunDir
 from sightline.trainer import loop, sft
 from sightline.trainer.build import build, build_follower
+from sightline.trainer.pulse import LONG_S, Pulse
 from sightline.trainer.ranks import Follow, Lead, Ranks
 from sightline.transport.zmq_channel import Spoke
 from sightline.wire import control
 from sightline.wire.control import Announce, Control, Finish, Quit, Ready
+from sightline.wire.share import name_of_rank
 
 NAME = "trainer"
 
@@ -41,12 +44,15 @@ def main(config: RunFile, run_dir: RunDir, hub: str, ranks: Ranks) -> None:
         return message
 
     with _telling(lead):
-        parts = build(config, run_dir, announcements, send, ranks, lead)
         if lead is not None:
+            lead.meet()
+        pulse = _pulse(config, lead, run_dir.beat(NAME))
+        parts = build(config, run_dir, announcements, send, ranks, lead, pulse)
+        if lead is not None:
+            pulse.rest()  # the barrier has a deadline of its own, and names who is missing
             lead.gather(parts.first_step)
         send(Ready(NAME, parts.first_step))
-        if _publishes_first(config, parts):
-            parts.keeper.publish_again(parts.first_step)
+        _publish_first(config, parts)
         loop.run(parts)
     spoke.close()
 
@@ -55,17 +61,30 @@ def follow(config: RunFile, run_dir: RunDir, ranks: Ranks) -> None:
     """Any other rank: it hears rank 0 alone."""
     channel = Follow(ranks)
     with _telling(channel):
-        parts = build_follower(config, run_dir, ranks, channel)
+        pulse = _pulse(config, channel, run_dir.beat(name_of_rank(ranks.rank)))
+        parts = build_follower(config, run_dir, ranks, channel, pulse)
         channel.hello(parts.first_step)
-        if _publishes_first(config, parts):
-            parts.keeper.publish_again(parts.first_step)
+        _publish_first(config, parts)
         loop.run(parts)
     channel.close()
 
 
-def _publishes_first(config: RunFile, parts: loop.Parts) -> bool:
+def _publish_first(config: RunFile, parts: loop.Parts) -> None:
     """Servers that the run starts hold its checkpoint; others hold whatever they hold."""
-    return parts.first_step > 0 or bool(config.inference.servers)
+    if parts.first_step > 0 or config.inference.servers:
+        parts.pulse.mark(f"publishing version {parts.first_step}", LONG_S)
+        parts.keeper.publish_again(parts.first_step)
+    parts.pulse.rest()
+
+
+def _pulse(
+    config: RunFile | SftFile, channel: Lead | Follow | None, beat: Path | None = None
+) -> Pulse:
+    """What watches this process from its start."""
+    tell = channel.fail if channel is not None else lambda problem: None
+    pulse = Pulse(config.trainer.stuck_after_s, tell, beat)
+    pulse.mark("loading the model and its checkpoint", LONG_S)
+    return pulse
 
 
 def imitate(config: SftFile, run_dir: RunDir, ranks: Ranks) -> None:
@@ -73,14 +92,18 @@ def imitate(config: SftFile, run_dir: RunDir, ranks: Ranks) -> None:
     if not ranks.is_lead:
         channel = Follow(ranks)
         with _telling(channel):
-            parts = sft.build_follower(config, run_dir, ranks, channel)
+            parts = sft.build_follower(config, run_dir, ranks, channel, _pulse(config, channel))
             channel.hello(parts.first_step)
+            parts.learner.pulse.rest()
             sft.run(parts)
         channel.close()
         return
     lead = Lead(ranks) if ranks.size > 1 else None
     with _telling(lead):
-        parts = sft.build(config, run_dir, ranks, lead)
+        if lead is not None:
+            lead.meet()
+        parts = sft.build(config, run_dir, ranks, lead, _pulse(config, lead))
+        parts.learner.pulse.rest()
         if lead is not None:
             lead.gather(parts.first_step)
         sft.run(parts)

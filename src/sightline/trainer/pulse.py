@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType
 
 _COLLECTIVES = "/torch/distributed/"
+LONG_S = 600.0
+"""What loads or writes a whole model may stand still so long, however short a step's limit is."""
 STUCK = 4
 """Exit status of a process that ended itself because it was stuck."""
 
@@ -33,11 +35,13 @@ class Pulse:
         `beat` is a file that stays young as long as this process can run at all.
         """
         self._limit_s, self._tell, self._beat = limit_s, tell, beat
-        self._doing, self._since = "", time.monotonic()
+        self._doing, self._since, self._at_least_s = "", time.monotonic(), 0.0
         if limit_s:
             threading.Thread(target=self._watch, daemon=True, name="pulse").start()
 
-    def mark(self, doing: str) -> None:
+    def mark(self, doing: str, at_least_s: float = 0.0) -> None:
+        """`at_least_s` is given to it where the limit is shorter."""
+        self._at_least_s = at_least_s
         self._doing, self._since = doing, time.monotonic()
 
     def rest(self) -> None:
@@ -46,12 +50,13 @@ class Pulse:
     def problem(self) -> str:
         """What is stuck, in words; empty while nothing is."""
         doing, still_s = self._doing, time.monotonic() - self._since
-        if not doing or still_s < self._limit_s:
+        limit_s = max(self._limit_s, self._at_least_s)
+        if not doing or still_s < limit_s:
             return ""
         if not _is_in_collective():
             return f"stuck for {still_s:.0f} s in {doing}"
         # Another rank holds it up, and is given the time to say so itself.
-        if still_s < 2 * self._limit_s:
+        if still_s < 2 * limit_s:
             return ""
         return f"waited {still_s:.0f} s for another rank in {doing}"
 

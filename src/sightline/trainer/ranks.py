@@ -1,5 +1,7 @@
 """The ranks of a trainer: what they tell one another, and how they end together.
 
+    rank r --here--> rank 0        before any collective: who is missing is named
+    rank r --hello k--> rank 0     its model is loaded, from the checkpoint of step k
     rank 0 --share k--> rank r     a thread of r takes it, whatever r computes meanwhile
       waits for: `taken` of every rank, DELIVER_S at most     unblocked by: those threads
     rank r --failed--> rank 0 --failed--> every rank          each ends at once, and says why
@@ -29,6 +31,7 @@ from sightline.wire.share import (
     ENDED_BY_ANOTHER,
     Failed,
     Hello,
+    Here,
     Over,
     RankMessage,
     Share,
@@ -37,8 +40,10 @@ from sightline.wire.share import (
 )
 from sightline.wire.weights import WeightFile
 
+MEET_S = 600.0
+"""How long the ranks of a run may take to start."""
 GATHER_S = 600.0
-"""How long the ranks of a run may take to load their models."""
+"""How long they may take longer than rank 0 to load their models."""
 DELIVER_S = 60.0
 WRITE_S = 3600.0
 """How long a rank may take to write its part of a checkpoint."""
@@ -90,17 +95,31 @@ class Lead:
         self._hub = Hub(ranks.bind or ranks.channel, ranks.secret)
         self._others = set(range(1, ranks.size))
         self._changed = threading.Condition()
-        self._here: dict[int, int] = {}
+        self._here: set[int] = set()
+        self._ready: dict[int, int] = {}
         self._taken: dict[int, int] = {}
-        self._wrote: dict[int, Wrote] = {}
+        self._wrote: dict[tuple[int, int], WeightFile] = {}
+        """By step and rank."""
         self._step = 0
         self._strangers: list[str] = []
         threading.Thread(target=self._listen, daemon=True, name="ranks").start()
 
+    def meet(self, timeout_s: float = MEET_S) -> None:
+        """Waits for every rank to start. What comes next is a collective, which names nobody."""
+        self._check_missing(self._wait(lambda: self._others - self._here, timeout_s), timeout_s)
+
     def gather(self, step: int = 0, timeout_s: float = GATHER_S) -> None:
         """Waits for every rank to say that it is ready, at the same step."""
         self._step = step
-        missing = self._wait(lambda: self._others - self._here.keys(), timeout_s)
+        missing = self._wait(lambda: self._others - self._ready.keys(), timeout_s)
+        self._check_missing(missing, timeout_s)
+        if apart := {r: at for r, at in self._ready.items() if at != step}:
+            raise ProcessFailed(
+                f"rank 0 starts from step {step}, others from {apart}",
+                "give all ranks the same run directory",
+            )
+
+    def _check_missing(self, missing: set[int], timeout_s: float) -> None:
         if missing:
             strangers = f"; refused: {', '.join(self._strangers)}" if self._strangers else ""
             raise ProcessFailed(
@@ -108,11 +127,6 @@ class Lead:
                 f"{strangers}",
                 "look at their logs (trainer-N.log), and at [trainer] ranks, address and secret: "
                 "who does not know the secret is not heard",
-            )
-        if apart := {r: at for r, at in self._here.items() if at != step}:
-            raise ProcessFailed(
-                f"rank 0 starts from step {step}, others from {apart}",
-                "give all ranks the same run directory",
             )
 
     def give(self, shares: list[Share]) -> None:
@@ -135,7 +149,8 @@ class Lead:
         """What ranks 1 and up wrote of a checkpoint, in order; returns when all have."""
 
         def missing() -> set[int]:
-            return {r for r in self._others if r not in self._wrote or self._wrote[r].step < step}
+            # Of exactly this step: a rank may have gone on and written the next.
+            return {rank for rank in self._others if (step, rank) not in self._wrote}
 
         if late := self._wait(missing, WRITE_S):
             raise ProcessFailed(
@@ -143,7 +158,7 @@ class Lead:
                 f"{step} within {WRITE_S:.0f} s",
                 "look at their logs (trainer-N.log), and at the disk of the run",
             )
-        return [self._wrote[rank].file for rank in sorted(self._others)]
+        return [self._wrote.pop((step, rank)) for rank in sorted(self._others)]
 
     def over(self) -> None:
         for rank in self._others:
@@ -176,9 +191,11 @@ class Lead:
             crash(self, error)
 
     def _note(self, peer: str, message: RankMessage) -> None:
-        if isinstance(message, Hello):
+        if isinstance(message, (Here, Hello)):
             if peer == name_of(message.rank) and message.rank in self._others:
-                self._here[message.rank] = message.step
+                self._here.add(message.rank)
+                if isinstance(message, Hello):
+                    self._ready[message.rank] = message.step
             else:
                 self._strangers.append(f"{peer} (says that it is rank {message.rank})")
         elif peer not in map(name_of, self._here):
@@ -190,15 +207,15 @@ class Lead:
                 self._end(0, Failed(0, problem))
             self._taken[message.rank] = message.step
         elif isinstance(message, Wrote):
-            self._wrote[message.rank] = message
+            self._wrote[message.step, message.rank] = message.file
         elif isinstance(message, Failed):
             self._tell(message)
             self._end(0, message)
 
     def _tell(self, failed: Failed) -> None:
-        for rank in self._here.keys() - {failed.rank}:
+        for rank in self._here - {failed.rank}:
             self._send(rank, failed)
-        time.sleep(0.2)  # the socket's thread sends it before the process ends
+        self.close()  # which sends it, before the process ends
 
     def _send(self, rank: int, message: RankMessage) -> None:
         self._hub.send(name_of(rank), wire.encode(message))
@@ -214,6 +231,7 @@ class Follow:
         self._shares: queue.SimpleQueue[tuple[Share, list[np.ndarray | None]] | None]
         self._shares = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True, name="ranks").start()
+        self._send(Here(ranks.rank))
 
     def hello(self, step: int = 0) -> None:
         """Ready for the share of the step after `step`."""
@@ -233,7 +251,7 @@ class Follow:
 
     def fail(self, problem: str) -> None:
         self._send(Failed(self._ranks.rank, problem))
-        time.sleep(0.2)
+        self.close()  # which sends it, before the process ends
 
     def close(self) -> None:
         self._spoke.close()

@@ -32,6 +32,7 @@ from sightline.trainer.build import (
     build_saver,
     build_spread,
     learner_of,
+    watch_of,
 )
 from sightline.trainer.conversations import (
     HELD_OUT,
@@ -43,7 +44,7 @@ from sightline.trainer.conversations import (
 from sightline.trainer.export import export_checkpoint, help_export
 from sightline.trainer.feed import Ahead, Preparer, ReadyBatch
 from sightline.trainer.learner import Learner, Stepped
-from sightline.trainer.pulse import Pulse
+from sightline.trainer.pulse import LONG_S, Pulse
 from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
 from sightline.trainer.saver import Saver, alone, from_all, to_lead
 from sightline.trainer.spread import ShareFeed
@@ -59,6 +60,8 @@ class Batches:
     renderer: Renderer
     preparer: Preparer
     size: int
+    pulse: Pulse
+    """Watches the thread that makes them: the loop's own rests while it waits for one."""
 
     def of_step(self, step: int) -> ReadyBatch:
         return self._prepare(step, range((step - 1) * self.size, step * self.size), TRAIN)
@@ -72,6 +75,7 @@ class Batches:
             yield replace(ready, held_out=True, is_last=stop == num)
 
     def _prepare(self, step: int, indices: Iterable[int], split: str) -> ReadyBatch:
+        self.pulse.mark(f"preparing step {step}")
         samples, lost = [], []
         for index in indices:
             try:
@@ -83,7 +87,9 @@ class Batches:
                 lost.append(Dropped(name, "", type(error).__name__, error.problem))
                 continue
             samples.append(sample_of(found.messages, self.renderer, found.name, found.tools))
-        return self.preparer.prepare(Batch(step, samples), "", lost)
+        ready = self.preparer.prepare(Batch(step, samples), "", lost)
+        self.pulse.rest()
+        return ready
 
 
 def sample_of(
@@ -185,43 +191,53 @@ def run(parts: Parts) -> None:
             parts.keeper.report(ready, stepped, time.monotonic() - began)
             parts.keeper.checkpoint(step, last=step == steps)
         parts.learner.pulse.rest()
+    parts.learner.pulse.mark("the export", LONG_S)
     parts.keeper.finish()
+    parts.learner.pulse.rest()
 
 
 def build(
-    config: SftFile, run_dir: RunDir, ranks: Ranks = ALONE, lead: Lead | None = None
+    config: SftFile,
+    run_dir: RunDir,
+    ranks: Ranks = ALONE,
+    lead: Lead | None = None,
+    pulse: Pulse | None = None,
 ) -> Parts:
     """Of rank 0; with `lead` it hands out what the others compute."""
     store = MediaStore(Path(config.media.root or run_dir.media))
     learner = learner_of(config, store, ranks, imitates=True)
     deliver = alone if lead is None else from_all(lead)
-    saver, chosen = build_saver(config, run_dir, learner, deliver)
+    watch = watch_of(config, lead)
+    saver, chosen = build_saver(config, run_dir, learner, deliver, watch())
     saver.checkpoints.clear()
     events = EventLog(run_dir.metrics, "trainer")
     for problem in chosen.refused:
         events.write("checkpoint_refused", chosen.step, problem=problem)
-    tell = (lead.fail,) if lead is not None else ()
-    learner.pulse = Pulse(config.trainer.stuck_after_s, *tell)
+    learner.pulse = pulse or Pulse()
     renderer = load_renderer(
         config.model.path, store, learner.family, number_pictures=config.model.number_pictures
     )
     preparer = build_preparer(config.media, learner, store, sampled=False)
-    batches = Batches(_source(config, store), renderer, preparer, config.sft.batch_size)
+    source, size = _source(config, store), config.sft.batch_size
+    batches = Batches(source, renderer, preparer, size, watch())
     hand_out = build_spread(lead, ranks, learner) if lead is not None else _keep_all
     feed = Ahead(_schedule(config, batches, chosen.step, hand_out, lead))
     keeper = Keeper(config, learner, saver, events)
     return Parts(feed, learner, keeper, chosen.step, batches)
 
 
-def build_follower(config: SftFile, run_dir: RunDir, ranks: Ranks, follow: Follow) -> Parts:
+def build_follower(
+    config: SftFile, run_dir: RunDir, ranks: Ranks, follow: Follow, pulse: Pulse
+) -> Parts:
     """Of a rank other than 0."""
     store = MediaStore(Path(config.media.root or run_dir.media))
     learner = learner_of(config, store, ranks, imitates=True)
-    saver, chosen = build_saver(config, run_dir, learner, to_lead(follow))
-    learner.pulse = Pulse(config.trainer.stuck_after_s, follow.fail)
+    watch = watch_of(config, follow)
+    saver, chosen = build_saver(config, run_dir, learner, to_lead(follow), watch())
+    learner.pulse = pulse
     family = learner.family
     materializer = build_materializer(learner, store)
-    feed = ShareFeed(follow, materializer, family.num_axes, chosen.step + 1)
+    feed = ShareFeed(follow, materializer, family.num_axes, chosen.step + 1, pulse=watch())
     return Parts(feed, learner, Keeper(config, learner, saver, None), chosen.step)
 
 

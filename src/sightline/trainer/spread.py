@@ -17,6 +17,7 @@ from sightline.pack import Price, empty_micro_batch, spread
 from sightline.pixels import Materializer, lay
 from sightline.trainer.bad_media import mismatch, named
 from sightline.trainer.feed import Ahead, ReadyBatch, ReadyMicroBatch, Stack
+from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import Follow, Lead
 from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.share import Laid, Share
@@ -80,8 +81,11 @@ class ShareFeed:
         num_axes: int,
         next_step: int,
         stack: Stack = np.concatenate,
+        pulse: Pulse | None = None,
     ) -> None:
+        """`pulse` watches the thread: the loop's own rests while it waits for a share."""
         self._follow, self._materializer = follow, materializer
+        self._pulse = pulse or Pulse()
         self._num_axes, self._next_step, self._stack = num_axes, next_step, stack
         self._ahead = Ahead(self._batches())
 
@@ -90,7 +94,10 @@ class ShareFeed:
 
     def _batches(self) -> Iterator[ReadyBatch]:
         for share, laid in self._follow.shares():
-            yield self._prepare(share, laid)
+            self._pulse.mark(f"preparing the share of step {share.step}")
+            ready = self._prepare(share, laid)
+            self._pulse.rest()
+            yield ready
 
     def _prepare(self, share: Share, laid: list[np.ndarray | None]) -> ReadyBatch:
         next_step = self._next_step - share.held_out

@@ -73,6 +73,7 @@ class _Threaded:
         self._in: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
         self._wake_address = f"inproc://wake-{id(self)}"
         self._wake_lock = threading.Lock()
+        self._is_closed = False
         listener = self._context.socket(zmq.PAIR)
         listener.bind(self._wake_address)
         self._wake = self._context.socket(zmq.PAIR)
@@ -86,7 +87,8 @@ class _Threaded:
 
     def _send(self, *frames: bytes) -> None:
         with self._wake_lock:
-            self._wake.send_multipart(frames)
+            if not self._is_closed:
+                self._wake.send_multipart(frames)
 
     def _receive(self, timeout_s: float | None) -> list[bytes] | None:
         try:
@@ -95,8 +97,11 @@ class _Threaded:
             return None
 
     def close(self) -> None:
-        """Sends what is waiting, then ends."""
+        """Sends what is waiting, then ends; what comes later is not sent."""
         with self._wake_lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
             self._wake.send(b"")
         self._thread.join(timeout=5)
         self._wake.close(linger=0)

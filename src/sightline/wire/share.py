@@ -16,8 +16,14 @@ def name_of_rank(rank: int, lead: str = "trainer") -> str:
     return f"{lead}-{rank}" if rank else lead
 
 
+class Here(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="here"):
+    """A rank has started, and listens; it has yet to load its model."""
+
+    rank: int
+
+
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
-    """A rank has loaded its model and listens."""
+    """A rank has loaded its model."""
 
     rank: int
     step: int
@@ -87,7 +93,7 @@ class Over(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="over"):
     step: int
 
 
-RankMessage = Hello | Share | Taken | Wrote | Failed | Over
+RankMessage = Here | Hello | Share | Taken | Wrote | Failed | Over
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RankMessage)

@@ -70,6 +70,15 @@ def _break() -> None:
 
         pack = feed.pack
         feed.pack = unpackable
+    if fault == "feed":
+
+        def stands_still(self: Any, batch: Any, digest: str) -> Any:
+            if batch.step == AT_STEP:
+                time.sleep(3600)
+            return make_ready(self, batch, digest)
+
+        make_ready = feed.Preparer.prepare
+        feed.Preparer.prepare = stands_still  # type: ignore[method-assign]
     if fault == "media":
         # After the lead has verified the image, a rank cannot read it.
         def unreadable(self: Any, pack: Any) -> Any:

@@ -15,6 +15,7 @@ from sightline.launch.processes import find_port
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import Follow, Lead, Ranks
 from sightline.wire.share import Failed, Share
+from sightline.wire.weights import WeightFile
 
 
 class Ends:
@@ -76,8 +77,46 @@ def test_every_rank_gets_its_own_share_in_order(monkeypatch: pytest.MonkeyPatch)
 def test_the_barrier_names_the_ranks_that_are_missing() -> None:
     with ranks(4) as (lead, others):
         others[1].hello()
+        assert not lead._wait(lambda: {2} - lead._ready.keys(), 30)
         with pytest.raises(ProcessFailed, match=r"ranks \[1, 3\] of 4 are missing"):
             lead.gather(timeout_s=0.5)
+
+
+def test_ranks_that_never_start_are_named_before_any_collective() -> None:
+    channel = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'test')}"
+    lead = Lead(Ranks(0, 4, "", channel, "s"), Ends())
+    started = Follow(Ranks(2, 4, "", channel, "s"), Ends())
+    assert not lead._wait(lambda: {2} - lead._here, 30)
+    with pytest.raises(ProcessFailed, match=r"ranks \[1, 3\] of 4 are missing"):
+        lead.meet(timeout_s=0.2)
+    for one in (started, lead):
+        one.close()
+
+
+def test_a_rank_that_fails_while_it_loads_ends_the_others() -> None:
+    with ranks(3) as (lead, others):
+        lead.meet(timeout_s=30)
+        others[0].fail("OSError: no such checkpoint")
+        ended = lead.ends.take(2)  # type: ignore[attr-defined]
+        assert ended == {r: Failed(1, "OSError: no such checkpoint") for r in (0, 2)}
+
+
+def test_the_files_of_a_checkpoint_are_those_of_its_step() -> None:
+    """A rank that has written the next one already said what it wrote of both."""
+
+    def file(step: int, rank: int) -> WeightFile:
+        return WeightFile(f"rank_{rank}", step, f"{step}" * 64)
+
+    with ranks(3) as (lead, others):
+        lead.meet(timeout_s=30)
+        for step in (1, 2):
+            others[0].wrote(step, file(step, 1))
+        others[1].wrote(1, file(1, 2))
+        assert not lead._wait(lambda: {(2, 1)} - lead._wrote.keys(), 30)  # type: ignore[arg-type]
+        assert lead.files_of(1) == [file(1, 1), file(1, 2)]
+        others[1].wrote(2, file(2, 2))
+        assert lead.files_of(2) == [file(2, 1), file(2, 2)]
+        assert not lead._wrote
 
 
 def test_a_rank_with_another_secret_is_not_let_in() -> None:
@@ -134,5 +173,8 @@ def test_a_pulse_is_stuck_only_while_there_is_work() -> None:
     pulse.mark("step 3")
     moved.wait(0.05)
     assert "in step 3" in pulse.problem()
+    pulse.mark("the export", at_least_s=60)
+    moved.wait(0.05)
+    assert not pulse.problem(), "it is given longer than a step"
     pulse.rest()
     assert not pulse.problem()
