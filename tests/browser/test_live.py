@@ -58,6 +58,9 @@ def test_a_live_run_updates_without_a_reload(page: Page, serve: Serve, tmp_path:
     # Only the rows that are new were asked for.
     assert any("cursor=6" in url for url in asked)
     assert not any(url.endswith(("cursor=0", ".js", ".css")) for url in asked)
+    # Its end shows too, although no event tells of it.
+    run.run_dir.summary.write_text('{"steps": 4}')
+    expect(page.locator(".runs .state").first).to_contain_text("finished")
     assert page.evaluate("window.untouched") is True
 
 

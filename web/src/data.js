@@ -33,6 +33,16 @@ export function useAnswer(path, values, again = []) {
   return state;
 }
 
+/** Grows every so many seconds: ages move although nothing was written. */
+export function useTick(seconds) {
+  const [tick, set] = useState(0);
+  useEffect(() => {
+    const timer = setInterval(() => set((before) => before + 1), 1000 * seconds);
+    return () => clearInterval(timer);
+  }, [seconds]);
+  return tick;
+}
+
 const live = { revisions: {}, connected: false, listeners: new Set(), source: null };
 
 function connect() {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 from pathlib import Path
 
 
@@ -44,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
         if not colon:
             raise ConfigError(f"--header {header!r}", "write it NAME:VALUE")
         headers[name.strip()] = value.strip()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Ends as an error does: what stands in a temporary folder is removed.
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     most = int(args.max_mb * 1e6)
     for name, found in export_run(RunDir(args.run_dir), args.step, args.to, headers, most):
         print(

@@ -23,7 +23,10 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def run(args: argparse.Namespace) -> int:
+    from sightline.errors import ConfigError
     from sightline.monitor.dashboard.serve import serve
 
+    if args.token == "":
+        raise ConfigError("--token is empty", "give some letters, or leave it out")
     serve(args.runs, args.host, args.port, args.token)
     return 0

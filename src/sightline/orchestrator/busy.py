@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from sightline.monitor import EventLog
 from sightline.monitor.timeline import merge
@@ -25,6 +26,8 @@ class BusyNotes:
     events: EventLog
     caches: dict[str, dict[str, float]]
     """Filled with what the servers tell of their caches, summed."""
+    beat: Path | None = None
+    """Touched whenever the servers have answered."""
     since: float = field(default_factory=time.time)
 
     async def keep_taking(self) -> None:
@@ -39,6 +42,8 @@ class BusyNotes:
         path = f"/sightline/v1/stats?since={self.since}"
         answers = await asyncio.gather(*(client.get(path) for client in self.clients))
         stats = [json.loads(answer) for answer in answers]
+        if self.beat is not None:
+            self.beat.touch()
         self.since = now
         self.caches.update(
             server_caches(

@@ -112,7 +112,8 @@ async def main(
     board.on_published = built.publish
     board.on_lost = built.parts.rollouts.lost
     board.on_held = built.parts.rollouts.dispatch.held
-    notes = BusyNotes(clients, events, built.caches)
+    beat = None if config.inference.servers else run_dir.beat("server")
+    notes = BusyNotes(clients, events, built.caches, beat)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

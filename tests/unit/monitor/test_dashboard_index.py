@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from sightline.monitor import RunDir
-from sightline.monitor.dashboard import queries
+from sightline.monitor.dashboard import queries, run
 from sightline.monitor.dashboard.index import Index
 from sightline.monitor.dashboard.mismatch import DIMENSIONS
+from sightline.monitor.dashboard.rollout import scores_of
 from sightline.monitor.dashboard.run import RunView
 from sightline.monitor.dashboard.synthetic import Size, write_run
 from sightline.trace import Trace, read_traces, write_traces
@@ -218,6 +220,74 @@ def test_the_mismatch_is_that_of_the_tokens(run_dir: RunDir) -> None:
     assert found["worst"][0]["kl"] == pytest.approx(max(kls), rel=1e-9)
 
 
+def test_a_sample_that_the_trainer_cut_counts_up_to_the_cut(run_dir: RunDir) -> None:
+    def tokens() -> int:
+        index = Index(run_dir)
+        index.refresh()
+        with index.reads() as connection:
+            cells = queries.mismatch(connection, None, None, fresh=False)["dimensions"]["turn"]
+            assert queries.problems(connection) == []
+        index.close()
+        return sum(cell["tokens"] for cell in cells)
+
+    whole = tokens()
+    scores = StepScores.from_bytes(run_dir.scores_of(2).read_bytes())
+    cut = replace(scores.origins[0], stop=scores.origins[0].stop - 1)
+    scores = replace(scores, origins=[cut, *scores.origins[1:]])
+    run_dir.scores_of(2).write_bytes(scores.to_bytes())
+    shutil.rmtree(run_dir.path / ".dashboard", ignore_errors=True)
+    assert tokens() == whole - 1
+    view = RunView("run", run_dir)
+    traces = {trace.id: trace for trace in read_traces(run_dir.traces_of(2))}
+    trace = traces[cut.trace_id]
+    found = scores_of(view, 2, trace)[cut.node]
+    assert len(found.logprobs) == trace.nodes[cut.node].num_sampled
+    assert np.isfinite(found.logprobs[:-1]).all() and np.isnan(found.logprobs[-1])
+    view.close()
+
+
+def test_a_page_hears_that_a_run_has_ended_and_that_a_log_grew(run_dir: RunDir) -> None:
+    run_dir.summary.unlink(missing_ok=True)
+    view = RunView("run", run_dir)
+    view.refresh_all()
+    view.refresh()
+
+    def moved() -> bool:
+        before = view.revision
+        view.refresh()
+        return view.revision != before
+
+    assert view.state == "live" and not moved()
+    run_dir.logs.mkdir(exist_ok=True)
+    (run_dir.logs / "trainer.log").write_text("stuck for 300 s in step 3\n")
+    assert moved() and not moved()
+    os.utime(run_dir.metrics, (1.0, 1.0))
+    assert view.state == "silent" and moved() and not moved()
+    run_dir.summary.write_text('{"steps": 4}')
+    assert view.state == "finished" and moved() and not moved()
+    view.close()
+
+
+def test_images_that_come_late_are_found_however_many_are_missing(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_IMAGES_AT_ONCE", 3)
+    away = run_dir.media.rename(run_dir.media.with_name("away"))
+    view = RunView("run", run_dir)
+    view.refresh_all()
+    for _ in range(SMALL.images):
+        view.refresh()
+    num_missing = len(view.missing)
+    assert num_missing > 3
+    shutil.rmtree(run_dir.media, ignore_errors=True)
+    away.rename(run_dir.media)
+    view.__dict__.pop("store", None)
+    for _ in range(num_missing):
+        view.refresh()
+    assert not view.missing
+    view.close()
+
+
 def test_the_worst_token_is_where_the_link_leads(run_dir: RunDir) -> None:
     index = Index(run_dir)
     index.refresh()
@@ -261,18 +331,18 @@ def test_broken_and_foreign_files_cost_themselves_and_are_named(run_dir: RunDir)
 def test_missing_images_are_counted_and_come_back(run_dir: RunDir) -> None:
     view = RunView("run", run_dir)
     view.refresh_all()
-    assert view.missing == set()
+    assert not view.missing
     ref = next(read_traces(run_dir.traces_of(1))).nodes[0].slots[0].item.ref
     file = view.store.path(ref.digest)
     data = file.read_bytes()
     file.unlink()
     again = RunView("run", run_dir)
     again.refresh_all()
-    assert again.missing == {ref.digest}
+    assert set(again.missing) == {ref.digest}
     assert "1 images are in no store" in again.problems()
     file.write_bytes(data)
     assert again.refresh()
-    assert again.missing == set()
+    assert not again.missing
 
 
 def test_a_damaged_index_is_made_again(run_dir: RunDir) -> None:

@@ -2,7 +2,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { change } from "../address.jsx";
 import { Chart, runColour } from "../chart.jsx";
-import { ask, useAnswer, useMetrics } from "../data.js";
+import { ask, useAnswer, useMetrics, useTick } from "../data.js";
 import { Failed, OneRun, State } from "../parts.jsx";
 import { ago, bytes, whole, words } from "../spell.js";
 
@@ -14,7 +14,7 @@ const CHARTS = [
 ];
 
 export function ProcessesPage({ runs, run, query, revisions, theme }) {
-  const { answer, error } = useAnswer("processes", { run: run.key }, [revisions[run.key]]);
+  const { answer, error } = useAnswer("processes", { run: run.key }, [revisions[run.key], useTick(5)]);
   const metrics = useMetrics([run.key], revisions)[run.key];
   const chosen = query.get("log") || answer?.processes.find((one) => one.log_bytes)?.name;
   return (
@@ -32,7 +32,7 @@ export function ProcessesPage({ runs, run, query, revisions, theme }) {
           </p>
           <div class="scroll">
             <table class="rollouts">
-              <thead><tr><th>process</th><th>last event</th><th class="num">log</th><th>last line of the log</th></tr></thead>
+              <thead><tr><th>process</th><th>last sign</th><th class="num">log</th><th>last line of the log</th></tr></thead>
               <tbody>
                 {answer.processes.map((one) => (
                   <tr key={one.name} class={one.name === chosen ? "at" : ""} onClick={() => change({ log: one.name })}>

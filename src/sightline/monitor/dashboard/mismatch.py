@@ -80,7 +80,10 @@ class Around:
 
 
 def measure(scores: StepScores, step: int, traces: Mapping[str, tuple[int, Trace]]) -> StepMismatch:
-    """Joins scores with traces, which are given by id beside the number of their rollout."""
+    """Joins scores with traces, which are given by id beside the number of their rollout.
+
+    Of a sample that the trainer cut, the tokens before the cut are joined.
+    """
     joined = [_joined(origin, step, traces) for origin in scores.origins]
     if not joined:
         return StepMismatch()
@@ -89,10 +92,12 @@ def measure(scores: StepScores, step: int, traces: Mapping[str, tuple[int, Trace
     spans = [np.arange(o.start, o.stop) for o in scores.origins]
     places = np.concatenate([np.arange(len(span)) for span in spans])
     order = np.concatenate(spans)
-    of_node = np.repeat(np.arange(len(nodes)), [len(span) for span in spans])
-    sampler = np.concatenate([node.logprobs.numpy() for node in nodes])
+    lengths = [len(span) for span in spans]
+    of_node = np.repeat(np.arange(len(nodes)), lengths)
+    logprobs = [node.logprobs.numpy() for node in nodes]
+    sampler = np.concatenate([x[:num] for x, num in zip(logprobs, lengths, strict=True)])
     trainer = scores.logprobs.numpy()[order]
-    lags = np.maximum(0, step - 1 - _versions(nodes))
+    lags = np.maximum(0, step - 1 - _versions(nodes, lengths))
     log_ratio = trainer.astype(np.float64) - sampler.astype(np.float64)
     # The estimate r - 1 - log r of KL(sampler || trainer): never negative.
     kl = np.expm1(log_ratio) - log_ratio
@@ -138,7 +143,7 @@ def _joined(
             "the run directory holds files of two runs; copy it again",
         )
     node = trace.nodes[origin.node]
-    if node.num_sampled != origin.stop - origin.start:
+    if node.num_sampled < origin.stop - origin.start:
         raise Misaligned(
             f"step {step}: {origin.stop - origin.start} scores for {node.num_sampled} tokens of "
             f"{trace.id}",
@@ -171,11 +176,13 @@ def _distance(trace: Trace, path: Sequence[int]) -> int:
     return NO_IMAGE
 
 
-def _versions(nodes: Sequence[Node]) -> np.ndarray:
-    """(S,)."""
-    spans = [span for node in nodes for span in node.versions]
-    lengths = [span.stop - span.start for span in spans]
-    return np.repeat([span.version for span in spans], lengths)
+def _versions(nodes: Sequence[Node], lengths: Sequence[int]) -> np.ndarray:
+    """(S,) of the first `lengths` sampled tokens of each node."""
+    found = []
+    for node, length in zip(nodes, lengths, strict=True):
+        sizes = [span.stop - span.start for span in node.versions]
+        found.append(np.repeat([span.version for span in node.versions], sizes)[:length])
+    return np.concatenate(found)
 
 
 def exponent(value: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any
@@ -18,6 +19,7 @@ def processes(run: RunView) -> dict[str, Any]:
     trained = run.history.newest("train")
     logs = {entry.name: entry for entry in _logs(run)}
     names = {name.removesuffix(".log") for name in logs} | set(run.history.seen)
+    signs = {name: _last_sign(run, name) for name in names}
     return {
         "now": time.time(),
         "state": run.state,
@@ -25,7 +27,7 @@ def processes(run: RunView) -> dict[str, Any]:
         "processes": [
             {
                 "name": name,
-                "last": run.history.seen.get(name),
+                "last": signs[name],
                 "log_bytes": logs[f"{name}.log"].stat().st_size if f"{name}.log" in logs else None,
                 "last_line": _last_line(run, f"{name}.log") if f"{name}.log" in logs else "",
             }
@@ -46,6 +48,15 @@ def processes(run: RunView) -> dict[str, Any]:
             for note in reversed(run.history.notes[-100:])
         ],
     }
+
+
+def _last_sign(run: RunView, name: str) -> float | None:
+    """Its last event, beat or line of its log, whichever came last; seconds since 1970."""
+    signs = [run.history.seen.get(name)]
+    for file in (run.run_dir.beat(name), run.run_dir.logs / f"{name}.log"):
+        with contextlib.suppress(OSError):
+            signs.append(file.stat().st_mtime)
+    return max((sign for sign in signs if sign is not None), default=None)
 
 
 def _table(row: dict[str, float], prefix: str) -> dict[str, float]:

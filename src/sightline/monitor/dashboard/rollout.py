@@ -157,13 +157,19 @@ def scores_of(run: RunView, step: int | None, trace: Trace) -> dict[int, NodeSco
     for origin in scores.origins:
         if origin.trace_id == trace.id and origin.node < len(trace.nodes):
             span = slice(origin.start, origin.stop)
-            if trace.nodes[origin.node].num_sampled == origin.stop - origin.start:
+            cut = trace.nodes[origin.node].num_sampled - (origin.stop - origin.start)
+            if cut >= 0:
                 found[origin.node] = NodeScores(
-                    scores.logprobs.numpy()[span],
-                    scores.ratios.numpy()[span],
-                    scores.advantages.numpy()[span],
+                    _up_to_cut(scores.logprobs.numpy()[span], cut),
+                    _up_to_cut(scores.ratios.numpy()[span], cut),
+                    _up_to_cut(scores.advantages.numpy()[span], cut),
                 )
     return found
+
+
+def _up_to_cut(values: np.ndarray, cut: int) -> np.ndarray:
+    """With no number for the last `cut` tokens, which the trainer cut off."""
+    return np.concatenate([values, np.full(cut, np.nan, values.dtype)])
 
 
 def tokens(run: RunView, file: str, number: int, node_id: int, start: int) -> dict[str, Any] | None:

@@ -34,9 +34,10 @@ class RunView:
         self.revision = 0
         """Grows with whatever the run has written."""
         self._left = 0
+        self._sign: tuple[Any, ...] = ()
         self._present: set[str] = set()
-        self.missing: set[str] = set()
-        """Digests of images that something shows and no store holds."""
+        self.missing: dict[str, None] = {}
+        """Digests of images that something shows and no store holds, in the order of looking."""
 
     def close(self) -> None:
         self.index.close()
@@ -50,7 +51,9 @@ class RunView:
             changed = True
             self.__dict__.pop("store", None)
         changed |= self._look_for_images()
-        if changed:
+        # What the run says without an event: that it ended, and how.
+        before, self._sign = self._sign, (self.state, _sizes(self.run_dir.logs))
+        if changed or self._sign != before:
             self.revision += 1
         return changed
 
@@ -61,17 +64,19 @@ class RunView:
             self.refresh()
 
     def _look_for_images(self) -> bool:
-        """Looks whether images are there that were not looked for yet, some at a time."""
+        """Looks whether images are there, some at a time: new ones first, and those that were
+        missing in turn."""
         before = len(self.missing)
         with self.index.reads() as connection:
             rows = connection.execute("SELECT digest FROM images").fetchall()
         unseen = [row["digest"] for row in rows if row["digest"] not in self._present]
-        for digest in unseen[:_IMAGES_AT_ONCE]:
+        new = [digest for digest in unseen if digest not in self.missing]
+        for digest in [*new, *self.missing][:_IMAGES_AT_ONCE]:
+            self.missing.pop(digest, None)
             if self.store.has(digest):
                 self._present.add(digest)
-                self.missing.discard(digest)
             else:
-                self.missing.add(digest)
+                self.missing[digest] = None
         return len(self.missing) != before
 
     # --- settings, and what they name
@@ -206,3 +211,11 @@ class RunView:
             "env": self._setting("env", "name"),
             "problems": self.problems(),
         }
+
+
+def _sizes(folder: Path) -> tuple[tuple[str, int], ...]:
+    """Of the logs in it."""
+    try:
+        return tuple(sorted((log.name, log.stat().st_size) for log in folder.glob("*.log")))
+    except OSError:  # one has just gone
+        return ()
