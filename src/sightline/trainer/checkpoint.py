@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from sightline.compute.tensor_file import digest_of_file, sync
-from sightline.errors import ResumeRefused
+from sightline.errors import Misaligned, ResumeRefused
 from sightline.trainer.snapshot import Shards, Snapshot
 from sightline.wire.file import write_atomic
 from sightline.wire.weights import WeightFile
@@ -87,7 +87,8 @@ class Checkpoints:
         """Oldest first."""
         if not self.root.is_dir():
             return []
-        return sorted(p for p in self.root.iterdir() if _NAME.fullmatch(p.name))
+        found = (path for path in self.root.iterdir() if _NAME.fullmatch(path.name))
+        return sorted(found, key=step_of)
 
     @property
     def covered(self) -> int:
@@ -128,6 +129,12 @@ class Checkpoints:
         target = self.root / f"step_{manifest.step:06d}"
         for stray in {file.name for file in part.iterdir()} - {f.name for f in manifest.files}:
             (part / stray).unlink()
+        for file in manifest.files:
+            if (nbytes := (part / file.name).stat().st_size) != file.nbytes:
+                raise Misaligned(
+                    f"{part / file.name} has {nbytes} bytes, its rank has written {file.nbytes}",
+                    "this is a bug; report it",
+                )
         Shards(part / file.name for file in manifest.files)  # raises where a row is missing
         write_atomic(part / MANIFEST, msgspec.json.encode(manifest))
         sync(part)

@@ -12,6 +12,7 @@ import pytest
 
 from sightline.errors import ProcessFailed
 from sightline.launch.processes import find_port
+from sightline.trainer import ranks as ranks_module
 from sightline.trainer.pulse import Pulse
 from sightline.trainer.ranks import Follow, Lead, Ranks
 from sightline.wire.share import Failed, Share
@@ -162,6 +163,25 @@ def test_the_failure_of_one_reaches_every_other(culprit: int) -> None:
         ended = lead.ends.take(2)  # type: ignore[attr-defined]
         assert set(ended) == {0, 1, 2} - {culprit}
         assert set(ended.values()) == {Failed(culprit, "RuntimeError: out of luck")}
+
+
+def test_ranks_that_do_not_take_their_share_or_do_not_write_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks_module, "DELIVER_S", 0.2)
+    monkeypatch.setattr(ranks_module, "WRITE_S", 0.2)
+    with ranks(3) as (lead, others):
+        for other in others:
+            other.hello()
+        lead.gather(timeout_s=30)
+        monkeypatch.setattr(others[1], "_take", lambda message: None)
+        # A slow machine may name the other too.
+        with pytest.raises(ProcessFailed, match=r"2\] have not taken their share of step 1 within"):
+            lead.give(shares(1, 2))
+        others[0].wrote(4, WeightFile("rank_1", 1, "1"))
+        assert not lead._wait(lambda: {(4, 1)} - lead._wrote.keys(), 30)  # type: ignore[arg-type]
+        with pytest.raises(ProcessFailed, match=r"ranks \[2\] have not written .* step 4 within"):
+            lead.files_of(4)
 
 
 def test_a_pulse_is_stuck_only_while_there_is_work() -> None:
