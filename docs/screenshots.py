@@ -19,6 +19,7 @@ from sightline.envs.chromium import get_chromium
 from sightline.monitor import RunDir
 from sightline.monitor.dashboard.run import RunView
 from sightline.monitor.dashboard.synthetic import write_run
+from sightline.trace import read_traces
 
 SIZE = {"width": 1280, "height": 800}
 FOLDER = Path(__file__).parent / "screens"
@@ -28,8 +29,8 @@ SETTLED = """() => !document.querySelector(".loading, .stale") && [...document.i
 """Everything in sight is there."""
 
 
-def shots(demo: str, many: str) -> dict[str, tuple[str, str]]:
-    """Theme and address of each picture."""
+def shots(demo: str, many: str, image: str) -> dict[str, tuple[str, str]]:
+    """Theme and address of each picture; `image` is the digest of one that the demo has shown."""
     return {
         "overview": ("light", f"/?runs={demo}&smooth=5"),
         "overview_dark": ("dark", f"/?runs={demo},{many}&smooth=5"),
@@ -40,8 +41,10 @@ def shots(demo: str, many: str) -> dict[str, tuple[str, str]]:
             "dark",
             f"/rollout?run={many}&file=step_000200.msgpack&number=6&colour=kl",
         ),
-        "mismatch": ("light", f"/mismatch?run={many}"),
+        "mismatch": ("light", f"/mismatch?run={demo}"),
+        "mismatch_100k": ("light", f"/mismatch?run={many}"),
         "images": ("light", f"/images?run={demo}"),
+        "image": ("light", f"/image?run={demo}&digest={image}"),
         "images_100k": ("dark", f"/images?run={many}"),
         "processes": ("light", f"/processes?run={demo}"),
         "settings": ("light", f"/settings?runs={demo},{many}"),
@@ -65,8 +68,9 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     if not args.many.is_dir():
         write_run(args.many)
-    view = RunView("many", RunDir(args.many))
-    view.refresh_all()
+    RunView("many", RunDir(args.many)).refresh_all()
+    trace = next(read_traces(RunDir(args.demo).traces_of(1)))
+    image = next(slot.item.ref.digest for node in trace.nodes for slot in node.slots)
     command = [sys.executable, "-m", "sightline", "view", str(args.demo), str(args.many)]
     with (
         subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True) as server,
@@ -78,7 +82,7 @@ def main() -> None:
             browser = playwright.chromium.launch(
                 executable_path=get_chromium(), args=["--no-sandbox"]
             )
-            for name, (theme, path) in shots(args.demo.name, args.many.name).items():
+            for name, (theme, path) in shots(args.demo.name, args.many.name, image).items():
                 page = browser.new_page(viewport=SIZE, color_scheme=theme)  # type: ignore[arg-type]
                 page.set_default_timeout(120_000)
                 page.goto(address + path)
