@@ -46,8 +46,8 @@ class Ingest:
         self.timeout_s = timeout_s
         self._resolve = resolve
         self.file_roots = tuple(_checked_root(Path(root)) for root in file_roots)
-        # Chat history is sent again with every turn: a data url that was seen before costs its
-        # hash, no decoding and no write.
+        # Conversations that begin with the same images share their data urls: one that was seen
+        # before costs its hash, no decoding and no write.
         self._seen: Lru[bytes, MediaRef] = Lru(_MAX_SEEN_URLS)
         self._sources = {
             "data": self._from_data,
@@ -71,7 +71,7 @@ class Ingest:
             raise type(error)(f"{path}: {error.problem}", error.fix) from error
 
     def _from_data(self, url: str) -> MediaRef:
-        key = sha256(url.encode("utf-8", "surrogatepass")).digest()
+        key = key_of(url)
         seen = self._seen.find(key)
         if seen is not None and self.store.touch(seen.digest):
             return seen
@@ -140,6 +140,11 @@ class Ingest:
                 f"image of {num_bytes} bytes, above the limit of {self.max_bytes}",
                 "scale it down or compress it more, or raise the limit on bytes",
             )
+
+
+def key_of(url: str) -> bytes:
+    """Names a url by its text, whatever the text is."""
+    return sha256(url.encode("utf-8", "surrogatepass")).digest()
 
 
 def _checked_root(root: Path) -> Path:

@@ -27,7 +27,7 @@ import msgspec
 from aiohttp import web
 
 from sightline.errors import EngineError, EnvironmentFailed, SightlineError
-from sightline.media import MediaRef
+from sightline.media import MediaRef, SeenUrls
 from sightline.message import Door, Message
 from sightline.rollout.chat import Answered, RolloutChat
 from sightline.rollout.dialect.answer import Answer, Said, chunks, completion
@@ -55,6 +55,8 @@ class _Guest:
     """A rollout in play, and the requests of its agent that are under way."""
 
     chat: RolloutChat
+    urls: SeenUrls
+    """What its agent has shown: a history comes with every request."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
@@ -102,7 +104,8 @@ class Interception:
         """Requests with `chat.api_key` reach `chat` while this lasts, and none afterwards."""
         self._loop = asyncio.get_running_loop()
         chat.api_key, chat.interception = f"sk-{secrets.token_urlsafe(24)}", self
-        guest = self._guests[chat.api_key] = _Guest(chat)
+        urls = SeenUrls(self._door.resolve, chat.store)
+        guest = self._guests[chat.api_key] = _Guest(chat, urls)
         try:
             yield
         finally:
@@ -165,7 +168,7 @@ class Interception:
             return _refused(TOO_LARGE)
         self.counts.agent_requests += 1
         self.counts.agent_sent_bytes += len(body)
-        done = await _run(guest, self._answered(guest.chat, body))
+        done = await _run(guest, self._answered(guest, body))
         if isinstance(done, Refusal):
             return _refused(done)
         asked, answered = done
@@ -193,10 +196,11 @@ class Interception:
 
     # -- the work
 
-    async def _answered(self, chat: RolloutChat, body: bytes) -> tuple[Asked, Answered] | Refusal:
+    async def _answered(self, guest: _Guest, body: bytes) -> tuple[Asked, Answered] | Refusal:
         """What an agent asked for and was told; whatever goes wrong is answered, and kept."""
+        chat = guest.chat
         try:
-            asked, messages = await asyncio.to_thread(self._read, chat, body)
+            asked, messages = await asyncio.to_thread(self._read, guest, body)
         except SightlineError as error:
             chat.note_refusal(error)
             return Refusal.of(error)
@@ -218,13 +222,13 @@ class Interception:
             )
             return Refusal(500, type(error).__name__, f"{error}")
 
-    def _read(self, chat: RolloutChat, body: bytes) -> tuple[Asked, list[Message | dict[str, Any]]]:
+    def _read(self, guest: _Guest, body: bytes) -> tuple[Asked, list[Message | dict[str, Any]]]:
         """In a thread: base64 is decoded and images are written here."""
         began = time.thread_time_ns()
         asked = read_asked(body)
 
         def take(url: str, path: str) -> MediaRef:
-            return chat.stand_in(url, self._door.resolve(url, path))
+            return guest.chat.stand_in(url, guest.urls.resolve(url, path))
 
         messages = take_images(asked.messages, take)
         with self._counting:
