@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -36,10 +36,10 @@ from sightline.rollout.dialect.images import take_images
 from sightline.rollout.dialect.refusal import (
     NO_SUCH_ROUTE,
     ROLLOUT_OVER,
-    TOO_LARGE,
     UNKNOWN_KEY,
     Refusal,
 )
+from sightline.rollout.intercept.body import Body
 from sightline.trace.recognise import call_id
 from sightline.wire.exposition import CONTENT_TYPE, Labelled, exposition
 
@@ -48,6 +48,9 @@ MAX_BODY_BYTES = 1 << 28
 MODEL = "policy"
 """The one model here; a request may call it by any name."""
 _CLOSE_S = 1.0
+
+_Done = tuple[Asked, Answered] | Refusal
+"""What an agent asked for and was told."""
 
 
 @dataclass
@@ -76,7 +79,9 @@ class Interception:
 
     def __init__(self, door: Door) -> None:
         self.counts = AgentCounts()
+        self.max_body_bytes = MAX_BODY_BYTES
         self._door = door
+        self._bodies: set[Body] = set()
         self._guests: dict[str, _Guest] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: socket.socket | None = None
@@ -98,6 +103,11 @@ class Interception:
                 self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
                 self._loop.call_soon_threadsafe(self._start)
             return f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+
+    @property
+    def held_bytes(self) -> int:
+        """Of requests that were not turned into messages with refs yet."""
+        return sum(body.num_bytes for body in self._bodies)
 
     @asynccontextmanager
     async def admit(self, chat: RolloutChat) -> AsyncIterator[None]:
@@ -125,7 +135,7 @@ class Interception:
         self._serving = asyncio.create_task(self._serve())
 
     async def _serve(self) -> None:
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app = web.Application()
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
@@ -161,14 +171,7 @@ class Interception:
         guest = self._guest(http)
         if guest is None:
             return _refused(UNKNOWN_KEY)
-        try:
-            body = await http.read()
-        except web.HTTPRequestEntityTooLarge:
-            guest.chat.note_refusal(EngineError(TOO_LARGE.message, "send less", TOO_LARGE.code))
-            return _refused(TOO_LARGE)
-        self.counts.agent_requests += 1
-        self.counts.agent_sent_bytes += len(body)
-        done = await _run(guest, self._answered(guest, body))
+        done = await _run(guest, self._received(guest, http))
         if isinstance(done, Refusal):
             return _refused(done)
         asked, answered = done
@@ -196,7 +199,21 @@ class Interception:
 
     # -- the work
 
-    async def _answered(self, guest: _Guest, body: bytes) -> tuple[Asked, Answered] | Refusal:
+    async def _received(self, guest: _Guest, http: web.Request) -> _Done:
+        body = Body()
+        self._bodies.add(body)
+        try:
+            await body.receive(http, self.max_body_bytes)
+            self.counts.agent_requests += 1
+            self.counts.agent_sent_bytes += body.num_bytes
+            return await self._answered(guest, body)
+        except EngineError as error:
+            guest.chat.note_refusal(error)
+            return Refusal.of(error)
+        finally:
+            self._bodies.discard(body)
+
+    async def _answered(self, guest: _Guest, body: Body) -> _Done:
         """What an agent asked for and was told; whatever goes wrong is answered, and kept."""
         chat = guest.chat
         try:
@@ -204,6 +221,7 @@ class Interception:
         except SightlineError as error:
             chat.note_refusal(error)
             return Refusal.of(error)
+        self._bodies.discard(body)
         try:
             most = asked.max_tokens if asked.max_tokens is not None else chat.max_tokens
             return asked, await chat.answer(messages, asked.tools, most)
@@ -222,15 +240,16 @@ class Interception:
             )
             return Refusal(500, type(error).__name__, f"{error}")
 
-    def _read(self, guest: _Guest, body: bytes) -> tuple[Asked, list[Message | dict[str, Any]]]:
-        """In a thread: base64 is decoded and images are written here."""
+    def _read(self, guest: _Guest, body: Body) -> tuple[Asked, list[Message | dict[str, Any]]]:
+        """In a thread: base64 is decoded, images are written, and the body is let go."""
         began = time.thread_time_ns()
-        asked = read_asked(body)
+        asked = read_asked(body.take())
 
         def take(url: str, path: str) -> MediaRef:
             return guest.chat.stand_in(url, guest.urls.resolve(url, path))
 
         messages = take_images(asked.messages, take)
+        asked = replace(asked, messages=[])
         with self._counting:
             self.counts.agent_cpu_us += (time.thread_time_ns() - began) // 1000
         return asked, messages
