@@ -86,7 +86,7 @@ class Asked:
     """What else the door honours, as it came; a null is left out."""
 
 
-def read_asked(body: bytes | bytearray, rules: Rules = OF_A_ROLLOUT) -> Asked:
+def read_asked(body: bytes, rules: Rules = OF_A_ROLLOUT) -> Asked:
     """Raises MessageError with the path of what is wrong."""
     try:
         request = msgspec.json.decode(body)

@@ -15,23 +15,24 @@ class Body:
     def __init__(self) -> None:
         self.num_bytes = 0
         """Received so far; also once they are taken, as what they were parsed into is as large."""
-        self._data = bytearray()
+        self._parts: list[bytes] = []
 
     async def receive(self, http: web.Request, most: int) -> None:
         """Raises EngineError, before it reads on, when the body has more than `most` bytes."""
         if (http.content_length or 0) > most:
             raise _too_large(most)
-        # Not http.read(): the request would keep what it returns until it is answered.
-        async for part in http.content.iter_any():
-            self._data += part
+        # Not http.read(): the request would keep what it returns until it is answered, and the
+        # event loop would put it together.
+        async for part, _ in http.content.iter_chunks():
+            self._parts.append(part)
             self.num_bytes += len(part)
             if self.num_bytes > most:
                 raise _too_large(most)
 
-    def take(self) -> bytearray:
+    def take(self) -> bytes:
         """The bytes, which are the caller's from here on."""
-        data, self._data = self._data, bytearray()
-        return data
+        parts, self._parts = self._parts, []
+        return b"".join(parts)
 
 
 def _too_large(most: int) -> EngineError:

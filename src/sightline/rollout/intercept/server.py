@@ -40,6 +40,7 @@ from sightline.rollout.dialect.refusal import (
     Refusal,
 )
 from sightline.rollout.intercept.body import Body
+from sightline.rollout.intercept.receiving import Receiver, Receiving
 from sightline.trace.recognise import call_id
 from sightline.wire.exposition import CONTENT_TYPE, Labelled, exposition
 
@@ -48,6 +49,7 @@ MAX_BODY_BYTES = 1 << 28
 MODEL = "policy"
 """The one model here; a request may call it by any name."""
 _CLOSE_S = 1.0
+_BACKLOG = 1024
 
 _Done = tuple[Asked, Answered] | Refusal
 """What an agent asked for and was told."""
@@ -70,18 +72,21 @@ class AgentCounts:
     agent_requests: int = 0
     agent_sent_bytes: int = 0
     agent_received_bytes: int = 0
+    agent_receive_cpu_us: int = 0
+    """CPU time of receiving requests, in the kernel and the HTTP library."""
     agent_cpu_us: int = 0
-    """CPU time of reading requests: JSON, one hash over each url, and new images."""
+    """CPU time of reading them: JSON, one hash over each url, and new images."""
 
 
 class Interception:
     """Listens from the first use of `base_url` on. `door` takes the images of requests in."""
 
     def __init__(self, door: Door) -> None:
-        self.counts = AgentCounts()
         self.max_body_bytes = MAX_BODY_BYTES
         self._door = door
         self._bodies: set[Body] = set()
+        self._counts = AgentCounts()
+        self._receiving = Receiving()
         self._guests: dict[str, _Guest] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: socket.socket | None = None
@@ -89,6 +94,7 @@ class Interception:
         self._counting = threading.Lock()
         self._serving: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
 
     @property
     def base_url(self) -> str:
@@ -100,9 +106,14 @@ class Interception:
                         "no rollout is in play", "use chat.base_url inside of rollout()"
                     )
                 # Connections that come before the server is up wait in the socket.
-                self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+                self._socket = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
                 self._loop.call_soon_threadsafe(self._start)
             return f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+
+    @property
+    def counts(self) -> AgentCounts:
+        """All since the start, of all rollouts."""
+        return replace(self._counts, agent_receive_cpu_us=self._receiving.cpu_ns // 1000)
 
     @property
     def held_bytes(self) -> int:
@@ -128,6 +139,8 @@ class Interception:
     async def close(self) -> None:
         if self._serving is not None:
             await self._serving
+        if self._listening is not None:
+            self._listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -145,8 +158,11 @@ class Interception:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_S
         )
         await self._runner.setup()
-        assert self._socket is not None
-        await web.SockSite(self._runner, self._socket).start()
+        serve = self._runner.server
+        assert self._socket is not None and serve is not None
+        self._listening = await asyncio.get_running_loop().create_server(
+            lambda: Receiver(serve(), self._receiving), sock=self._socket, backlog=_BACKLOG
+        )
 
     # -- routes
 
@@ -179,7 +195,7 @@ class Interception:
         answer = _answer(answered, name, asked.model or MODEL)
         if not asked.stream:
             whole = _json(completion(answer))
-            self.counts.agent_received_bytes += len(whole.body)  # type: ignore[arg-type]
+            self._counts.agent_received_bytes += len(whole.body)  # type: ignore[arg-type]
             return whole
         stream = web.StreamResponse(
             headers={"content-type": "text/event-stream", "cache-control": "no-cache"}
@@ -188,7 +204,7 @@ class Interception:
         with suppress(ConnectionError):
             await stream.prepare(http)
             for chunk in chunks(answer, asked.include_usage):
-                self.counts.agent_received_bytes += len(chunk)
+                self._counts.agent_received_bytes += len(chunk)
                 await stream.write(chunk)
             await stream.write_eof()
         return stream
@@ -204,8 +220,8 @@ class Interception:
         self._bodies.add(body)
         try:
             await body.receive(http, self.max_body_bytes)
-            self.counts.agent_requests += 1
-            self.counts.agent_sent_bytes += body.num_bytes
+            self._counts.agent_requests += 1
+            self._counts.agent_sent_bytes += body.num_bytes
             return await self._answered(guest, body)
         except EngineError as error:
             guest.chat.note_refusal(error)
@@ -240,7 +256,7 @@ class Interception:
             )
             return Refusal(500, type(error).__name__, f"{error}")
 
-    def _read(self, guest: _Guest, body: Body) -> tuple[Asked, list[Message | dict[str, Any]]]:
+    def _read(self, guest: _Guest, body: Body) -> tuple[Asked, list[Message]]:
         """In a thread: base64 is decoded, images are written, and the body is let go."""
         began = time.thread_time_ns()
         asked = read_asked(body.take())
@@ -248,10 +264,10 @@ class Interception:
         def take(url: str, path: str) -> MediaRef:
             return guest.chat.stand_in(url, guest.urls.resolve(url, path))
 
-        messages = take_images(asked.messages, take)
+        messages = guest.chat.renderer.read(take_images(asked.messages, take))
         asked = replace(asked, messages=[])
         with self._counting:
-            self.counts.agent_cpu_us += (time.thread_time_ns() - began) // 1000
+            self._counts.agent_cpu_us += (time.thread_time_ns() - began) // 1000
         return asked, messages
 
 
