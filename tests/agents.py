@@ -184,16 +184,19 @@ class Worker:
     timeout_s: float = 60.0
     max_turns: int = 0
     stages: Stages = NO_STAGES
+    modality: str = "image"
+    door: Ingest | None = None
+    """Left out, one that knows data: and media: only."""
 
     @contextmanager
     def player(self, rollout: Rollout | Environment) -> Iterator[Player]:
-        door = Ingest(self.store)
+        door = self.door or Ingest(self.store)
         yield Player(
             env=rollout if isinstance(rollout, Environment) else Plays(rollout),
             renderer=load_renderer(self.model, self.store, door=door),
             store=self.store,
             client=GenerateClient(self.server, deadline_s=2.0),
-            modality="image",
+            modality=self.modality,
             max_tokens=self.max_tokens,
             timeout_s=self.timeout_s,
             max_turns=self.max_turns,

@@ -1,13 +1,15 @@
-"""Fixtures that every suite may use, and the rule about skipped tests in CI."""
+"""Fixtures that every suite may use, and two rules: tests stay on this machine, CI skips none."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings as hypothesis_settings
@@ -98,6 +100,72 @@ def shared() -> Path:
     if not path.is_dir():
         pytest.skip("there is no folder `shared` beside the checkout")
     return path
+
+
+# A test that leaves this machine fails, whatever the code under test makes of being refused. What
+# connects by other means than Python's sockets, and processes of their own, are not seen here.
+
+
+class Fence:
+    """Refuses connections to other machines and lookups of other names, and keeps the attempts."""
+
+    def __init__(self) -> None:
+        self.tried: list[str] = []
+        self._names = {"", "localhost", socket.gethostname()}
+
+    def check(self, host: Any, what: str) -> None:
+        host = host.decode() if isinstance(host, bytes) else host
+        if host is None or host in self._names:
+            return
+        try:
+            address = ipaddress.ip_address(str(host).partition("%")[0])
+            is_here = what == "look up" or address.is_loopback or address.is_unspecified
+        except ValueError:
+            is_here = False
+        if not is_here:
+            self.tried.append(f"{what} {host}")
+            raise ConnectionRefusedError(f"a test may not {what} {host}: it stays on this machine")
+
+    def stand(self, patch: pytest.MonkeyPatch) -> None:
+        connect, connect_ex = socket.socket.connect, socket.socket.connect_ex
+        getaddrinfo = socket.getaddrinfo
+
+        def to(sock: socket.socket, address: Any) -> None:
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                self.check(address[0], "connect to")
+
+        def guarded(sock: socket.socket, address: Any) -> None:
+            to(sock, address)
+            connect(sock, address)
+
+        def guarded_ex(sock: socket.socket, address: Any) -> int:
+            to(sock, address)
+            return connect_ex(sock, address)
+
+        def looked_up(host: Any, *args: Any, **named: Any) -> Any:
+            self.check(host, "look up")
+            return getaddrinfo(host, *args, **named)
+
+        patch.setattr(socket.socket, "connect", guarded)
+        patch.setattr(socket.socket, "connect_ex", guarded_ex)
+        patch.setattr(socket, "getaddrinfo", looked_up)
+
+
+@pytest.fixture(scope="session")
+def fence() -> Iterator[Fence]:
+    with pytest.MonkeyPatch.context() as patch:
+        fence = Fence()
+        fence.stand(patch)
+        yield fence
+
+
+@pytest.fixture(autouse=True)
+def only_here(fence: Fence) -> Iterator[list[str]]:
+    """What a test tried elsewhere; it fails unless it takes that back, as those of the fence do."""
+    fence.tried.clear()
+    yield fence.tried
+    if fence.tried:
+        pytest.fail(f"the test left this machine: {', '.join(fence.tried)}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -51,6 +51,8 @@ class LoggingPolicy(ScriptedPolicy):
     """
 
     sayings: Sequence[Sequence[int]]
+    disorder: float = 0.4
+    """How often the tokens come in disorder."""
     log: list[Line] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -59,7 +61,7 @@ class LoggingPolicy(ScriptedPolicy):
     def _answer(self, request: GenerateRequest, digests: list[str]) -> GenerateResponse:
         rng = random.Random(request.sampling_params.seed)
         said = list(rng.choice(self.sayings))
-        if rng.random() < 0.4:
+        if rng.random() < self.disorder:
             rng.shuffle(said)
         said = said[: request.sampling_params.max_tokens]
         stops = request.sampling_params.stop_token_ids

@@ -225,11 +225,12 @@ AT_DOOR: tuple[tuple[str, Measure, float], ...] = (
     ("agent -> door, the history again, KB", lambda f: f.from_agents - f.first_sent, 1e3),
     ("door -> agent, answers, KB", lambda f: f.to_agents, 1e3),
     ("worker -> store, new images, KB", lambda f: f.stored, 1e3),
+    ("CPU, receiving what agents send, ms", lambda f: f.receive_cpu_s, 1e-3),
     ("CPU, reading what agents send, ms", lambda f: f.door_cpu_s, 1e-3),
     ("CPU, making the requests, ms", lambda f: f.request_cpu_s, 1e-3),
     (
         "CPU, all else of the worker, ms",
-        lambda f: f.cpu_s["worker-0"] - f.request_cpu_s - f.door_cpu_s,
+        lambda f: f.cpu_s["worker-0"] - f.request_cpu_s - f.door_cpu_s - f.receive_cpu_s,
         1e-3,
     ),
 )

@@ -118,6 +118,8 @@ class Figures:
     """Of the worker's, what it took to make the generate requests."""
     door_cpu_s: float = 0.0
     """Of the worker's, what it took to read the requests of agents."""
+    receive_cpu_s: float = 0.0
+    """Of the worker's, what it took to receive them."""
     from_agents: int = 0
     to_agents: int = 0
     policy: PolicyCounts = field(default_factory=PolicyCounts)
@@ -273,6 +275,7 @@ class _Rehearsal:
             if isinstance(message, Played):
                 self.figures.request_cpu_s = message.wire["request_cpu_us"] / 1e6
                 self.figures.door_cpu_s = message.wire["agent_cpu_us"] / 1e6
+                self.figures.receive_cpu_s = message.wire["agent_receive_cpu_us"] / 1e6
                 self.figures.from_agents = message.wire["agent_sent_bytes"]
                 self.figures.to_agents = message.wire["agent_received_bytes"]
             self.figures.encoded_images += count_encoded_images(data)

@@ -12,13 +12,16 @@ import ipaddress
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 from sightline.errors import MediaRefused
 
 _PORTS = {"http": 80, "https": 443}
+_LEAST_S = 0.001
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 Resolve = Callable[[str, int], Sequence[str]]
@@ -55,12 +58,14 @@ def fetch(
             f"images from {parts.scheme}://{host}:{port} are not allowed",
             "send the image as a data: url, or add the host to [media] http_hosts",
         )
-    address = _checked_address(host, port, allowed_hosts, resolve)
+    deadline = time.monotonic() + timeout_s
+    address = _checked_address(host, port, allowed_hosts, resolve, timeout_s)
     connect = _PinnedHttps if parts.scheme == "https" else _Pinned
-    connection = connect(host, port, timeout=timeout_s)
+    left_s = max(deadline - time.monotonic(), _LEAST_S)
+    connection = connect(host, port, timeout=left_s)
     connection.address = address
     # A timeout of the socket begins anew with every byte; this one covers the whole exchange.
-    watchdog = threading.Timer(timeout_s, connection.cut)
+    watchdog = threading.Timer(left_s, connection.cut)
     watchdog.daemon = True
     watchdog.start()
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -96,10 +101,20 @@ def fetch(
 
 
 def _checked_address(
-    host: str, port: int, allowed_hosts: Collection[str], resolve: Resolve = resolve_name
+    host: str,
+    port: int,
+    allowed_hosts: Collection[str],
+    resolve: Resolve = resolve_name,
+    timeout_s: float | None = None,
 ) -> str:
+    lookup = _start_lookup(host, port, resolve)
+    if not wait([lookup], timeout_s).done:
+        raise MediaRefused(
+            f"the address of {host} was not found within {timeout_s} s",
+            "send the image as a data: url, or check the name server of this machine",
+        )
     try:
-        address = next(iter(resolve(host, port)))
+        address = next(iter(lookup.result()))
     except (OSError, UnicodeError, StopIteration) as error:
         raise MediaRefused(f"the host {host} is not known: {error}", "check its name") from error
     is_listed = address in allowed_hosts or f"{address}:{port}" in allowed_hosts
@@ -109,6 +124,20 @@ def _checked_address(
             f"add {address} itself to [media] http_hosts if images may come from there",
         )
     return address
+
+
+def _start_lookup(host: str, port: int, resolve: Resolve) -> Future[Sequence[str]]:
+    """In a thread: the system's own lookup can be neither given a limit nor broken off."""
+    found: Future[Sequence[str]] = Future()
+
+    def look_up() -> None:
+        try:
+            found.set_result(resolve(host, port))
+        except BaseException as error:  # raised where the answer is waited for
+            found.set_exception(error)
+
+    threading.Thread(target=look_up, name=f"look up {host}", daemon=True).start()
+    return found
 
 
 def _is_public(address: str) -> bool:

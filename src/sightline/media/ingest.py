@@ -46,8 +46,8 @@ class Ingest:
         self.timeout_s = timeout_s
         self._resolve = resolve
         self.file_roots = tuple(_checked_root(Path(root)) for root in file_roots)
-        # Chat history is sent again with every turn: a data url that was seen before costs its
-        # hash, no decoding and no write.
+        # Conversations that begin with the same images share their data urls: one that was seen
+        # before costs its hash, no decoding and no write.
         self._seen: Lru[bytes, MediaRef] = Lru(_MAX_SEEN_URLS)
         self._sources = {
             "data": self._from_data,
@@ -71,7 +71,7 @@ class Ingest:
             raise type(error)(f"{path}: {error.problem}", error.fix) from error
 
     def _from_data(self, url: str) -> MediaRef:
-        key = sha256(url.encode("utf-8", "surrogatepass")).digest()
+        key = key_of(url)
         seen = self._seen.find(key)
         if seen is not None and self.store.touch(seen.digest):
             return seen
@@ -109,19 +109,18 @@ class Ingest:
             path = Path(name).resolve()
         except (OSError, RuntimeError) as error:
             raise MediaRefused(f"cannot follow {name}: {error}", _FIX_FILE) from error
-        if not any(path.is_relative_to(root) for root in self.file_roots):
+        root = next((root for root in self.file_roots if path.is_relative_to(root)), None)
+        if root is None:
             raise MediaRefused(f"{name} is under no allowed file root", _FIX_FILE)
-        return self.store.put(self._read(path))
+        return self.store.put(self._read(root, path))
 
     def _from_http(self, url: str) -> MediaRef:
         data = fetch(url, self.http_hosts, self.max_bytes, self.timeout_s, self._resolve)
         return self.store.put(data)
 
-    def _read(self, path: Path) -> bytes:
+    def _read(self, root: Path, path: Path) -> bytes:
         try:
-            # The path has no link left in it, unless one was put there since; and opening a pipe
-            # must not wait for its writer.
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = _open_below(root, path)
             try:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
@@ -140,6 +139,37 @@ class Ingest:
                 f"image of {num_bytes} bytes, above the limit of {self.max_bytes}",
                 "scale it down or compress it more, or raise the limit on bytes",
             )
+
+
+def key_of(url: str) -> bytes:
+    """Names a url by its text, whatever the text is."""
+    return sha256(url.encode("utf-8", "surrogatepass")).digest()
+
+
+def _open_below(root: Path, path: Path) -> int:
+    """A descriptor of the file at `path`, whose way from `root` holds no link.
+
+    It is walked folder by folder: a link that was put there since it was looked at is refused,
+    wherever on the way it stands.
+    """
+    if path == root:
+        return os.open(path, _FILE)
+    *folders, name = path.relative_to(root).parts
+    folder = os.open(root, _FOLDER)
+    try:
+        for part in folders:
+            inner = os.open(part, _FOLDER, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        return os.open(name, _FILE, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+# A folder that may be passed through need not be one that may be listed.
+_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW
+# Opening a pipe must not wait for its writer.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def _checked_root(root: Path) -> Path:

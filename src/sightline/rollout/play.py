@@ -63,7 +63,8 @@ class Player:
     @property
     def held_bytes(self) -> int:
         """What the rollouts under way take in memory."""
-        return sum(chat.held_bytes for chat in self._chats.values())
+        chats = sum(chat.held_bytes for chat in self._chats.values())
+        return chats + self.interception.held_bytes
 
     async def close(self) -> None:
         await self.interception.close()

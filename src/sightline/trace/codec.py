@@ -25,6 +25,8 @@ class _Head(msgspec.Struct):
     schema: int
 
 
+# What msgspec raises about bytes: of the wrong shape, text that is no UTF-8, nested too deeply.
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
 _heads = msgspec.msgpack.Decoder(_Head)
 _readers: dict[int, Callable[[bytes], Trace]] = {1: msgspec.msgpack.Decoder(Trace).decode}
@@ -39,7 +41,7 @@ def decode(data: bytes, what: str = "data") -> Trace:
     """The trace in `data`; `what` names the data in errors."""
     try:
         schema = _heads.decode(data).schema
-    except msgspec.MsgspecError as error:
+    except _UNREADABLE as error:
         raise refusal(data, f"{what} is not a trace: {error}") from error
     reader = _readers.get(schema)
     if reader is None:
@@ -51,7 +53,7 @@ def decode(data: bytes, what: str = "data") -> Trace:
         )
     try:
         return reader(data)
-    except msgspec.MsgspecError as error:
+    except _UNREADABLE as error:
         raise refusal(
             data, f"{what} says it is a trace of schema {schema} and is not: {error}"
         ) from error

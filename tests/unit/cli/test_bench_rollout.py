@@ -15,6 +15,8 @@ from rich.console import Console
 
 from sightline.cli import bench_rollout
 from sightline.cli.bench_rollout import (
+    FLAT,
+    GROWING,
     closing_lines,
     cpu_table,
     door_table,
@@ -180,13 +182,32 @@ def test_an_agent_sends_its_history_again_and_only_its_new_images_are_stored(
     # The first page came three times, the second twice, the third once: twice what was new.
     resent = (figures.from_agents - figures.first_sent) / figures.first_sent
     assert 0.8 < resent < 1.5
-    assert figures.to_agents > 0 and figures.door_cpu_s > 0
+    assert figures.to_agents > 0 and figures.door_cpu_s > 0 < figures.receive_cpu_s
+    assert figures.door_cpu_s + figures.receive_cpu_s < figures.cpu_s[WORKER]
     assert figures.encoded_images == figures.policy.encoded_images == 0
     out = io.StringIO()
     Console(file=out, width=200).print(door_table([figures]))
-    assert "the history again" in out.getvalue() and "reading what agents send" in out.getvalue()
+    for words in ("the history again", "receiving what agents send", "reading what agents send"):
+        assert words in out.getvalue()
     write_door_plot([figures, figures], tmp_path)
     assert (tmp_path / "bench_rollout_door.svg").read_text().startswith("<svg")
+
+
+def test_a_turn_of_a_long_rollout_costs_what_one_of_a_short_rollout_costs(
+    figures: Figures, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Bytes and counts, which are the same on every machine. What is said once a rollout is paid
+    by fewer turns in a short one, and numbers in a trace grow by a digit: hence the little room."""
+    longer = rehearse(Plan(ROLLOUTS, 4 * TURNS, 96, 64, max_tokens=4), tiny_model, tmp_path / "run")
+    assert longer.stored_images == 4 * figures.stored_images, "one image is put a turn"
+    assert longer.slots == 4 * figures.slots, "and trained by one reference"
+    for label, of in FLAT:
+        short, long = (of(f) / f.plan.num_turns for f in (figures, longer))
+        assert long <= 1.1 * short, f"{label}: {short:.0f} bytes a turn, {long:.0f} in long ones"
+    # The figures that may grow do so: a test that could not see it would prove nothing.
+    for label, of in GROWING:
+        short, long = (of(f) / f.plan.num_turns for f in (figures, longer))
+        assert long > 1.5 * short, label
 
 
 @pytest.mark.parametrize("words", [["--rollouts", "0"], ["--turns", "0"], ["--width", "8"]])

