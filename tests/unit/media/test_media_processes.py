@@ -49,7 +49,7 @@ READ = (
     + """
 from hashlib import sha256
 seen = 0
-until = time.monotonic() + 20
+until = time.monotonic() + 90
 while seen < 40 and time.monotonic() < until:
     digest = sha256(image(seen)).hexdigest()
     try:
@@ -65,7 +65,7 @@ SWEEP = (
     MAKE
     + """
 for _ in range(30):
-    report = store.gc(set(), min_age_s=5)
+    report = store.gc(set(), min_age_s=600)
     assert not report.removed and not report.num_temporary, report
 """
 )
@@ -113,7 +113,7 @@ while True:
 
 def finish(processes: list[subprocess.Popen[str]]) -> None:
     for process in processes:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=100)
         assert process.returncode == 0, errors
 
 
