@@ -121,31 +121,43 @@ print(connection.getresponse().status)
 """
 
 
+@pytest.mark.parametrize("num_before", [0, 1], ids=["begun", "queued"])
 def test_a_client_that_is_killed_does_not_cancel_the_image_that_another_waits_for(
-    settings: ServeSettings, tiny_model: Path, store: MediaStore, monkeypatch: pytest.MonkeyPatch
+    settings: ServeSettings,
+    tiny_model: Path,
+    store: MediaStore,
+    monkeypatch: pytest.MonkeyPatch,
+    num_before: int,
 ) -> None:
+    """One thread decodes; with an image before it, theirs is in the queue."""
     monkeypatch.setattr("sightline.inference.serve.MediaStore", Gated)
     Gated.gate.clear()
-    ref = store.put(picture(5))
-    rendered = load_renderer(tiny_model, store).render([user("What is it?", ref)])
+    renderer = load_renderer(tiny_model, store)
+    rendered = renderer.render([user("What is it?", store.put(picture(5)))])
+    other = renderer.render([user("And before?", store.put(picture(6)))])
     body = msgspec.json.encode(GenerateRequest.of(rendered.token_ids, rendered.slots, GREEDY))
     with live(settings) as server:
+        together = Together(server)
+        before = [together.generate(other.token_ids, other.slots) for _ in range(num_before)]
+        server.wait_for("now", "waiting", num_before)
         words = [sys.executable, "-c", POST, server.host, str(server.port)]
         first = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert first.stdin is not None
         first.stdin.write(body)
         first.stdin.close()
-        server.wait_for("now", "waiting", 1)  # it began the flight
-        second = Together(server).generate(rendered.token_ids, rendered.slots)
+        server.wait_for("now", "waiting", num_before + 1)  # the flight is its own
+        second = together.generate(rendered.token_ids, rendered.slots)
         server.wait_for("totals", "pixel_cache_joined", 1)
         first.kill()
         first.wait()
         server.wait_for("totals", "cancelled", 1)
         assert not second.done()
         Gated.gate.set()
-        assert len(second.result(60).choices[0].token_ids) == GREEDY.max_tokens
+        for answer in (*before, second):
+            assert len(answer.result(60).choices[0].token_ids) == GREEDY.max_tokens
         totals = server.totals()
-        assert totals["images_made"] == 1 and totals["images_failed"] == totals["failed"] == 0
+        assert totals["images_made"] == num_before + 1
+        assert totals["images_failed"] == totals["failed"] == 0
     assert first.stdout is not None and first.stdout.read() == b""
     first.stdout.close()
 

@@ -134,7 +134,7 @@ class Door:
             raise refusal("slots", error.problem, error.fix) from error
         for i, slot in enumerate(slots):
             self._item(i, slot, modality)
-        return slots, [_key(slot.item) for slot in slots]
+        return slots, [item_key(slot.item) for slot in slots]
 
     def _item(self, i: int, slot: Slot, modality: str) -> None:
         path = f"features.kwargs_data.{modality}[{i}]"
@@ -179,7 +179,7 @@ def _schema(found: str) -> str:
     return f"{path}: {what}" if path else f"not a generate request: {what}"
 
 
-def _key(item: MediaItem) -> str:
+def item_key(item: MediaItem) -> str:
     """The item's key and its size: an item that lies about the size of its image must not find
     what was made for the true one."""
     return f"{item.key}/{item.ref.width}x{item.ref.height}"

@@ -202,6 +202,10 @@ class VllmEngine:
             error = typed(dead)
         except VLLMClientError as refused:
             error = _refused(refused)
+        except asyncio.CancelledError:
+            # `_end` has delivered what it cancels; anything else must not leave a client waiting.
+            self._done(request, refusal("engine", "the request was cancelled", "send it again"))
+            raise
         except Exception as failed:  # a server's door: what fails costs its own request
             error = typed(failed)
             if error.status == 500:
@@ -226,12 +230,13 @@ class VllmEngine:
 
     async def _try(self, request: Request, anew: bool) -> bool:
         """False when vLLM's engine did not hold an image that its cache had promised."""
-        prompt = None
+        prompt, makes_all = None, anew
         while prompt is None:
             keys = [engine_key(key, self._updates.vision_label) for key in request.keys]
-            prepared = await self._items.prepare(request.slots, keys, anew)
+            prepared = await self._items.prepare(request.slots, keys, makes_all)
             await self._open.wait()
             prompt = self._prompt(request, keys, prepared.made, anew)
+            makes_all = True  # a second time nothing may hang on what vLLM lets go of
         request.digests = prepared.digests
         params = vllm_params(request.params, request.seed)
         request.is_running = True

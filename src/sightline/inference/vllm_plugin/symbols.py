@@ -79,6 +79,8 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     PlaceholderRange: ("offset", "length"),
     BaseMultiModalProcessorCache.is_cached_item: ("mm_hash",),
     BaseMultiModalProcessorCache.get_and_update_item: ("mm_item", "mm_hash"),
+    BaseMultiModalProcessorCache.touch_sender_cache_item: ("mm_hash",),
+    BaseMultiModalProcessorCache.invalidate: ("mm_hash",),
     InputProcessor.process_inputs: ("request_id", "prompt", "params"),
     WeightTransferInitInfo: (),
     WeightTransferUpdateInfo: (),
