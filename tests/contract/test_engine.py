@@ -416,6 +416,28 @@ def test_keys_and_values_can_be_kept_over_updates_and_are_counted(
     assert odd.totals()["tokens_on_old_kv"] == spans[1].end - spans[1].start
 
 
+def test_a_request_that_an_update_finds_waiting_has_no_token_on_old_keys_and_values(
+    odd: Client,
+    odd_settings: ServeSettings,
+    tiny_model: Path,
+    reference: Reference,
+    prompts: list[Prompt],
+    tmp_path: Path,
+) -> None:
+    manifest, _ = publish(tiny_model, tmp_path, 1, 1, 1.2, reference)
+    together, long = Together(odd), SamplingParams(max_tokens=400, seed=1)
+    running = [together.generate(*prompts[0], long) for _ in range(odd_settings.max_rows)]
+    odd.wait_for("now", "running", odd_settings.max_rows)
+    waiting = together.generate(*prompts[1], SamplingParams(max_tokens=10, seed=1))
+    odd.wait_for("now", "waiting", 1)
+    odd.adopt(manifest)
+    late = waiting.result().choices[0].weight_versions
+    assert late is not None and [span.version for span in late] == ["1"]
+    spans = [answer.result().choices[0].weight_versions for answer in running]
+    kept = sum(found[-1].end - found[-1].start for found in spans if found is not None)
+    assert odd.totals()["tokens_on_old_kv"] == kept > 0
+
+
 @pytest.mark.parametrize("fault", ["truncated", "missing", "no manifest", "shape", "name", "junk"])
 def test_broken_weights_are_refused_and_the_old_ones_stay(
     client: Client, reference: Reference, prompts: list[Prompt], tmp_path: Path, fault: str
@@ -671,6 +693,32 @@ def test_a_full_queue_is_a_503_that_may_heal(
     error = odd.refused(json.dumps(as_json(prompts[2])).encode())
     assert (error.code, error.type) == (503, "overloaded")
     assert all(answer.result().choices for answer in [*running, *waiting])
+
+
+def test_a_request_with_more_choices_than_may_wait_is_taken_where_none_waits(
+    odd: Client, odd_settings: ServeSettings, prompts: list[Prompt]
+) -> None:
+    num = odd_settings.max_rows + odd_settings.max_waiting + 1
+    choices = odd.generate(*prompts[3], SamplingParams(max_tokens=1, seed=1, n=num)).choices
+    assert len(choices) == num
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "kind"),
+    [
+        (b'{"manifest": "a\\u0000b"}', 422, "weights"),
+        (b'{"manifest": ""}', 422, "weights"),
+        (b'{"manifest": "\xff"}', 400, "schema"),
+        (b"\xff\xfe", 400, "schema"),
+        (b"[" * 5000, 400, "schema"),
+        (b"{}", 400, "schema"),
+    ],
+)
+def test_what_names_no_weights_is_refused(
+    client: Client, body: bytes, code: int, kind: str
+) -> None:
+    error = client.refused(body, "/sightline/v1/adopt")
+    assert (error.code, error.type) == (code, kind) and error.fix
 
 
 def test_a_client_that_leaves_frees_its_row(client: Client, prompts: list[Prompt]) -> None:

@@ -66,6 +66,7 @@ def test_what_vllm_cannot_say_is_refused(client: Client, reference: Reference) -
     for params, path in (
         (SamplingParams(prompt_logprobs=0), "sampling_params.prompt_logprobs"),
         (SamplingParams(temperature=2.5), "sampling_params.temperature"),
+        (SamplingParams(temperature=0.005), "sampling_params.temperature"),
     ):
         error = client.refused(msgspec.json.encode(GenerateRequest.of(tokens, [], params)))
         assert (error.code, error.type, error.path) == (400, "sampling", path)

@@ -42,3 +42,5 @@ def read_output(request: Request, final: Any) -> None:
     ]
     request.finish_reason = output.finish_reason
     request.cached_tokens = final.num_cached_tokens or 0
+    request.scheduled_at = final.metrics.scheduled_ts
+    request.first_token_at = final.metrics.first_token_ts

@@ -92,7 +92,8 @@ class Items:
         # As the cache in vLLM's engine does: what is used here goes last when room is made.
         for key in keys:
             self.cache.touch_sender_cache_item(key)
-        handed, inserted = [], []
+        handed: list[Any] = []
+        inserted: list[str] = []
         for key in keys:
             is_held = self.cache.is_cached_item(key)
             if not is_held and key not in made:

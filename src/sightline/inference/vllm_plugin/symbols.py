@@ -33,10 +33,12 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+from vllm.sampling_params import _MAX_TEMP as LEAST_TEMPERATURE
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched import output as scheduler_output
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.metrics.stats import RequestStateStats
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from sightline.errors import ConfigError
@@ -87,7 +89,8 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     WeightTransferUpdateRequest: ("update_info",),
     WeightVersionSpan: ("version", "start", "end"),
     CompletionOutput: ("index", "token_ids", "logprobs", "finish_reason", "weight_versions"),
-    RequestOutput: ("outputs", "num_cached_tokens", "prompt_logprobs"),
+    RequestOutput: ("outputs", "num_cached_tokens", "prompt_logprobs", "metrics"),
+    RequestStateStats: ("scheduled_ts", "first_token_ts"),
     initialize_layerwise_reload: ("model",),
     finalize_layerwise_reload: (),
     scheduler_output.strip_covered_mm_data: ("mm_features", "num_computed_tokens", "uses_mrope"),
@@ -107,7 +110,7 @@ REACHED = (
 last is set when weights change."""
 
 ERRORS = (EngineDeadError, VLLMClientError)
-DATA = (MultiModalKwargsItem, RequestOutputKind)
+DATA = (MultiModalKwargsItem, RequestOutputKind, LEAST_TEMPERATURE)
 
 
 def keep_images_with_requests() -> None:
