@@ -519,6 +519,7 @@ BAD_FIELDS = [
     ("sampling_params.logprobs", 5, "sampling", "sampling_params.logprobs"),
     ("sampling_params.stop_token_ids", [10**6], "sampling", "sampling_params.stop_token_ids"),
     ("sampling_params.stop_token_ids", [1] * 257, "sampling", "sampling_params.stop_token_ids"),
+    ("sampling_params.banned_token_ids", [-1], "sampling", "sampling_params.banned_token_ids"),
     ("sampling_params.beam", 2, "schema", "sampling_params.beam"),
     ("features.mm_hashes.image.0", "0" * 64, "slots", f"features.mm_hashes.{IMAGE_0}"),
     ("features.mm_hashes.image", [], "slots", "features.mm_placeholders.image"),

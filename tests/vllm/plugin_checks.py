@@ -23,6 +23,8 @@ from PIL import Image
 from vllm.multimodal.cache.lru import LruKeyReplicatedReceiverCache, LruKeyReplicatedSenderCache
 from vllm.v1.metrics.stats import RequestStateStats
 
+from sightline.compute.model import empty_parameters
+from sightline.errors import EngineError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import load_serving, write_tiny
 from sightline.inference.door import item_key
@@ -30,11 +32,13 @@ from sightline.inference.settings import ServeSettings
 from sightline.inference.vllm_plugin.engine import VllmEngine
 from sightline.inference.vllm_plugin.items import Items, engine_key
 from sightline.inference.vllm_plugin.request import Request
+from sightline.inference.vllm_plugin.update import Updates, Wanted
 from sightline.media import MediaRef, MediaStore
 from sightline.message import user
 from sightline.pixels import Materializer
 from sightline.wire import Slot
 from sightline.wire.generate import SamplingParams
+from sightline.wire.weights import Broadcast, Manifest
 
 WAIT_S = 60.0
 LOOK_EVERY_S = 0.002
@@ -110,13 +114,36 @@ class Bench:
         return [entry is not None for entry in handed]
 
 
+class Updating:
+    """In place of vLLM's EngineClient: takes every update."""
+
+    def __getattr__(self, name: str) -> Any:
+        async def done(*args: Any, **kwargs: Any) -> None:
+            pass
+
+        return done
+
+
+def updates_of(bench: Bench) -> Updates:
+    return Updates(
+        client=Updating(),
+        model=bench.model,
+        parameters=empty_parameters(bench.model, bench.family),
+        vision=bench.items.serving.VISION,
+        manifest=Manifest(0, 0, []),
+        vision_digest="first",
+    )
+
+
 class Answering:
-    """In place of vLLM's EngineClient: says one token."""
+    """In place of vLLM's EngineClient: gives one output, and writes down what it was asked."""
 
     def __init__(self, output: Callable[[], Any]) -> None:
         self._output = output
+        self.prompts: list[Any] = []
 
     async def generate(self, prompt: Any, params: Any, name: str) -> AsyncIterator[Any]:
+        self.prompts.append(prompt)
         yield self._output()
 
 
@@ -261,6 +288,64 @@ def counted_on_old_kv(
     counts = asyncio.run(main()).counts
     assert request.error is None, request.error
     return counts.tokens_on_old_kv
+
+
+def check_an_engine_key_binds_image_settings_size_and_vision_weights(folder: Path) -> None:
+    [slot] = Bench(folder).slots(9)
+    item = slot.item
+    wider = msgspec.structs.replace(item.ref, width=65)
+    other = msgspec.structs.replace(item.ref, digest="0" * 64)
+    items = [
+        item,
+        msgspec.structs.replace(item, fingerprint="0" * 32),
+        *(msgspec.structs.replace(item, ref=ref) for ref in (wider, other)),
+    ]
+    keys = [engine_key(item_key(each), vision) for each in items for vision in ("0.0", "0.1", "1")]
+    assert len(set(keys)) == len(keys)
+    assert engine_key(item_key(item), "0.0") == keys[0]
+
+
+def check_an_image_is_handed_over_under_the_vision_weights_in_use(folder: Path) -> None:
+    bench, client = Bench(folder), Answering(output)
+
+    async def main() -> None:
+        engine, delivered = engine_of(bench, client)
+        for label in ("0.0", "0.0", "0.1"):
+            engine._updates.vision_label = label  # type: ignore[misc]
+            engine.submit([bench.request(9)])
+            await until(lambda: not engine._live)
+        assert not any(request.error for request in delivered)
+
+    asyncio.run(main())
+    first, again, later = (prompt["mm_hashes"]["image"][0] for prompt in client.prompts)
+    assert first == again != later
+
+
+def check_vision_weights_have_a_label_of_their_own(folder: Path) -> None:
+    updates = updates_of(Bench(folder))
+
+    def adopt(version: int, vision_version: int, digest: str) -> tuple[str, str]:
+        wanted = Wanted(Manifest(version, vision_version, []), {}, digest)
+        asyncio.run(updates.apply(wanted, keep_kv=False))
+        return updates.vision_label, updates.salt
+
+    (frozen, one), (trained, two), (again, three) = (
+        adopt(1, 0, "first"), adopt(2, 2, "second"), adopt(2, 2, "made again"),
+    )  # fmt: skip
+    assert frozen == "0.0" and len({frozen, trained, again}) == 3
+    assert len({one, two, three}) == 3
+
+
+def check_weights_that_are_sent_are_refused(folder: Path) -> None:
+    manifest = Manifest(7, 7, [], broadcast=Broadcast("127.0.0.1:9", 1, [], ""))
+    path = folder / "manifest.json"
+    path.write_bytes(msgspec.json.encode(manifest))
+    try:
+        updates_of(Bench(folder)).read(path)
+    except EngineError as error:
+        assert error.kind == "weights" and 'publish = "files"' in error.fix
+    else:
+        raise AssertionError("they were taken")
 
 
 def main() -> None:

@@ -47,10 +47,7 @@ class Door:
         vocab_size: int,
         max_len: int,
         models: frozenset[str],
-        bans: bool = False,
     ) -> None:
-        """`bans`: whether the engine can ban ids for one request."""
-        self._bans = bans
         self._family = family
         self._pad_id = pad_id
         self._vocab_size = vocab_size
@@ -108,7 +105,7 @@ class Door:
         return wide.astype(np.int32)
 
     def _sampling(self, params: SamplingParams) -> None:
-        wrong = next(_faults(params, self._vocab_size, self._bans), None)
+        wrong = next(_faults(params, self._vocab_size), None)
         if wrong is not None:
             name, allowed = wrong
             raise refusal(
@@ -185,7 +182,7 @@ def item_key(item: MediaItem) -> str:
     return f"{item.key}/{item.ref.width}x{item.ref.height}"
 
 
-def _faults(params: SamplingParams, vocab_size: int, bans: bool) -> Iterator[tuple[str, str]]:
+def _faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]]:
     """(name, what is allowed) of each parameter that cannot be honoured."""
     if params.temperature and not LEAST_TEMPERATURE <= params.temperature <= MOST_TEMPERATURE:
         yield "temperature", f"0, or {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}"
@@ -197,8 +194,6 @@ def _faults(params: SamplingParams, vocab_size: int, bans: bool) -> Iterator[tup
         yield "min_p", "0 to 1"
     if params.seed is not None and not 0 <= params.seed < MAX_SEED:
         yield "seed", "null, or 0 up to 2**64 - 1"
-    if params.banned_token_ids and not bans:
-        yield "banned_token_ids", "none: this engine bans pads only"
     for name in ("stop_token_ids", "banned_token_ids"):
         ids = getattr(params, name)
         if any(not 0 <= token < vocab_size for token in ids):

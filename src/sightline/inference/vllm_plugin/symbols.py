@@ -40,6 +40,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.metrics.stats import RequestStateStats
 from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from sightline.errors import ConfigError
 from sightline.inference.vllm_plugin.versions import SUPPORTED, check_version
@@ -67,7 +68,7 @@ PUBLIC: dict[Any, tuple[str, ...]] = {
     SamplingParams: (
         "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos",
         "max_tokens", "logprobs", "prompt_logprobs", "detokenize", "output_kind",
-        "skip_reading_prefix_cache",
+        "skip_reading_prefix_cache", "extra_args",
     ),
 }  # fmt: skip
 
@@ -91,6 +92,7 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     CompletionOutput: ("index", "token_ids", "logprobs", "finish_reason", "weight_versions"),
     RequestOutput: ("outputs", "num_cached_tokens", "prompt_logprobs", "metrics"),
     RequestStateStats: ("scheduled_ts", "first_token_ts"),
+    process_dict_updates: ("req_entries", "batch_update", "new_state"),
     initialize_layerwise_reload: ("model",),
     finalize_layerwise_reload: (),
     scheduler_output.strip_covered_mm_data: ("mm_features", "num_computed_tokens", "uses_mrope"),
