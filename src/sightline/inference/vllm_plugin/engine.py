@@ -35,6 +35,7 @@ from sightline.inference.vllm_plugin.symbols import (
     VLLMClientError,
     mm_input,
     tokens_input,
+    wrong_parameter,
 )
 from sightline.inference.vllm_plugin.update import HalfUpdated, Updates
 from sightline.wire.weights import Manifest
@@ -319,8 +320,8 @@ class VllmEngine:
 
 def _refused(error: Exception) -> EngineError:
     """What vLLM does not take: here and there its bounds are narrower than the protocol's."""
-    name = getattr(error, "parameter", None) or "sampling_params"
-    path = name if name == "sampling_params" else f"sampling_params.{name}"
+    name = wrong_parameter(error)
+    path = f"sampling_params.{name}" if name else "sampling_params"
     return refusal("sampling", f"{path}: {error}", "stay within what vLLM takes: see docs/vllm.md")
 
 
