@@ -72,6 +72,7 @@ demo-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the demo half way, then on with v
 	rm -rf models/half
 	cp -r "$$(ls -d runs/half-* | sort | tail -1)/checkpoints/final" models/half
 	$(BIN)/sightline rl $(EXAMPLE)/vllm.toml run.seed=$(SEED)
+	$(BIN)/python bench/rise.py "$$(ls -d runs/color_codeword_vllm-* | sort | tail -1)" --by 0.1
 
 web: $(STATIC)/index.html ## the dashboard's web application (needs Node, to build only)
 

@@ -164,11 +164,13 @@ def output(
     return SimpleNamespace(outputs=[said], num_cached_tokens=num_cached, metrics=metrics)
 
 
-def engine_of(bench: Bench, client: Any, **settings: Any) -> tuple[VllmEngine, list[Request]]:
+def engine_of(
+    bench: Bench, client: Any, max_image_tokens: int = 10**6, **settings: Any
+) -> tuple[VllmEngine, list[Request]]:
     """An engine that has started, and what it has delivered."""
     updates: Any = SimpleNamespace(vision_label="0.0", salt="0", manifest=None, moments=[])
     wanted = ServeSettings(model=bench.model, media_roots=(bench.store.root,), **settings)
-    engine = VllmEngine(client, bench.items, updates, wanted, 10**6, lambda: 0.0)
+    engine = VllmEngine(client, bench.items, updates, wanted, max_image_tokens, lambda: 0.0)
     delivered: list[Request] = []
     engine.start(delivered.extend)
     return engine, delivered
@@ -334,6 +336,21 @@ def check_vision_weights_have_a_label_of_their_own(folder: Path) -> None:
     )  # fmt: skip
     assert frozen == "0.0" and len({frozen, trained, again}) == 3
     assert len({one, two, three}) == 3
+
+
+def check_an_image_over_the_encoder_cache_is_refused_by_its_place(folder: Path) -> None:
+    bench = Bench(folder)
+    request = bench.request(9)
+
+    async def main() -> None:
+        engine, delivered = engine_of(bench, Answering(output), max_image_tokens=3)
+        engine.submit([request])
+        await until(lambda: delivered == [request])
+
+    asyncio.run(main())
+    error = request.error
+    assert error is not None and (error.kind, error.status) == ("too_long", 400)
+    assert error.path == "features.mm_placeholders.image[0]", error.problem
 
 
 def check_weights_that_are_sent_are_refused(folder: Path) -> None:
