@@ -472,7 +472,7 @@ def test_a_request_that_an_update_finds_waiting_has_no_token_on_old_keys_and_val
     kept = 0
     for choice in running.result().choices:
         assert choice.weight_versions is not None
-        old, new = choice.weight_versions
+        _, new = choice.weight_versions
         kept += new.end - new.start
     assert odd.totals()["tokens_on_old_kv"] == kept
 
