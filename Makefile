@@ -21,9 +21,10 @@ EXAMPLE := examples/color_codeword
 SMOKE := build/smoke
 # The last ends a server that the others share.
 VLLM_TESTS := tests/contract/test_engine.py tests/contract/test_engine_adapters.py \
-	tests/contract/test_chat_door.py \
-	tests/contract/test_fuzz.py tests/vllm/test_exact.py tests/vllm/test_stock.py \
-	tests/vllm/test_export.py tests/vllm/test_run.py tests/vllm/test_server.py
+	tests/contract/test_chat_door.py tests/contract/test_bans.py \
+	tests/contract/test_fuzz.py tests/vllm/test_plugin.py tests/vllm/test_exact.py \
+	tests/vllm/test_stock.py tests/vllm/test_export.py tests/vllm/test_run.py \
+	tests/vllm/test_server.py
 ADAPTERS := gymnasium verifiers openenv
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -71,6 +72,7 @@ demo-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the demo half way, then on with v
 	rm -rf models/half
 	cp -r "$$(ls -d runs/half-* | sort | tail -1)/checkpoints/final" models/half
 	$(BIN)/sightline rl $(EXAMPLE)/vllm.toml run.seed=$(SEED)
+	$(BIN)/python bench/rise.py "$$(ls -d runs/color_codeword_vllm-* | sort | tail -1)" --by 0.1
 
 web: $(STATIC)/index.html ## the dashboard's web application (needs Node, to build only)
 

@@ -25,6 +25,7 @@ from sightline.wire.item import RAW_PREFIX
 
 GENERATE = "/inference/v1/generate"
 CHAT = "/v1/chat/completions"
+ADOPT = "/sightline/v1/adopt"
 LITERALS: tuple[Any, ...] = (
     None, True, False, -1, 0, 1, 2, 7, 63, 64, 65, 255, 10**6, 2**31, 2**32, 2**63, 2**64, 2**80,
     -(2**63), 0.0, -0.0, 0.5, -0.5, 1e-3, 1e-40, 1e-300, 1e38, 1e39, 1e300, "", "x", "image",

@@ -79,7 +79,7 @@ class Server:
 
 def start(settings: ServeSettings) -> Server:
     """A server with `settings`, the one that is there or one that begins to load."""
-    from sightline.inference.vllm_plugin import BAN
+    from sightline.inference.vllm_plugin import BAN, MIDDLEWARE
     from sightline.launch.processes import find_port
     from sightline.launch.vllm_server import vllm_command, vllm_environment
 
@@ -90,6 +90,9 @@ def start(settings: ServeSettings) -> Server:
         words = vllm_command(settings, os.path.abspath(python))
         # Beside our own, one that writes down what the vision tower gets.
         words.insert(words.index(BAN) + 1, "seen_by_tower:Watch")
+        # Inside our own, one that writes down what vLLM's application gets.
+        at = words.index(MIDDLEWARE) - 1
+        words[at:at] = ["--middleware", "reached.Watch"]
         path = os.pathsep.join([str(HOOKS), *filter(None, [os.environ.get("PYTHONPATH")])])
         with open(folder / "server.log", "wb") as log:
             process = subprocess.Popen(

@@ -4,11 +4,14 @@ images by reference, and errors that cost one request.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +19,17 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+import vllm_servers
 from PIL import Image
 from serving import GREEDY, Client, Reference, Together, live, next_turn
 
 from sightline.compute.weights import write_weights
+from sightline.errors import EngineError
+from sightline.families import load_family, load_renderer
 from sightline.inference.settings import ServeSettings
 from sightline.media import MediaStore
 from sightline.message import user
+from sightline.rollout.client import GenerateClient
 from sightline.wire import MediaItem, Slot
 from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingParams
 
@@ -293,21 +300,40 @@ def test_more_requests_than_rows_are_all_answered(
 
 
 def test_an_image_is_decoded_and_encoded_once_however_often_it_is_shown(
-    fresh: Client, reference: Reference, media: MediaStore
+    fresh: Client, settings: ServeSettings, reference: Reference, media: MediaStore
 ) -> None:
     shown = reference.renderer.render([user(media.put(Image.new("RGB", (64, 64), (3, 1, 4))))])
     together = Together(fresh)
     params = SamplingParams(max_tokens=2)
-    answers = [together.generate(shown.token_ids, shown.slots, params) for _ in range(16)]
-    for answer in answers:
-        answer.result()
-    assert fresh.totals()["images_made"] == 1
-    assert counts_encoded(fresh, 1)
+    with encodings(fresh, settings, shown.slots[0]) as num_encoded:
+        answers = [together.generate(shown.token_ids, shown.slots, params) for _ in range(16)]
+        for answer in answers:
+            answer.result()
+        assert fresh.totals()["images_made"] == 1
+        assert num_encoded() == 1
 
 
-def counts_encoded(client: Client, num: int) -> bool:
-    """Whether `num` images went through the vision tower; vLLM does not count them."""
-    return client.totals().get("images_encoded", num) == num
+@contextmanager
+def encodings(client: Client, settings: ServeSettings, slot: Slot) -> Iterator[Callable[[], float]]:
+    """How often the image of `slot`, the only one shown, goes through the vision tower.
+
+    vLLM does not count it: a hook in its worker writes down what the tower gets.
+    """
+    if client.engine == "torch":
+        before = client.totals()["images_encoded"]
+        yield lambda: client.totals()["images_encoded"] - before
+        return
+    folder = vllm_servers.start(settings).folder
+    (folder / "wanted").touch()
+    try:
+        yield (
+            lambda: (
+                sum(len(np.load(file)) for file in folder.glob("seen-*.npy")) / prod(slot.item.grid)
+            )
+        )
+    finally:
+        for file in (folder / "wanted", *folder.glob("seen-*.npy")):
+            file.unlink()
 
 
 # --- weights
@@ -388,19 +414,29 @@ def test_a_turn_after_an_update_uses_nothing_of_the_old_weights(
 
 
 def test_features_outlive_an_update_that_leaves_the_vision_tower_alone(
-    fresh: Client, tiny_model: Path, reference: Reference, prompts: list[Prompt], tmp_path: Path
+    fresh: Client,
+    settings: ServeSettings,
+    tiny_model: Path,
+    reference: Reference,
+    media: MediaStore,
+    tmp_path: Path,
 ) -> None:
-    tokens, slots = prompts[0]
-    fresh.generate(tokens, slots)
-    made = fresh.totals()["images_made"]
-    for version, vision_version, encoded in ((1, 0, 1), (2, 2, 2)):
-        manifest, changed = publish(tiny_model, tmp_path, version, vision_version, 1.1, reference)
-        fresh.adopt(manifest)
-        answer = fresh.generate(tokens, slots)
-        assert counts_encoded(fresh, encoded)
-        assert fresh.totals()["images_made"] == made
-        expected = changed.logprobs(tokens, answer.choices[0].token_ids, slots)
-        np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
+    ref = media.put(Image.new("RGB", (64, 64), (2, 7, 8)))
+    rendered = reference.renderer.render([user("What is it?", ref)])
+    tokens, slots = rendered.token_ids, rendered.slots
+    with encodings(fresh, settings, slots[0]) as num_encoded:
+        fresh.generate(tokens, slots)
+        made = fresh.totals()["images_made"]
+        for version, vision_version, encoded in ((1, 0, 1), (2, 2, 2)):
+            manifest, changed = publish(
+                tiny_model, tmp_path, version, vision_version, 1.1, reference
+            )
+            fresh.adopt(manifest)
+            answer = fresh.generate(tokens, slots)
+            assert num_encoded() == encoded
+            assert fresh.totals()["images_made"] == made
+            expected = changed.logprobs(tokens, answer.choices[0].token_ids, slots)
+            np.testing.assert_allclose(logprobs_of(answer), expected, atol=TOLERANCE)
 
 
 def test_keys_and_values_can_be_kept_over_updates_and_are_counted(
@@ -414,6 +450,31 @@ def test_keys_and_values_can_be_kept_over_updates_and_are_counted(
     assert spans is not None and len(spans) == 2
     assert odd.totals()["prefilled_again"] == 0
     assert odd.totals()["tokens_on_old_kv"] == spans[1].end - spans[1].start
+
+
+def test_a_request_that_an_update_finds_waiting_has_no_token_on_old_keys_and_values(
+    odd: Client,
+    odd_settings: ServeSettings,
+    tiny_model: Path,
+    reference: Reference,
+    prompts: list[Prompt],
+    tmp_path: Path,
+) -> None:
+    manifest, _ = publish(tiny_model, tmp_path, 1, 1, 1.2, reference)
+    together, rows = Together(odd), odd_settings.max_rows
+    running = together.generate(*prompts[0], SamplingParams(max_tokens=400, seed=1, n=rows))
+    odd.wait_for("totals", "sampled_tokens", 20)
+    waiting = together.generate(*prompts[1], SamplingParams(max_tokens=10, seed=1))
+    odd.wait_for("now", "waiting", 1)
+    odd.adopt(manifest)
+    late = waiting.result().choices[0].weight_versions
+    assert late is not None and [span.version for span in late] == ["1"]
+    kept = 0
+    for choice in running.result().choices:
+        assert choice.weight_versions is not None
+        _, new = choice.weight_versions
+        kept += new.end - new.start
+    assert odd.totals()["tokens_on_old_kv"] == kept
 
 
 @pytest.mark.parametrize("fault", ["truncated", "missing", "no manifest", "shape", "name", "junk"])
@@ -497,11 +558,18 @@ BAD_FIELDS = [
     ("sampling_params.logprobs", 5, "sampling", "sampling_params.logprobs"),
     ("sampling_params.stop_token_ids", [10**6], "sampling", "sampling_params.stop_token_ids"),
     ("sampling_params.stop_token_ids", [1] * 257, "sampling", "sampling_params.stop_token_ids"),
+    ("sampling_params.banned_token_ids", [-1], "sampling", "sampling_params.banned_token_ids"),
     ("sampling_params.beam", 2, "schema", "sampling_params.beam"),
     ("features.mm_hashes.image.0", "0" * 64, "slots", f"features.mm_hashes.{IMAGE_0}"),
-    ("features.mm_hashes.image", [], "slots", "features.mm_placeholders.image"),
+    ("features.mm_hashes.image", [], "slots", "features.mm_hashes.image"),
+    ("features.mm_placeholders.image", [], "slots", "features.mm_placeholders.image"),
+    ("features.kwargs_data.image", [], "slots", "features.kwargs_data.image"),
     ("features.mm_hashes", {"video": []}, "slots", "features"),
-    ("features.kwargs_data.image.0", None, "schema", "features.kwargs_data[...][0]"),
+    ("features.kwargs_data.image.0", None, "schema", f"features.kwargs_data.{IMAGE_0}"),
+    ("features.kwargs_data.image", None, "schema", "features.kwargs_data.image"),
+    ("features.mm_hashes.image.0", None, "schema", f"features.mm_hashes.{IMAGE_0}"),
+    ("features.mm_placeholders.image.0", None, "schema", PLACE_0),
+    ("features.mm_placeholders.image.0.offset", "x", "schema", f"{PLACE_0}.offset"),
     ("features.kwargs_data.image.0", "iVBORw0KGgo=", "schema", f"features.kwargs_data.{IMAGE_0}"),
     ("features.kwargs_data.image.0", "mmraw:{}", "schema", f"features.kwargs_data.{IMAGE_0}"),
     ("features.mm_placeholders.image.0.offset", 10**6, "slots", PLACE_0),
@@ -562,6 +630,29 @@ def test_other_processor_settings_are_a_409_with_both(
     error = client.refused(with_item(prompts[0], fingerprint="0" * 32))
     assert (error.code, error.type) == (409, "fingerprint")
     assert "0" * 32 in error.message and reference.family.fingerprint in error.message
+
+
+def test_a_client_of_other_processor_settings_shows_those_of_both_sides(
+    client: Client, tiny_model: Path, reference: Reference, media: MediaStore
+) -> None:
+    other = load_family(tiny_model, max_pixels=4096)
+    ref = media.put(Image.new("RGB", (32, 32), (80, 20, 30)))
+    rendered = load_renderer(tiny_model, media, other).render([user("What is it?", ref)])
+    request = GenerateRequest.of(rendered.token_ids, rendered.slots, GREEDY)
+
+    async def main() -> None:
+        rollouts = GenerateClient(f"http://{client.host}:{client.port}", settings=other.settings)
+        try:
+            await rollouts.generate(request)
+        finally:
+            await rollouts.close()
+
+    with pytest.raises(EngineError) as caught:
+        asyncio.run(main())
+    assert (caught.value.kind, caught.value.status) == ("fingerprint", 409)
+    for family in (reference.family, other):
+        assert json.dumps(family.settings, sort_keys=True) in caught.value.problem
+    assert reference.family.settings != other.settings
 
 
 def test_a_grid_that_the_image_does_not_have_is_a_400(
@@ -671,6 +762,32 @@ def test_a_full_queue_is_a_503_that_may_heal(
     error = odd.refused(json.dumps(as_json(prompts[2])).encode())
     assert (error.code, error.type) == (503, "overloaded")
     assert all(answer.result().choices for answer in [*running, *waiting])
+
+
+def test_a_request_with_more_choices_than_may_wait_is_taken_where_none_waits(
+    odd: Client, odd_settings: ServeSettings, prompts: list[Prompt]
+) -> None:
+    num = odd_settings.max_rows + odd_settings.max_waiting + 1
+    choices = odd.generate(*prompts[3], SamplingParams(max_tokens=1, seed=1, n=num)).choices
+    assert len(choices) == num
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "kind"),
+    [
+        (b'{"manifest": "a\\u0000b"}', 422, "weights"),
+        (b'{"manifest": ""}', 422, "weights"),
+        (b'{"manifest": "\xff"}', 400, "schema"),
+        (b"\xff\xfe", 400, "schema"),
+        (b"[" * 5000, 400, "schema"),
+        (b"{}", 400, "schema"),
+    ],
+)
+def test_what_names_no_weights_is_refused(
+    client: Client, body: bytes, code: int, kind: str
+) -> None:
+    error = client.refused(body, "/sightline/v1/adopt")
+    assert (error.code, error.type) == (code, kind) and error.fix
 
 
 def test_a_client_that_leaves_frees_its_row(client: Client, prompts: list[Prompt]) -> None:

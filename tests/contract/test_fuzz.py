@@ -1,4 +1,4 @@
-"""Thousands of mutated requests, at both doors: each costs itself only.
+"""Thousands of mutated requests, at both doors and the one for weights: each costs itself only.
 
 A sample runs with the quick tests; `make fuzz` runs 10,000.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from agents import LOOK, picture, shown
-from fuzzing import CHAT, GENERATE, Fuzzer
+from fuzzing import ADOPT, CHAT, GENERATE, Fuzzer
 from PIL import Image
 from serving import Client, live
 
@@ -70,7 +70,16 @@ def requests(renderer: Renderer, store: MediaStore) -> list[tuple[str, dict[str,
         request = GenerateRequest.of(rendered.token_ids, rendered.slots, params, request_id="f")
         found.append((GENERATE, msgspec.json.decode(msgspec.json.encode(request))))
     asked = {"messages": [shown(1)], "max_tokens": 3, "tools": [LOOK], "temperature": 1.0}
-    return [*found, (CHAT, asked), (CHAT, {**asked, "stream": True, "n": 2})]
+    found += [(CHAT, asked), (CHAT, {**asked, "stream": True, "n": 2})]
+    manifest = broken_weights(store)
+    return [*found, *((ADOPT, {"manifest": path}) for path in (manifest, manifest + "\0", "none"))]
+
+
+def broken_weights(store: MediaStore) -> str:
+    """The path of a manifest that is none: whatever a mutation leaves of it, nothing is adopted."""
+    path = store.root / "manifest.json"
+    path.write_bytes(b'{"version": 1, "vision_version": 1, "files": [{"name": "\xff"}]}')
+    return str(path)
 
 
 @pytest.mark.timeout(1800)
@@ -87,7 +96,8 @@ def test_mutated_requests_cost_themselves_only(
     print(f"the slowest, number {number}, took {seconds:.1f} s: {body!r}")
     # The mutations reach past the first check, and both ways of ending.
     assert {200, 400, 404, 422, 503} <= fuzzer.statuses.keys()
-    assert fuzzer.types.keys() >= {"schema", "slots", "pads", "sampling", "token_ids"}
+    wanted = {"schema", "slots", "pads", "sampling", "token_ids", "weights"}
+    assert fuzzer.types.keys() >= wanted
     assert client.generate(witness.token_ids, witness.slots).choices == before.choices
     now = client.now()
     assert now["running"] == now["waiting"] == 0

@@ -1,7 +1,4 @@
-"""On every kind of tiny checkpoint the engine says, greedily, what transformers generates.
-
-Qwen3-VL and Qwen3.5 have suites of their own beside this one.
-"""
+"""On every kind of tiny checkpoint the engine says, greedily, what transformers generates."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from serving import Client, live
 
 from sightline.compute.model import load_model
 from sightline.families import load_family, load_renderer, registry
+from sightline.families.qwen_vl.tiny_config import TEMPLATES
 from sightline.inference.settings import ServeSettings
 from sightline.media import MediaStore
 from sightline.message import user
@@ -25,9 +23,12 @@ NUM_TOKENS = 24
 CHECKPOINTS = [
     ("qwen_vl", {"type": "qwen2_5_vl"}),
     ("qwen_vl", {"type": "qwen3_vl_thinking"}),
+    ("qwen_vl", {"type": "qwen3_vl_moe"}),
     ("qwen_vl", {"type": "qwen3"}),
     ("kimi_k25", {}),
 ]
+ELSEWHERE = {"qwen3_vl": "test_engine.py", "qwen3_5": "test_engine_recurrent.py"}
+"""Types that have suites of their own, beside this file."""
 
 
 class Witness:
@@ -66,6 +67,15 @@ class Witness:
         )
         said: list[int] = out[0, len(tokens) :].tolist()
         return said
+
+
+def test_every_kind_of_tiny_checkpoint_is_compared() -> None:
+    assert {family for family, _ in CHECKPOINTS} == set(registry.family_names())
+    here = {options["type"] for family, options in CHECKPOINTS if family == "qwen_vl"}
+    assert here | ELSEWHERE.keys() == set(TEMPLATES) and not here & ELSEWHERE.keys()
+    for file in ELSEWHERE.values():
+        text = (Path(__file__).parent / file).read_text()
+        assert "def test_greedy_is_what_transformers_generates" in text, file
 
 
 @pytest.mark.parametrize(("family", "options"), CHECKPOINTS, ids=str)

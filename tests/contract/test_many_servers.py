@@ -20,8 +20,9 @@ import msgspec
 import pytest
 from agents import Worker, listening, picture, shown
 from aiohttp import web
-from serving import GREEDY, Client, Together, live
+from serving import GREEDY, Client, Reference, Together, live
 
+from sightline.compute.weights import write_weights
 from sightline.envs import Chat
 from sightline.families import load_renderer
 from sightline.inference.settings import ServeSettings
@@ -121,33 +122,68 @@ print(connection.getresponse().status)
 """
 
 
+@pytest.mark.parametrize("num_before", [0, 1], ids=["begun", "queued"])
 def test_a_client_that_is_killed_does_not_cancel_the_image_that_another_waits_for(
-    settings: ServeSettings, tiny_model: Path, store: MediaStore, monkeypatch: pytest.MonkeyPatch
+    settings: ServeSettings,
+    tiny_model: Path,
+    store: MediaStore,
+    monkeypatch: pytest.MonkeyPatch,
+    num_before: int,
 ) -> None:
+    """One thread decodes; with an image before it, theirs is in the queue."""
     monkeypatch.setattr("sightline.inference.serve.MediaStore", Gated)
     Gated.gate.clear()
-    ref = store.put(picture(5))
-    rendered = load_renderer(tiny_model, store).render([user("What is it?", ref)])
+    renderer = load_renderer(tiny_model, store)
+    rendered = renderer.render([user("What is it?", store.put(picture(5)))])
+    other = renderer.render([user("And before?", store.put(picture(6)))])
     body = msgspec.json.encode(GenerateRequest.of(rendered.token_ids, rendered.slots, GREEDY))
     with live(settings) as server:
+        together = Together(server)
+        before = [together.generate(other.token_ids, other.slots) for _ in range(num_before)]
+        server.wait_for("now", "waiting", num_before)
         words = [sys.executable, "-c", POST, server.host, str(server.port)]
         first = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert first.stdin is not None
         first.stdin.write(body)
         first.stdin.close()
-        server.wait_for("now", "waiting", 1)  # it began the flight
-        second = Together(server).generate(rendered.token_ids, rendered.slots)
+        server.wait_for("now", "waiting", num_before + 1)  # the flight is its own
+        second = together.generate(rendered.token_ids, rendered.slots)
         server.wait_for("totals", "pixel_cache_joined", 1)
         first.kill()
         first.wait()
         server.wait_for("totals", "cancelled", 1)
         assert not second.done()
         Gated.gate.set()
-        assert len(second.result(60).choices[0].token_ids) == GREEDY.max_tokens
+        for answer in (*before, second):
+            assert len(answer.result(60).choices[0].token_ids) == GREEDY.max_tokens
         totals = server.totals()
-        assert totals["images_made"] == 1 and totals["images_failed"] == totals["failed"] == 0
+        assert totals["images_made"] == num_before + 1
+        assert totals["images_failed"] == totals["failed"] == 0
     assert first.stdout is not None and first.stdout.read() == b""
     first.stdout.close()
+
+
+def test_a_request_that_an_update_finds_before_its_first_token_is_computed_has_nothing_old(
+    settings: ServeSettings,
+    tiny_model: Path,
+    store: MediaStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has its row, and waits for its image."""
+    monkeypatch.setattr("sightline.inference.serve.MediaStore", Gated)
+    Gated.gate.clear()
+    reference = Reference(tiny_model, store)
+    rendered = reference.renderer.render([user("What is it?", store.put(picture(7)))])
+    manifest, _ = write_weights(tmp_path, dict(reference.model.named_parameters()), 1, 0)
+    with live(replace(settings, keep_kv_over_updates=True)) as server:
+        answer = Together(server).generate(rendered.token_ids, rendered.slots)
+        server.wait_for("now", "waiting", 1)
+        server.adopt(manifest)
+        Gated.gate.set()
+        spans = answer.result(60).choices[0].weight_versions
+        assert spans is not None and [span.version for span in spans] == ["1"]
+        assert server.totals()["tokens_on_old_kv"] == 0
 
 
 def test_requests_that_wait_are_bounded_by_their_bytes_too(

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 import vllm_servers
+from agents import shown
 from serving import Client, Reference, live
 
 from sightline.errors import ConfigError
@@ -26,7 +27,14 @@ from sightline.wire.generate import GenerateRequest, SamplingParams
 MOVED = """
 from sightline.inference.vllm_plugin import symbols
 symbols.PUBLIC[symbols.EngineClient.pause_generation] = ("mode", "no_such_parameter")
+symbols.MADE[symbols.FusedMoEMethodBase] = ("moe_kernel", "no_such_kernel")
 symbols.check()
+"""
+LACKING = """
+from types import SimpleNamespace
+from sightline.inference.vllm_plugin import symbols
+state = SimpleNamespace(engine_client=SimpleNamespace(), server=SimpleNamespace(should_exit=False))
+symbols.check_reached(SimpleNamespace(state=state))
 """
 
 
@@ -46,7 +54,27 @@ def test_every_name_of_vllm_is_where_the_plugin_expects_it(python: str) -> None:
 def test_a_name_that_moved_is_named(python: str) -> None:
     done = run(python, MOVED)
     assert done.returncode and "pause_generation" in done.stderr
-    assert "no_such_parameter" in done.stderr
+    assert "no_such_parameter" in done.stderr and "has no no_such_kernel" in done.stderr
+
+
+def test_what_a_loaded_vllm_lacks_is_named(python: str) -> None:
+    done = run(python, LACKING)
+    assert done.returncode and "app.state.engine_client.errored is not there" in done.stderr
+    assert "vllm:generation_tokens_total" in done.stderr and "should_exit" not in done.stderr
+
+
+def test_no_request_reaches_the_application_of_vllm(
+    client: Client, settings: ServeSettings, reference: Reference
+) -> None:
+    """Inside our middleware stands one that writes down all that gets past it."""
+    asked = {"messages": [shown(3)], "max_tokens": 3}
+    for body in (asked, {**asked, "stream": True}, {**asked, "max_tokens": "many"}):
+        status, _, _ = client.call("POST", "/v1/chat/completions", msgspec.json.encode(body))
+        assert status == (400 if body["max_tokens"] == "many" else 200)
+    client.generate(reference.renderer.render([user("Hello.")]).token_ids)
+    client.get("/v1/models")
+    reached = vllm_servers.start(settings).folder / "reached"
+    assert reached.read_text().split() == ["lifespan"]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +94,7 @@ def test_what_vllm_cannot_say_is_refused(client: Client, reference: Reference) -
     for params, path in (
         (SamplingParams(prompt_logprobs=0), "sampling_params.prompt_logprobs"),
         (SamplingParams(temperature=2.5), "sampling_params.temperature"),
+        (SamplingParams(temperature=0.005), "sampling_params.temperature"),
     ):
         error = client.refused(msgspec.json.encode(GenerateRequest.of(tokens, [], params)))
         assert (error.code, error.type, error.path) == (400, "sampling", path)

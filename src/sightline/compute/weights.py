@@ -61,7 +61,7 @@ def write_weights(
 def read_manifest(path: Path) -> Manifest:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise WireError(
             f"no whole manifest at {path}: {error}", "publish the version again"
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -13,7 +14,7 @@ from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned, Wire
 from sightline.families import Family
 from sightline.inference.errors import refusal
 from sightline.wire import MediaItem, Slot
-from sightline.wire.generate import GenerateRequest, SamplingParams
+from sightline.wire.generate import Features, GenerateRequest, SamplingParams
 
 MAX_CHOICES = 64
 MAX_LISTED = 256
@@ -23,6 +24,9 @@ MAX_SEED = 2**64
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-3, 1e6
 _SEE = "see docs/serving.md for the fields of a request"
 _AT = re.compile(r"(.*) - at `\$\.?([^`]*)`", re.DOTALL)
+_WORD = re.compile(r"\w+")
+_LISTS = {field.name: get_args(field.type)[1] for field in msgspec.structs.fields(Features)}
+"""What the lists of `features` are made of, by the list's name."""
 _FIELD = re.compile(r"Object (?:contains unknown|missing required) field `([^`]*)`")
 
 
@@ -47,10 +51,7 @@ class Door:
         vocab_size: int,
         max_len: int,
         models: frozenset[str],
-        bans: bool = False,
     ) -> None:
-        """`bans`: whether the engine can ban ids for one request."""
-        self._bans = bans
         self._family = family
         self._pad_id = pad_id
         self._vocab_size = vocab_size
@@ -78,7 +79,7 @@ class Door:
         try:
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise refusal("schema", _schema(str(error)), _SEE) from error
+            raise refusal("schema", _schema(str(error), body), _SEE) from error
 
     def _tokens(self, token_ids: list[int], params: SamplingParams) -> np.ndarray:
         if not token_ids:
@@ -108,7 +109,7 @@ class Door:
         return wide.astype(np.int32)
 
     def _sampling(self, params: SamplingParams) -> None:
-        wrong = next(_faults(params, self._vocab_size, self._bans), None)
+        wrong = next(_faults(params, self._vocab_size), None)
         if wrong is not None:
             name, allowed = wrong
             raise refusal(
@@ -134,7 +135,7 @@ class Door:
             raise refusal("slots", error.problem, error.fix) from error
         for i, slot in enumerate(slots):
             self._item(i, slot, modality)
-        return slots, [_key(slot.item) for slot in slots]
+        return slots, [item_key(slot.item) for slot in slots]
 
     def _item(self, i: int, slot: Slot, modality: str) -> None:
         path = f"features.kwargs_data.{modality}[{i}]"
@@ -170,22 +171,46 @@ class Door:
         )
 
 
-def _schema(found: str) -> str:
+def _schema(found: str, body: bytes) -> str:
     """What the decoder found, with the path of the field in front."""
     at = _AT.fullmatch(found)
-    what, path = (at[1], at[2]) if at else (found, "")
-    if (field := _FIELD.match(what)) and re.fullmatch(r"\w+", field[1]):
+    what, path = (at[1], _named(at[2], body)) if at else (found, "")
+    if (field := _FIELD.match(what)) and _WORD.fullmatch(field[1]):
         path = f"{path}.{field[1]}" if path else field[1]
     return f"{path}: {what}" if path else f"not a generate request: {what}"
 
 
-def _key(item: MediaItem) -> str:
+class _Lists(msgspec.Struct):
+    """As much of a request as tells which modality a list is of."""
+
+    features: dict[str, dict[str, Any]]
+
+
+def _named(path: str, body: bytes) -> str:
+    """`path` with the modality that is meant; the decoder writes `[...]` for any key."""
+    place, any_key, rest = path.partition("[...]")
+    name = place.removeprefix("features.")
+    if not any_key or name not in _LISTS:
+        return path
+    try:
+        lists = msgspec.json.decode(body, type=_Lists).features[name]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError):
+        return path
+    for modality in filter(_WORD.fullmatch, lists):
+        try:
+            msgspec.convert(lists[modality], _LISTS[name])
+        except msgspec.ValidationError:
+            return f"{place}.{modality}{rest}"
+    return path
+
+
+def item_key(item: MediaItem) -> str:
     """The item's key and its size: an item that lies about the size of its image must not find
     what was made for the true one."""
     return f"{item.key}/{item.ref.width}x{item.ref.height}"
 
 
-def _faults(params: SamplingParams, vocab_size: int, bans: bool) -> Iterator[tuple[str, str]]:
+def _faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]]:
     """(name, what is allowed) of each parameter that cannot be honoured."""
     if params.temperature and not LEAST_TEMPERATURE <= params.temperature <= MOST_TEMPERATURE:
         yield "temperature", f"0, or {LEAST_TEMPERATURE:g} to {MOST_TEMPERATURE:g}"
@@ -197,8 +222,6 @@ def _faults(params: SamplingParams, vocab_size: int, bans: bool) -> Iterator[tup
         yield "min_p", "0 to 1"
     if params.seed is not None and not 0 <= params.seed < MAX_SEED:
         yield "seed", "null, or 0 up to 2**64 - 1"
-    if params.banned_token_ids and not bans:
-        yield "banned_token_ids", "none: this engine bans pads only"
     for name in ("stop_token_ids", "banned_token_ids"):
         ids = getattr(params, name)
         if any(not 0 <= token < vocab_size for token in ids):

@@ -55,11 +55,8 @@ class Parts:
         renderer = load_renderer(settings.model, store, family, images)
         return cls(settings, store, family, images, renderer)
 
-    def server(self, name: str, engine: Engine, make: Make, bans: bool = False) -> Server:
-        """The HTTP side of `engine`; `make` turns a checked request into the engine's own.
-
-        `bans` says whether the engine can ban ids that a request names.
-        """
+    def server(self, name: str, engine: Engine, make: Make) -> Server:
+        """The HTTP side of `engine`; `make` turns a checked request into the engine's own."""
         settings, family, renderer = self.settings, self.family, self.renderer
         door = Door(
             family,
@@ -67,7 +64,6 @@ class Parts:
             vocab_size=renderer.vocab_size,
             max_len=settings.max_len,
             models=frozenset({settings.model.name, str(settings.model)}),
-            bans=bans,
         )
         identity = {
             "model": settings.model.name,
@@ -111,7 +107,7 @@ def build_server(settings: ServeSettings) -> Server:
             for choice in range(params.n)
         ]
 
-    return parts.server("torch", engine, make, bans=True)
+    return parts.server("torch", engine, make)
 
 
 def seed_of(seed: int, choice: int) -> int:

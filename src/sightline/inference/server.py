@@ -181,7 +181,7 @@ class Server:
     async def _adopt(self, http: Request) -> Response:
         try:
             wanted = self._adopt_decoder.decode(await read_body(http, self._max_body_bytes))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise refusal("schema", f"not an adopt request: {error}", "send manifest") from error
         async with self._adopting:
             manifest = await asyncio.to_thread(self.engine.adopt, Path(wanted.manifest))

@@ -139,6 +139,12 @@ def check_fit(config: RunFile) -> None:
             '[trainer] publish = "broadcast" sends to one server, and [eval] every needs another',
             'set publish = "files", or every = 0',
         )
+    if config.trainer.publish == "broadcast" and config.inference.engine == "vllm":
+        raise ConfigError(
+            '[trainer] publish = "broadcast" with [inference] engine = "vllm", whose worker reads '
+            "files",
+            'set publish = "files", or engine = "torch"',
+        )
     if config.inference.engine == "stock_vllm" and config.eval.every > 0:
         raise ConfigError(
             '[eval] every starts a server of its own, and engine = "stock_vllm" cannot be started',

@@ -41,6 +41,9 @@ class Features(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kwargs_data: dict[str, list[str]]
 
 
+LISTS = ("mm_hashes", "mm_placeholders", "kwargs_data")
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     token_ids: list[int]
     sampling_params: SamplingParams
@@ -85,8 +88,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
             counts = (len(hashes[modality]), len(places[modality]), len(raws[modality]))
             if len(set(counts)) != 1:
                 raise Misaligned(
-                    f"features.mm_placeholders.{modality}: the lists of hashes, places and items "
-                    f"hold {counts} entries",
+                    f"{_odd_one(counts, modality)}: the lists of hashes, places and items hold "
+                    f"{counts} entries",
                     "send one entry a slot in each",
                 )
             for i, (key, place, raw) in enumerate(
@@ -101,6 +104,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
                 slots.append(Slot(place.offset, place.length, item))
             check_slots(slots, len(self.token_ids), f"features.mm_placeholders.{modality}")
         return slots
+
+
+def _odd_one(counts: tuple[int, int, int], modality: str) -> str:
+    """The path of the list that differs from the two others; of all where each differs."""
+    odd = [name for name, num in zip(LISTS, counts, strict=True) if counts.count(num) == 1]
+    return f"features.{odd[0]}.{modality}" if len(odd) == 1 else "features"
 
 
 def _item(raw: str, path: str) -> MediaItem:

@@ -128,6 +128,11 @@ def test_an_interpreter_that_lacks_vllm_is_refused(refuse) -> None:
     assert "no interpreter" in said
 
 
+def test_weights_that_are_sent_are_refused_for_vllm_which_reads_files(refuse) -> None:
+    said = refuse('[trainer]\npublish = "broadcast"\n[inference]\nengine = "vllm"\n')
+    assert 'engine = "vllm", whose worker reads files' in said and 'publish = "files"' in said
+
+
 def test_an_interpreter_for_the_embedded_engine_is_refused(refuse) -> None:
     assert 'engine = "vllm"' in refuse(f'[inference]\npython = "{sys.executable}"\n')
 

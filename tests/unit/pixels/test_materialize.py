@@ -65,10 +65,12 @@ def test_without_a_cache_the_pixels_are_the_same(family: Family, store: MediaSto
 
 
 def test_a_warmed_pool_has_all_its_threads(family: Family, store: MediaStore) -> None:
-    made = Materializer(family, store, 0, threads=3)
-    before = threading.active_count()
+    def pool() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name.startswith("pixels")}
+
+    made, before = Materializer(family, store, 0, threads=3), pool()
     made.warm()
-    assert threading.active_count() - before == 3
+    assert len(pool() - before) == 3
     assert made.counts.made == 0
     made.close()
 

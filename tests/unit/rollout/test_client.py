@@ -78,8 +78,34 @@ def test_the_deadline_ends_it_with_the_last_reason() -> None:
     assert caught.value.kind == "overloaded" and 2 <= len(server.asked) <= 4
 
 
+def test_the_deadline_begins_with_the_first_failure() -> None:
+    """A generation that took longer than it, and was then refused by a server that ends."""
+    deadline_s = 0.5
+    statuses = iter([503, 200])
+
+    async def generate(http: web.Request) -> web.Response:
+        status = next(statuses)
+        if status == 200:
+            return web.Response(body=ANSWER)
+        await asyncio.sleep(deadline_s + 0.1)
+        _, body, _ = answer(refusal("stopping", "the server is ending", "ask another"))
+        return web.Response(body=body, status=status)
+
+    async def main() -> GenerateResponse:
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", generate)
+        async with listening(app) as address:
+            client = GenerateClient(address, deadline_s=deadline_s)
+            try:
+                return await client.generate(REQUEST)
+            finally:
+                await client.close()
+
+    assert asyncio.run(main()).choices[0].token_ids == [3]
+
+
 def test_a_server_that_is_away_is_tried_until_the_deadline() -> None:
-    client = GenerateClient("http://127.0.0.1:9", deadline_s=0.3)
+    client = GenerateClient("http://127.0.0.1:9", deadline_s=2.0)
     with pytest.raises(EngineError) as caught:
         asyncio.run(closing(client))
     assert caught.value.kind == "unreachable" and client.counts.retries >= 2

@@ -142,7 +142,7 @@ class Engine:
         """A request that would wait alone is always taken."""
         most, most_bytes = self._settings.max_waiting, self._settings.max_waiting_bytes
         more = sum(request.nbytes for request in requests)
-        if self.num_waiting + len(requests) > most:
+        if self.num_waiting and self.num_waiting + len(requests) > most:
             full = f"{self.num_waiting} requests wait, {most} may"
         elif self.num_waiting and self.waiting_bytes + more > most_bytes:
             full = f"requests of {self.waiting_bytes} bytes wait, {most_bytes} may"

@@ -238,7 +238,9 @@ class Scheduler:
         held = [*self.running.values(), *self.loading]
         self.running, self.loading, self._active = {}, [], None
         if keep_kv:
-            self.rows.is_mixed[:] = True  # a row that is filled from the start loses the mark
+            # A row that has computed nothing yet has nothing old in it, and one that is filled from
+            # the start loses the mark.
+            self.rows.is_mixed |= self.rows.computed > 0
         else:
             for row in self.prefixes.clear():
                 self.rows.release(row)

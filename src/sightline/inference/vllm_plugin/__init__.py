@@ -18,6 +18,8 @@ MIDDLEWARE = "sightline.inference.vllm_plugin.middleware.Middleware"
 BAN = "sightline.inference.vllm_plugin.ban:BanIds"
 CONFIG = "sightline"
 """The key of our settings in vLLM's `--additional-config`."""
+BANNED = "sightline_banned"
+"""The key of what a request bans, in the `extra_args` of vLLM's sampling parameters."""
 
 
 def register() -> None:

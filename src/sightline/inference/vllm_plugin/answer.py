@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sightline.inference.vllm_plugin import BANNED
 from sightline.inference.vllm_plugin.request import Request
 from sightline.inference.vllm_plugin.symbols import RequestOutputKind
 from sightline.inference.vllm_plugin.symbols import SamplingParams as VllmParams
@@ -27,6 +28,7 @@ def vllm_params(params: SamplingParams, seed: int | None) -> VllmParams:
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_reading_prefix_cache=params.skip_reading_prefix_cache,
+        extra_args={BANNED: list(params.banned_token_ids)} if params.banned_token_ids else None,
     )
 
 
@@ -42,3 +44,5 @@ def read_output(request: Request, final: Any) -> None:
     ]
     request.finish_reason = output.finish_reason
     request.cached_tokens = final.num_cached_tokens or 0
+    request.scheduled_at = final.metrics.scheduled_ts
+    request.first_token_at = final.metrics.first_token_ts

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import REGISTRY
 from safetensors.torch import load_file
 
 from sightline.compute.model import empty_parameters
@@ -27,8 +26,6 @@ from sightline.inference.vllm_plugin.update import Updates, vision_digest
 from sightline.pixels import Materializer
 from sightline.wire.weights import Manifest
 
-SAMPLED = "vllm:generation_tokens_total"
-
 
 @dataclass(frozen=True)
 class Built:
@@ -39,8 +36,11 @@ class Built:
     """To be awaited once the server has started."""
 
 
-async def build(client: Any) -> Built:
+async def build(app: Any) -> Built:
+    """On vLLM's application `app`, whose engine is loaded."""
     symbols.check()
+    symbols.check_reached(app)
+    client = app.state.engine_client
     settings = ServeSettings.from_json(client.vllm_config.additional_config[CONFIG]["settings"])
     return await asyncio.to_thread(_build, client, settings)
 
@@ -49,7 +49,6 @@ def _build(client: Any, settings: ServeSettings) -> Built:
     parts = Parts.load(settings)
     family = parts.family
     serving = load_serving(settings.model, family, takes_updates=False)
-    multimodal = client.model_config.multimodal_config
     materializer = Materializer(
         family, parts.store, settings.pixel_cache_bytes, threads=settings.pixel_threads
     )
@@ -59,7 +58,7 @@ def _build(client: Any, settings: ServeSettings) -> Built:
         serving=serving,
         materializer=materializer,
         pool=ThreadPoolExecutor(settings.pixel_threads, thread_name_prefix="items"),
-        normalizes=bool(multimodal and multimodal.mm_device_do_normalize),
+        normalizes=client.model_config.multimodal_config.mm_device_do_normalize,
         cache=client.renderer.mm_processor_cache,
     )
     updates = Updates(
@@ -76,7 +75,7 @@ def _build(client: Any, settings: ServeSettings) -> Built:
         updates,
         settings,
         max_image_tokens=client.input_processor.mm_encoder_cache_size,
-        sampled_tokens=sampled_tokens,
+        sampled_tokens=lambda: sum(symbols.samples()),
     )
 
     async def begin() -> None:
@@ -99,16 +98,6 @@ def make(checked: Checked) -> list[Request]:
         )
         for choice in range(params.n)
     ]
-
-
-def sampled_tokens() -> float:
-    """What vLLM's engine has sampled, requests in flight included: vLLM's own metric."""
-    return sum(
-        sample.value
-        for metric in REGISTRY.collect()
-        for sample in metric.samples
-        if sample.name == SAMPLED
-    )
 
 
 def _vision_digest(model: Path, prefixes: tuple[str, ...]) -> str:

@@ -28,12 +28,14 @@ from sightline.inference.vllm_plugin.answer import read_output, vllm_params
 from sightline.inference.vllm_plugin.items import Items, engine_key
 from sightline.inference.vllm_plugin.request import Request
 from sightline.inference.vllm_plugin.symbols import (
+    LEAST_TEMPERATURE,
     EngineDeadError,
     MultiModalKwargsItems,
     PlaceholderRange,
     VLLMClientError,
     mm_input,
     tokens_input,
+    wrong_parameter,
 )
 from sightline.inference.vllm_plugin.update import HalfUpdated, Updates
 from sightline.wire.weights import Manifest
@@ -125,7 +127,7 @@ class VllmEngine:
         """A request that would wait alone is always taken."""
         most, most_bytes = self._settings.max_waiting, self._settings.max_waiting_bytes
         more = sum(request.nbytes for request in requests)
-        if len(self._live) + len(requests) > self._settings.max_rows + most:
+        if self.num_waiting and len(self._live) + len(requests) > self._settings.max_rows + most:
             full = f"{self.num_waiting} requests wait, {most} may"
         elif self.num_waiting and self.waiting_bytes + more > most_bytes:
             full = f"requests of {self.waiting_bytes} bytes wait, {most_bytes} may"
@@ -156,8 +158,6 @@ class VllmEngine:
             running = [request for request in self._live if request.is_running]
             await self._updates.apply(wanted, self._settings.keep_kv_over_updates)
             self.counts.adopted += 1
-            for request in running:
-                request.updates += 1
             if not self._settings.keep_kv_over_updates:
                 self.counts.prefilled_again += len(running)
         except (EngineDeadError, HalfUpdated):
@@ -202,6 +202,10 @@ class VllmEngine:
             error = typed(dead)
         except VLLMClientError as refused:
             error = _refused(refused)
+        except asyncio.CancelledError:
+            # `_end` has delivered what it cancels; anything else must not leave a client waiting.
+            self._done(request, refusal("engine", "the request was cancelled", "send it again"))
+            raise
         except Exception as failed:  # a server's door: what fails costs its own request
             error = typed(failed)
             if error.status == 500:
@@ -215,24 +219,33 @@ class VllmEngine:
                 "sampling_params.prompt_logprobs: vLLM scores prompts as if no id were banned",
                 "leave it out, or score with a server of the embedded engine",
             )
+        if 0 < request.params.temperature < LEAST_TEMPERATURE:
+            raise refusal(
+                "sampling",
+                f"sampling_params.temperature: {request.params.temperature} is under what vLLM "
+                f"samples with, and it would take {LEAST_TEMPERATURE} in silence",
+                f"send 0, or {LEAST_TEMPERATURE} to 2",
+            )
+        place = f"features.mm_placeholders.{self._items.family.modality}"
         for i, slot in enumerate(request.slots):
             if slot.length > self._max_image_tokens:
                 raise refusal(
                     "too_long",
-                    f"slot {i}: {slot.length} tokens, vLLM computes {self._max_image_tokens} of an "
-                    "image at once",
+                    f"{place}[{i}]: {slot.length} tokens, vLLM computes {self._max_image_tokens} "
+                    "of an image at once",
                     "serve with a smaller max_pixels, or a larger max_len",
                 )
 
     async def _try(self, request: Request, anew: bool) -> bool:
         """False when vLLM's engine did not hold an image that its cache had promised."""
-        prompt = None
+        prompt, makes_all = None, anew
         while prompt is None:
             keys = [engine_key(key, self._updates.vision_label) for key in request.keys]
-            prepared = await self._items.prepare(request.slots, keys, anew)
+            prepared = await self._items.prepare(request.slots, keys, makes_all)
             await self._open.wait()
             prompt = self._prompt(request, keys, prepared.made, anew)
-        request.digests = prepared.digests
+            makes_all = True  # a second time nothing may hang on what vLLM lets go of
+        request.digests, request.handed_at = prepared.digests, time.monotonic()
         params = vllm_params(request.params, request.seed)
         request.is_running = True
         request.passed.end("materialize")
@@ -293,8 +306,8 @@ class VllmEngine:
         else:
             self.counts.finished += 1
             self.counts.cached_tokens += request.cached_tokens
-            if self._settings.keep_kv_over_updates and request.spans:
-                self.counts.tokens_on_old_kv += len(request.tokens) - request.spans[0].end
+            if self._settings.keep_kv_over_updates:
+                self.counts.tokens_on_old_kv += request.num_on_old_kv(self._updates.moments)
         if not self._live:
             self.busy.add(self._began)
         self._deliver([request])
@@ -307,8 +320,8 @@ class VllmEngine:
 
 def _refused(error: Exception) -> EngineError:
     """What vLLM does not take: here and there its bounds are narrower than the protocol's."""
-    name = getattr(error, "parameter", None) or "sampling_params"
-    path = name if name == "sampling_params" else f"sampling_params.{name}"
+    name = wrong_parameter(error)
+    path = f"sampling_params.{name}" if name else "sampling_params"
     return refusal("sampling", f"{path}: {error}", "stay within what vLLM takes: see docs/vllm.md")
 
 

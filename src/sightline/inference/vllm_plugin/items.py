@@ -60,7 +60,8 @@ class Items:
     """vLLM's own processor cache, which knows what its engine holds; None when it is off."""
     missed: int = 0
     """Times that vLLM's engine did not hold what its cache said."""
-    _digests: OrderedDict[MediaItem, str] = field(default_factory=OrderedDict)
+    _digests: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    """By engine key, which binds all that a digest rests on."""
 
     async def prepare(self, slots: list[Slot], keys: list[str], anew: bool) -> Prepared:
         """The items of a request, under engine keys `keys`; `anew` trusts no cache of vLLM's."""
@@ -68,46 +69,55 @@ class Items:
         while lacking := {
             key: slot.item
             for slot, key in zip(slots, keys, strict=True)
-            if key not in made and (anew or not self._has(key, slot.item))
+            if key not in made and (anew or not self._has(key))
         }:
             pixels = {key: self.materializer.submit(item) for key, item in lacking.items()}
             for key, item in lacking.items():
-                found = await asyncio.wrap_future(pixels[key])
+                # A flight belongs to all who joined it: one who leaves must not cancel it.
+                found = await asyncio.shield(asyncio.wrap_future(pixels[key]))
                 made[key] = await asyncio.get_running_loop().run_in_executor(
                     self.pool, self._make, item, found
                 )
-                self._note(item, found.digest)
-        return Prepared(made, [self._digests[slot.item] for slot in slots])
+                self._note(key, found.digest)
+        return Prepared(made, [self._digests[key] for key in keys])
 
     def hand_over(self, keys: list[str], made: dict[str, Any], anew: bool) -> list[Any] | None:
         """One entry a slot: the item, or None for one that vLLM's engine holds.
 
-        None altogether when vLLM has let go of one since `prepare`. Nothing may be awaited between
-        this and vLLM's own sending: its two caches must see items in one order.
+        None altogether when vLLM has let go of one that is not in `made`. Nothing may be awaited
+        between this and vLLM's own sending: its two caches must see items in one order.
         """
         if self.cache is None or anew:
             return [made[key] for key in keys]
-        if any(key not in made and not self.cache.is_cached_item(key) for key in keys):
-            return None
-        handed = []
+        # As the cache in vLLM's engine does: what is used here goes last when room is made.
         for key in keys:
-            new: tuple[Any, list[Any]] | None
-            new = None if self.cache.is_cached_item(key) else (made[key], [])
-            entry, _ = self.cache.get_and_update_item(new, key)
+            self.cache.touch_sender_cache_item(key)
+        handed: list[Any] = []
+        inserted: list[str] = []
+        for key in keys:
+            is_held = self.cache.is_cached_item(key)
+            if not is_held and key not in made:
+                # Room for the others of this request was made with it; they are not sent either.
+                for other in inserted:
+                    self.cache.invalidate(other)
+                return None
+            entry, _ = self.cache.get_and_update_item(None if is_held else (made[key], []), key)
             handed.append(entry)
+            if not is_held:
+                inserted.append(key)
         return handed
 
-    def _has(self, key: str, item: MediaItem) -> bool:
+    def _has(self, key: str) -> bool:
         held = self.cache is not None and self.cache.is_cached_item(key)
-        return held and item in self._digests
+        return held and key in self._digests
 
     def _make(self, item: MediaItem, pixels: Pixels) -> MultiModalKwargsItem:
         fields = self.serving.fields(self.family, item, pixels.patches, self.normalizes)
         return as_item(self.family.modality, fields)
 
-    def _note(self, item: MediaItem, digest: str) -> None:
-        self._digests[item] = digest
-        self._digests.move_to_end(item)
+    def _note(self, key: str, digest: str) -> None:
+        self._digests[key] = digest
+        self._digests.move_to_end(key)
         while len(self._digests) > DIGESTS_KEPT:
             self._digests.popitem(last=False)
 

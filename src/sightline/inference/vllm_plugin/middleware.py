@@ -61,8 +61,8 @@ class Middleware:
         return sending
 
     async def _begin(self, app: Any) -> None:
+        built = await build(app)
         client, uvicorn_server = app.state.engine_client, app.state.server
-        built = await build(client)
         server = built.server
         server.engine.on_death = lambda: os._exit(ENGINE_DIED)
         await self._stack.enter_async_context(server.app.router.lifespan_context(server.app))

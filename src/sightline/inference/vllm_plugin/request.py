@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +30,11 @@ class Request:
     task: asyncio.Task[None] | None = None
     is_running: bool = False
     """Whether vLLM has it."""
-    updates: int = 0
-    """Weight updates since vLLM has it."""
+    handed_at: float = 0.0
+    """When vLLM got it; this and the next two by the monotonic clock of the machine."""
+    scheduled_at: float = 0.0
+    """When vLLM first computed something of it."""
+    first_token_at: float = 0.0
 
     digests: list[str] = field(default_factory=list)
     cached_tokens: int = 0
@@ -50,3 +54,12 @@ class Request:
 
     def pixel_digests(self) -> list[str]:
         return self.digests
+
+    def num_on_old_kv(self, updates: list[float]) -> int:
+        """Tokens sampled over keys and values of older weights, which `updates` have replaced at
+        these moments. Found ones are of the weights that it was handed over under."""
+        if not self.spans:
+            return 0
+        began_at = self.handed_at if self.cached_tokens else self.scheduled_at
+        is_old = bisect(updates, began_at) < bisect(updates, self.first_token_at)
+        return len(self.tokens) - (0 if is_old else self.spans[0].end)

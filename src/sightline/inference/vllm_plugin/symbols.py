@@ -2,13 +2,16 @@
 
 `check` compares them with the vLLM that is installed: it runs before a server starts, and a test
 runs it for each supported version, so that a name that moved is an error that names it.
+`check_reached` does the same for what only a vLLM that has loaded can show.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
+from prometheus_client import REGISTRY
 from vllm.distributed.weight_transfer import (
     WeightTransferEngine,
     WeightTransferEngineFactory,
@@ -19,8 +22,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 from vllm.engine.protocol import EngineClient
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.inputs import mm_input, tokens_input
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -33,11 +37,14 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
+from vllm.sampling_params import _MAX_TEMP as LEAST_TEMPERATURE
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched import output as scheduler_output
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.metrics.stats import RequestStateStats
 from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from sightline.errors import ConfigError
 from sightline.inference.vllm_plugin.versions import SUPPORTED, check_version
@@ -65,7 +72,7 @@ PUBLIC: dict[Any, tuple[str, ...]] = {
     SamplingParams: (
         "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids", "ignore_eos",
         "max_tokens", "logprobs", "prompt_logprobs", "detokenize", "output_kind",
-        "skip_reading_prefix_cache",
+        "skip_reading_prefix_cache", "extra_args",
     ),
 }  # fmt: skip
 
@@ -79,33 +86,41 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     PlaceholderRange: ("offset", "length"),
     BaseMultiModalProcessorCache.is_cached_item: ("mm_hash",),
     BaseMultiModalProcessorCache.get_and_update_item: ("mm_item", "mm_hash"),
+    BaseMultiModalProcessorCache.touch_sender_cache_item: ("mm_hash",),
+    BaseMultiModalProcessorCache.invalidate: ("mm_hash",),
     InputProcessor.process_inputs: ("request_id", "prompt", "params"),
     WeightTransferInitInfo: (),
     WeightTransferUpdateInfo: (),
     WeightTransferUpdateRequest: ("update_info",),
     WeightVersionSpan: ("version", "start", "end"),
     CompletionOutput: ("index", "token_ids", "logprobs", "finish_reason", "weight_versions"),
-    RequestOutput: ("outputs", "num_cached_tokens", "prompt_logprobs"),
+    RequestOutput: ("outputs", "num_cached_tokens", "prompt_logprobs", "metrics"),
+    RequestStateStats: ("scheduled_ts", "first_token_ts"),
+    process_dict_updates: ("req_entries", "batch_update", "new_state"),
     initialize_layerwise_reload: ("model",),
     finalize_layerwise_reload: (),
+    VLLMValidationError: ("message", "parameter"),
     scheduler_output.strip_covered_mm_data: ("mm_features", "num_computed_tokens", "uses_mrope"),
 }
 
 REACHED = (
-    "app.state.engine_client",
-    "app.state.server.should_exit",
-    "EngineClient.vllm_config.additional_config",
-    "EngineClient.model_config.multimodal_config.mm_device_do_normalize",
-    "EngineClient.renderer.mm_processor_cache",
-    "EngineClient.input_processor.mm_encoder_cache_size",
-    "EngineClient.errored",
-    "Module.quant_method.moe_kernel",
+    "state.server.should_exit",
+    "state.engine_client.vllm_config.additional_config",
+    "state.engine_client.model_config.multimodal_config.mm_device_do_normalize",
+    "state.engine_client.renderer.mm_processor_cache",
+    "state.engine_client.input_processor.mm_encoder_cache_size",
+    "state.engine_client.errored",
 )
-"""Attributes of objects at run time: `middleware` and `engine` read them when a server starts, the
-last is set when weights change."""
+"""Attributes of vLLM's application, which has them once its engine is loaded."""
+
+SAMPLED = "vllm:generation_tokens_total"
+"""vLLM's own count of what its engine has sampled, requests in flight included."""
+
+MADE = {FusedMoEMethodBase: ("moe_kernel",)}
+"""Attributes that a class gives its objects."""
 
 ERRORS = (EngineDeadError, VLLMClientError)
-DATA = (MultiModalKwargsItem, RequestOutputKind)
+DATA = (MultiModalKwargsItem, RequestOutputKind, LEAST_TEMPERATURE)
 
 
 def keep_images_with_requests() -> None:
@@ -124,7 +139,7 @@ def forget_expert_kernels(model: Any) -> None:
     only where there is no kernel yet; the one that there was would read them as if packed."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None and _is_on_cpu(module):
+        if isinstance(method, FusedMoEMethodBase) and _is_on_cpu(module):
             method.moe_kernel = None
 
 
@@ -141,12 +156,49 @@ def check() -> str:
         for thing, wanted in table.items()
         if (missing := [name for name in wanted if name not in parameters(thing)])
     ]
+    moved += [
+        f"{_name(thing)} has no {name}"
+        for thing, names in MADE.items()
+        for name in names
+        if name not in thing.__init__.__code__.co_names
+    ]
+    _refuse(moved)
+    return found
+
+
+def check_reached(app: Any) -> None:
+    """Raises ConfigError unless vLLM's application has what the plugin reads of it at run time."""
+    moved = [f"app.{path} is not there" for path in REACHED if not _is_there(app, path)]
+    if not list(samples()):
+        moved.append(f"there is no metric {SAMPLED}")
+    _refuse(moved)
+
+
+def samples() -> Iterator[float]:
+    """What the metric `SAMPLED` says, of each engine."""
+    for metric in REGISTRY.collect():
+        yield from (sample.value for sample in metric.samples if sample.name == SAMPLED)
+
+
+def wrong_parameter(error: Exception) -> str:
+    """The sampling parameter that vLLM refuses, where it says which."""
+    return (isinstance(error, VLLMValidationError) and error.parameter) or ""
+
+
+def _refuse(moved: list[str]) -> None:
     if moved:
         raise ConfigError(
-            f"vLLM {found} is not what the plugin was made for: {'; '.join(moved)}",
+            f"vLLM {check_version()} is not what the plugin was made for: {'; '.join(moved)}",
             f"install vLLM {' or '.join(SUPPORTED)}",
         )
-    return found
+
+
+def _is_there(thing: Any, path: str) -> bool:
+    for name in path.split("."):
+        if not hasattr(thing, name):
+            return False
+        thing = getattr(thing, name)
+    return True
 
 
 def parameters(thing: Any) -> tuple[str, ...]:

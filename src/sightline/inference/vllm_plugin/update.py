@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from sightline.compute.adapters import Base, parameter
 from sightline.compute.stored import Stored, open_folder, turned_names
-from sightline.compute.weights import check_names, read_weights
+from sightline.compute.weights import check_names, read_manifest, read_weights
 from sightline.errors import EngineError, SightlineError
 from sightline.inference.errors import refusal
 from sightline.inference.vllm_plugin.symbols import WeightTransferUpdateRequest
@@ -49,6 +50,8 @@ class Updates:
     vision_digest: str
     count: int = 0
     vision_count: int = 0
+    moments: list[float] = field(default_factory=list)
+    """When weights changed, by the monotonic clock; nothing is computed at such a moment."""
 
     def __post_init__(self) -> None:
         self._first_vision = self.vision_digest
@@ -68,6 +71,12 @@ class Updates:
     def read(self, path: Path) -> Wanted:
         """Reads and checks the weights of a manifest; refuses what is torn or does not fit."""
         try:
+            if read_manifest(path).broadcast is not None:
+                raise refusal(
+                    "weights",
+                    f"{path} names weights that are sent, and vLLM's worker reads files",
+                    'set [trainer] publish = "files"',
+                )
             manifest, tensors = read_weights(path)
             info = {"paths": [str(path.parent / file.name) for file in manifest.files]}
             return self._wanted(manifest, tensors, info | {"turned": self._turned})
@@ -122,6 +131,7 @@ class Updates:
             self.vision_digest = wanted.vision_digest
             self.count += 1
             self.vision_count += is_vision_new
+            self.moments.append(time.monotonic())
         finally:
             await self.client.resume_generation()
 

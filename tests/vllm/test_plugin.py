@@ -1,0 +1,30 @@
+"""The plugin's parts by themselves; what is checked stands in `plugin_checks.py`, which one process
+of vLLM's interpreter runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CHECKS = Path(__file__).parent / "plugin_checks.py"
+
+
+@pytest.fixture(scope="session")
+def found(python: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What went wrong in each check."""
+    done = subprocess.run(
+        [python, str(CHECKS), str(tmp_path_factory.mktemp("checks"))],
+        capture_output=True, text=True, timeout=300, check=False, cwd="/",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+    outcome: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return outcome
+
+
+@pytest.mark.parametrize("name", re.findall(r"^def (check_\w+)", CHECKS.read_text(), re.MULTILINE))
+def test_a_part_of_the_plugin(found: dict[str, str], name: str) -> None:
+    assert not found[name], found[name]
