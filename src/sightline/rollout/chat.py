@@ -9,8 +9,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sightline.envs.protocol import Messages
 from sightline.errors import (
@@ -33,6 +34,8 @@ from sightline.wire.stage import NO_STAGE, Stage
 
 if TYPE_CHECKING:
     from sightline.rollout.intercept import Interception
+
+T = TypeVar("T")
 
 ROOT = -1
 MAX_NOTE = 500
@@ -69,6 +72,8 @@ class RolloutChat:
     max_tokens: int
     rng: random.Random
     seed: int
+    pool: Executor | None = None
+    """Threads for what is done here, which user code has no part in; None is the loop's own."""
     max_len: int = 0
     """Longest sequence that the server takes, prompt and answer; 0 is not known."""
     max_turns: int = 0
@@ -129,7 +134,11 @@ class RolloutChat:
     async def messages(self, messages: Messages) -> list[Message]:
         """The messages in our form, with their images taken into the store."""
         await self.pending.settle()
-        return await asyncio.to_thread(self.renderer.read, settled(messages))
+        return await self.in_pool(self.renderer.read, settled(messages))
+
+    async def in_pool(self, work: Callable[..., T], *args: Any) -> T:
+        """Does in a thread what would hold up the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, work, *args)
 
     def put(self, image: Any) -> MediaRef:
         if self.exchanged:
@@ -193,6 +202,9 @@ class RolloutChat:
 
     @contextlib.contextmanager
     def _taking_turn(self) -> Iterator[Stage]:
+        if self.trace.ended:
+            # No Exception: user code that goes on after any of those would never end.
+            raise asyncio.CancelledError("the rollout is over")
         self.end_environment()
         with self.stage.begin("turn", turn=self.num_turns + 1) as stage:
             try:
@@ -212,7 +224,7 @@ class RolloutChat:
                 await self.pending.settle()
                 async with self.one_at_a_time:
                     # In a thread: a long text takes the tokenizer a while, and others go on.
-                    return await asyncio.to_thread(make)
+                    return await self.in_pool(make)
         except (MessageError, MediaError) as error:
             self.note_refusal(error)
             raise
@@ -281,7 +293,7 @@ class RolloutChat:
                 f"trace {self.trace.id}: the server's logprobs are not those of its tokens",
                 "the rollout is dropped; look at the server's log",
             )
-        message = await asyncio.to_thread(self.renderer.parse, choice.token_ids)
+        message = await self.in_pool(self.renderer.parse, choice.token_ids)
         async with self.one_at_a_time:
             await self.client.pace.turn()
             node = turn.commit(

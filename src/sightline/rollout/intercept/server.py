@@ -196,7 +196,7 @@ class Interception:
     async def _answered(self, chat: RolloutChat, body: bytes) -> tuple[Asked, Answered] | Refusal:
         """What an agent asked for and was told; whatever goes wrong is answered, and kept."""
         try:
-            asked, messages = await asyncio.to_thread(self._read, chat, body)
+            asked, messages = await chat.in_pool(self._read, chat, body)
         except SightlineError as error:
             chat.note_refusal(error)
             return Refusal.of(error)
