@@ -21,7 +21,7 @@ from typing import Any
 from sightline.envs.actions import Field, TextWay, ToolWay, way_of
 from sightline.envs.chromium import Chromium, Tab, get_chromium
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
-from sightline.envs.threads import clean_up
+from sightline.envs.threads import start_thread
 from sightline.errors import ConfigError
 from sightline.message import Message
 
@@ -107,7 +107,7 @@ class MiniBrowser(Environment):
             outcome = await self._play(tab, chat)
         except BaseException:
             # Not awaited: a browser that hangs would hold up a rollout that is given up.
-            clean_up(tab.close, "close-tab")
+            start_thread(tab.close, "close-tab")
             raise
         self._idle.append(tab)
         return outcome

@@ -116,38 +116,40 @@ def _ended_by(error: BaseException) -> EnvironmentFailed:
 class Threads:
     """The threads of a worker's rollouts, and what of user code does not come back."""
 
-    _left: dict[Callable[[], bool], float] = field(default_factory=dict)
-    """Of what outlived its rollout: whether it still runs, and when the rollout was over."""
+    _left: dict[concurrent.futures.Future[Any] | asyncio.Task[Any], float] = field(
+        default_factory=dict
+    )
+    """What still runs though its rollout is over, with the time at which it was."""
     _loop: asyncio.AbstractEventLoop | None = None
 
     def stuck_s(self) -> float:
         """For how long the oldest thread or task has outlived its rollout; 0 when none has."""
         now = time.monotonic()
-        for still_runs in list(self._left):
-            if not still_runs():
-                self._left.pop(still_runs, None)
+        for left in list(self._left):
+            if left.done():
+                self._left.pop(left, None)
         return max((now - since for since in list(self._left.values())), default=0.0)
 
-    def leave(self, still_runs: Callable[[], bool]) -> None:
+    def leave(self, left: concurrent.futures.Future[Any] | asyncio.Task[Any]) -> None:
         """Counts something of a rollout that is over, for as long as it runs."""
-        self._left[still_runs] = time.monotonic()
+        self._left[left] = time.monotonic()
 
     @contextlib.contextmanager
     def of_rollout(self) -> Iterator[None]:
-        """Threads that are started meanwhile, in this context, belong to one rollout."""
+        """What threads are given to do meanwhile, in this context, belongs to one rollout."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             # What user code gives to `asyncio.to_thread` starts at once, and is counted.
             loop.set_default_executor(ThreadEach())
             self._loop = loop
-        together: set[threading.Thread] = set()
+        together: set[concurrent.futures.Future[Any]] = set()
         before = OF_ROLLOUT.set(together)
         try:
             yield
         finally:
             OF_ROLLOUT.reset(before)
-            for thread in list(together):
-                self.leave(thread.is_alive)
+            for left in list(together):
+                self.leave(left)
 
     async def play(self, rollout: Callable[[ThreadChat], T], chat: Chat, name: str) -> T:
         """Runs `rollout` in a thread; given up when the task is cancelled."""

@@ -57,4 +57,4 @@ async def _give_up(task: asyncio.Task[Any], threads: Threads, grace_s: float) ->
         await asyncio.wait({task}, timeout=grace_s)
     finally:
         if not task.done():
-            threads.leave(lambda: not task.done())
+            threads.leave(task)
