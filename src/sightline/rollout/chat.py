@@ -22,6 +22,7 @@ from sightline.errors import (
     Misaligned,
     SightlineError,
     Truncated,
+    TurnsUsedUp,
 )
 from sightline.media import MediaRef, MediaStore
 from sightline.message import AssistantMessage, Message
@@ -90,7 +91,7 @@ class RolloutChat:
     """By the digest of an agent's own image, the one that is shown for it."""
     leaf: int = field(default=ROOT)
     num_turns: int = 0
-    cuts: list[str] = field(default_factory=list)
+    cuts: list[Truncated] = field(default_factory=list)
     """Why the rollout was cut short; branches share it."""
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a thread reads the trace: nothing may be committed meanwhile."""
@@ -158,7 +159,7 @@ class RolloutChat:
     @property
     def truncated(self) -> str:
         """Why the rollout was cut short; empty while it was not."""
-        return self.cuts[0] if self.cuts else ""
+        return self.cuts[0].problem if self.cuts else ""
 
     @property
     def base_url(self) -> str:
@@ -236,19 +237,27 @@ class RolloutChat:
     def _check_room(self, turn: Turn) -> None:
         """Ends the rollout before a request that cannot be served; nothing is committed."""
         if 0 < self.max_turns <= self.num_calls:
-            self.cuts.append(f"its {self.max_turns} turns are used up ([rollout] max_turns)")
+            self.cuts.append(
+                TurnsUsedUp(
+                    "the rollout is cut short: its turns are used up, "
+                    f"[rollout] max_turns = {self.max_turns}",
+                    "end the rollout sooner, or raise the limit",
+                )
+            )
         needed = len(turn.prompt_ids) + self.max_tokens
         if 0 < self.max_len < needed:
             self.cuts.append(
-                f"the prompt of turn {self.num_turns + 1} has {len(turn.prompt_ids)} tokens; with "
-                f"[rollout] max_tokens = {self.max_tokens} it needs more than the "
-                f"{self.max_len} of [inference] max_len"
+                Truncated(
+                    f"the rollout is cut short: the prompt of turn {self.num_turns + 1} has "
+                    f"{len(turn.prompt_ids)} tokens; with [rollout] max_tokens = "
+                    f"{self.max_tokens} it needs more than the {self.max_len} of "
+                    "[inference] max_len",
+                    "show less, keep a window of the history, or raise the limit",
+                )
             )
-        if self.truncated:
-            raise Truncated(
-                f"the rollout is cut short: {self.truncated}",
-                "show less, keep a window of the history, or raise the limit",
-            )
+        if self.cuts:
+            first = self.cuts[0]
+            raise type(first)(first.problem, first.fix)
 
     def _check_exchanged(self, turn: Turn) -> None:
         """Images that did not come through `put` cannot be exchanged, and would go unnoticed."""

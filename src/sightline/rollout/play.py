@@ -118,7 +118,8 @@ class Player:
         self._chats[play.rollout_id] = chat
         try:
             _earn(trace, await self._rollout(play, chat))
-            kind = TRUNCATED if chat.truncated else ""
+            if chat.truncated:
+                kind, trace.truncated, trace.limit = TRUNCATED, True, chat.truncated
         except OutOfTime as problem:
             error, kind = str(problem), "timeout"
         except EngineError as problem:

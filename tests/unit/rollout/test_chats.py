@@ -16,6 +16,7 @@ from sightline.errors import MediaRefused, Truncated
 from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import user
+from sightline.monitor.transcript import transcript
 from sightline.rollout.play import Player
 from sightline.trace import Trace, decode
 from sightline.wire.control import Play
@@ -228,7 +229,9 @@ def test_a_prompt_that_does_not_fit_ends_the_rollout_before_the_request(play: Tr
 
     room = length_of(play, "short") + 6
     trace = play(rollout, max_len=room)
-    assert trace.error_kind == "truncated" and not trace.error
+    assert trace.error_kind == "truncated" and trace.truncated and not trace.error
+    shown = " ".join(" ".join(transcript(trace)).split())
+    assert ", truncated" in shown and "[inference] max_len" in shown
     assert trace.reward == 0.0 and len(trace.turns) == 1
     assert [node.message.text for node in trace.nodes][0] == "short"
     assert len(trace.nodes) == 2, "the observation that did not fit is not in the trace"
@@ -250,6 +253,7 @@ def test_an_environment_says_what_a_truncated_rollout_is_worth(play: Trial) -> N
 
     trace = play(rollout, max_turns=3)
     assert trace.error_kind == "truncated" and trace.reward == 0.3 and len(trace.turns) == 3
+    assert trace.truncated and "[rollout] max_turns = 3" in trace.limit
 
     class Worth(Plays):
         def truncated(self, task: Task) -> float:
