@@ -39,6 +39,14 @@ class ThreadChat:
     def rng(self) -> random.Random:
         return self.chat.rng
 
+    @property
+    def asynchronous(self) -> Chat:
+        return self.chat
+
+    @property
+    def num_calls(self) -> int:
+        return self.chat.num_calls
+
     def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         return self.wait(self.chat.send(new_messages, tools=tools))
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from unit.rollout.test_many import playing
 
-from sightline.envs import BlockingChat, Environment, Outcome, Task
+from sightline.envs import BlockingChat, Conversation, Environment, Outcome, Task, last_images
 from sightline.errors import MediaRefused, Truncated
 from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore
@@ -212,6 +212,31 @@ def test_a_plain_function_can_wait_for_something_asynchronous(play: Trial) -> No
         return 0.75
 
     assert play(lambda task, chat: chat.wait(judge())).reward == 0.75
+
+
+def test_a_plain_function_has_windows_branches_and_compaction(play: Trial) -> None:
+    async def waits(task: Task, chat: Any) -> Outcome:
+        talk = Conversation(chat, last_images(1))
+        for turn in range(3):
+            await talk.send([user("look", chat.put(picture(turn)))])
+        await talk.branch().send([user("aside")])
+        await talk.compact()
+        await talk.send([user("on")])
+        return Outcome(1.0, per_turn=[0.0] * chat.num_calls)
+
+    def plain(task: Task, chat: BlockingChat) -> Outcome:
+        talk = Conversation(chat.asynchronous, last_images(1))
+        for turn in range(3):
+            chat.wait(talk.send([user("look", chat.put(picture(turn)))]))
+        chat.wait(talk.branch().send([user("aside")]))
+        chat.wait(talk.compact())
+        chat.wait(talk.send([user("on")]))
+        return Outcome(1.0, per_turn=[0.0] * chat.num_calls)
+
+    one, other = play(waits), play(plain)
+    assert not one.error and not other.error, one.error + other.error
+    assert one.forks and one.forks == other.forks and one.branches() == other.branches()
+    assert [n.token_ids for n in one.nodes] == [n.token_ids for n in other.nodes]
 
 
 # --- limits
