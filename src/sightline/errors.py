@@ -18,7 +18,8 @@
     ├── EngineError               an inference server refused or failed a request
     ├── EnvironmentFailed         user code of an environment failed
     ├── JudgeFailed               a judge model gave no verdict
-    ├── Truncated                 a rollout was cut short: no room, or no turns, left
+    ├── Truncated                 a rollout was cut short: there is no room left
+    │   └── TurnsUsedUp           a rollout was cut short: there are no turns left
     ├── NothingTrains             batch after batch without a trainable sample
     ├── ResumeRefused             a run that cannot go on exactly
     ├── UploadFailed              a store refused a file, or did not take it in several tries
@@ -148,7 +149,11 @@ class JudgeFailed(SightlineError):
 
 
 class Truncated(SightlineError):
-    """The next prompt would not fit, or the turns are used up. It ends the rollout."""
+    """The next prompt would not fit. It ends the rollout."""
+
+
+class TurnsUsedUp(Truncated):
+    """The rollout has made as many model calls as it may."""
 
 
 class NothingTrains(SightlineError):

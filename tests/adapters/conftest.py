@@ -87,7 +87,7 @@ def play(model: Path, media: Path, server: str) -> Callable[..., list[Trace]]:
                 family.modality, max_tokens=max_tokens, timeout_s=240, door=door,
             )  # fmt: skip
             await player.client.wait_healthy()
-            plays = [Play(f"r{i}", "g", i, "train", i, 1.0) for i in range(num)]
+            plays = [Play(f"r{i}", "g", i, split, i, 1.0) for i in range(num)]
             played = await asyncio.gather(*(player.play(one) for one in plays))
             await player.close()
             return [decode(one.trace) for one in played]

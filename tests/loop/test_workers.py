@@ -39,6 +39,8 @@ class Trouble(ColorCodeword):
         if self.is_time(task):
             if self.kind == "crash":
                 os._exit(7)
+            if self.kind == "exit":
+                os._exit(0)
             if self.kind == "fault":
                 ctypes.string_at(0)
             if self.kind == "hang":
@@ -107,10 +109,11 @@ def write_run(home: Path, module: str, code: str, name: str) -> None:
     ("kind", "env", "why"),
     [
         ("crash", "Trouble", "crash: worker-0 ended with 7"),
+        ("exit", "Trouble", "crash: worker-0 ended with 0"),
         ("fault", "Trouble", "crash: worker-0 was killed by SIGSEGV"),
         ("hang", "Trouble", "hang: its event loop stood still"),
         ("leak", "Trouble", "leak: it held"),
-        ("stuck", "Stuck", "hang: a thread has outlived its rollout"),
+        ("stuck", "Stuck", "hang: user code has outlived its rollout"),
     ],
 )
 def test_a_worker_that_user_code_breaks_is_replaced(

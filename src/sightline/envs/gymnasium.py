@@ -6,11 +6,9 @@ used only from the thread that made them, and the worker's other rollouts go on 
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -19,6 +17,7 @@ from PIL import Image
 
 from sightline.envs.parsing import build_parser, check_on_malformed
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
+from sightline.envs.threads import OneThread
 from sightline.errors import ConfigError
 from sightline.message import user
 
@@ -91,21 +90,23 @@ class GymnasiumEnvironment(Environment):
         return Task(index, split, random.Random(f"{self.seed}:{split}:{index}").getrandbits(31))
 
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
-        game = _Game(ThreadPoolExecutor(1, thread_name_prefix="gymnasium"))
+        game = _Game(OneThread("gymnasium"))
         try:
             await game.do(lambda: game.start(self._make, task.data))
-            return await self._play(game, chat)
+            outcome = await self._play(game, chat)
+            await game.do(game.close)
+            return outcome
         finally:
-            await asyncio.shield(game.do(game.close))
-            game.thread.shutdown(wait=False)
+            # Not awaited: a step that hangs comes before it, and would hold up a cancelled rollout.
+            game.thread.end(game.close)
 
     async def _play(self, game: _Game, chat: Chat) -> Outcome:
         total, num_malformed, gave_up = 0.0, 0, False
         per_turn: list[float] = []
         while not (game.over or gave_up) and len(per_turn) < self.max_turns:
-            frame = await game.do(game.frame)
+            picture = await game.do(lambda: self._picture(game.frame()))
             parts = [self.hint] if self.hint and not per_turn else []
-            said = await chat.send([user(*parts, chat.put(self._picture(frame)))])
+            said = await chat.send([user(*parts, chat.put(picture))])
             action = self.parser.parse(said)
             malformed = action is None
             num_malformed += malformed
@@ -143,13 +144,13 @@ class GymnasiumEnvironment(Environment):
 class _Game:
     """One episode. Everything that touches the environment runs in its thread."""
 
-    thread: ThreadPoolExecutor
+    thread: OneThread
     env: Any = None
     terminated: bool = False
     truncated: bool = False
 
     async def do(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+        return await self.thread.do(work)
 
     def start(self, make: Callable[[], Any], seed: int) -> None:
         self.env = make()
@@ -172,8 +173,9 @@ class _Game:
         return float(reward)
 
     def close(self) -> None:
-        if self.env is not None:
-            self.env.close()
+        env, self.env = self.env, None
+        if env is not None:
+            env.close()
 
 
 ENVIRONMENT = GymnasiumEnvironment

@@ -21,6 +21,7 @@ from typing import Any
 from sightline.envs.actions import Field, TextWay, ToolWay, way_of
 from sightline.envs.chromium import Chromium, Tab, get_chromium
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
+from sightline.envs.threads import start_thread
 from sightline.errors import ConfigError
 from sightline.message import Message
 
@@ -105,7 +106,8 @@ class MiniBrowser(Environment):
         try:
             outcome = await self._play(tab, chat)
         except BaseException:
-            await asyncio.to_thread(tab.close)
+            # Not awaited: a browser that hangs would hold up a rollout that is given up.
+            start_thread(tab.close, "close-tab")
             raise
         self._idle.append(tab)
         return outcome

@@ -127,6 +127,14 @@ class BlockingChat(Protocol):
         ...
 
     @property
+    def asynchronous(self) -> Chat:
+        """The same conversation with all of its methods, to `wait` for: a `Conversation`, say."""
+        ...
+
+    @property
+    def num_calls(self) -> int: ...
+
+    @property
     def base_url(self) -> str: ...
 
     @property

@@ -1,8 +1,8 @@
 """Watches the environment workers and replaces those that user code has broken.
 
-    crash     the process has ended
-    hang      its event loop, or a thread of a rollout that is over, stands still for `hang_s`;
-              or the process gives no sign of life at all
+    crash     the process has ended, with whatever code, and was not told to
+    hang      its event loop stands still for `hang_s`, or user code goes on for as long after
+              its rollout is over; or the process gives no sign of life at all
     leak      its memory is above the limit
 
 A worker that breaks costs the rollouts that it was playing. Its successor has the same name and
@@ -81,9 +81,8 @@ class Workers:
     def tend(self) -> None:
         now = time.monotonic()
         for spec in self.specs:
-            # A worker that ends before its first beat never worked: that ends the run.
-            if self.processes.code(spec.name) and self._beat(spec).exists():
-                self._replace(spec, self._how_it_ended(spec))
+            if (code := self.processes.code(spec.name)) is not None:
+                self._tend_ended(spec, code)
         if now - self._looked < LOOK_EVERY_S:
             return
         self._looked = now
@@ -95,13 +94,18 @@ class Workers:
     def _beat(self, spec: Spec) -> Path:
         return beat_file(self.processes.run_dir.logs, spec.name)
 
-    def _how_it_ended(self, spec: Spec) -> str:
-        code = self.processes.code(spec.name)
-        return f"crash: {self.processes.explain(spec.name, code or 0).problem}"
+    def _tend_ended(self, spec: Spec, code: int) -> None:
+        beat, how = read_beat(self._beat(spec)), self.processes.explain(spec.name, code)
+        if beat is not None:
+            if not beat.told_to_quit:
+                self._replace(spec, f"crash: {how.problem}")
+        elif code == 0:
+            # It never worked: that ends the run, as it does for one that ended with an error.
+            raise how
 
     def _fault(self, spec: Spec, now: float) -> str:
         beat = read_beat(self._beat(spec))
-        if beat is None:
+        if beat is None or beat.told_to_quit:
             return ""
         size = self.processes.resident_bytes(spec.name)
         if size > self.max_bytes:
@@ -111,7 +115,7 @@ class Workers:
         if beat.time_s - beat.loop_s > self.hang_s:
             return f"hang: its event loop stood still for {beat.time_s - beat.loop_s:.0f} s"
         if beat.stuck_s > self.hang_s:
-            return f"hang: a thread has outlived its rollout by {beat.stuck_s:.0f} s"
+            return f"hang: user code has outlived its rollout by {beat.stuck_s:.0f} s"
         return ""
 
     def _replace(self, spec: Spec, why: str) -> None:

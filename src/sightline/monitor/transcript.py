@@ -57,6 +57,8 @@ def _head(trace: Trace, width: int) -> Iterator[str]:
     parts = "".join(f", {name} {value:.3f}" for name, value in trace.rewards.items())
     reward = "no reward" if trace.reward is None else f"reward {trace.reward:.3f}"
     yield from _wrap(f"{reward}{parts}{', truncated' if trace.truncated else ''}", width, "  ")
+    if trace.limit:
+        yield from _wrap(trace.limit, width, "  ")
     for error in (trace.error, *trace.door_errors):
         if error:
             yield from _wrap(f"error: {error}", width, "  ")

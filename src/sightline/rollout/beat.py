@@ -31,11 +31,13 @@ class Beat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loop_s: float
     """When the event loop last had a turn."""
     stuck_s: float
-    """For how long the oldest thread has outlived its rollout."""
+    """For how long the oldest thread or task of user code has outlived its rollout."""
     running: int
     """Rollouts under way."""
     longest_gap_s: float
     """Between two beats so far."""
+    told_to_quit: bool = False
+    """The last beat of a worker that ends in order."""
 
 
 def read_beat(path: Path) -> Beat | None:
@@ -58,11 +60,14 @@ class Heart:
         """Called in the event loop."""
         self._loop_s = time.monotonic()
         self._turning = asyncio.ensure_future(self._turn())
-        threading.Thread(target=self._beat, daemon=True, name="heart").start()
+        self._beating = threading.Thread(target=self._beat, daemon=True, name="heart")
+        self._beating.start()
 
     def stop(self) -> None:
+        """Returns when the last beat is written, which tells an orderly end from any other."""
         self._stop.set()
         self._turning.cancel()
+        self._beating.join()
 
     async def _turn(self) -> None:
         while True:
@@ -74,10 +79,12 @@ class Heart:
         while True:
             now = time.monotonic()
             longest, last, number = max(longest, now - last), now, number + 1
-            beat = Beat(number, now, self._loop_s, self.stuck_s(), self.running(), longest)
+            is_last = self._stop.is_set()
+            beat = Beat(number, now, self._loop_s, self.stuck_s(), self.running(), longest, is_last)
             # Not synced: a beat that outlasts the machine is of no use to anyone.
             part = self.path.with_name(f".{self.path.name}.part")
             part.write_bytes(msgspec.json.encode(beat))
             os.replace(part, self.path)
-            if self._stop.wait(self.every_s):
+            if is_last:
                 return
+            self._stop.wait(self.every_s)

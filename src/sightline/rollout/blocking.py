@@ -1,22 +1,19 @@
-"""Rollouts that are plain functions: each in a thread of its own, with a chat that waits.
-
-Threads are not taken from a pool: a pool of any size could fill with rollouts that wait, and the
-work that would let them go on would never start.
-"""
+"""Rollouts that are plain functions: each in a thread of its own, with a chat that waits."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from contextvars import copy_context
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sightline.envs.protocol import Chat, Messages
+from sightline.envs.threads import OF_ROLLOUT, ThreadEach, start_thread
 from sightline.errors import EnvironmentFailed
 from sightline.media import MediaRef
 from sightline.message import AssistantMessage
@@ -34,11 +31,21 @@ class ThreadChat:
     loop: asyncio.AbstractEventLoop
 
     def __post_init__(self) -> None:
-        self._is_over = threading.Event()
+        self._is_over = False
+        self._under_way: set[concurrent.futures.Future[Any]] = set()
+        self._lock = threading.Lock()
 
     @property
     def rng(self) -> random.Random:
         return self.chat.rng
+
+    @property
+    def asynchronous(self) -> Chat:
+        return self.chat
+
+    @property
+    def num_calls(self) -> int:
+        return self.chat.num_calls
 
     def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         return self.wait(self.chat.send(new_messages, tools=tools))
@@ -66,35 +73,91 @@ class ThreadChat:
         return self.chat.get(ref)
 
     def wait(self, work: Awaitable[T]) -> T:
-        if self._is_over.is_set():
-            if isinstance(work, Coroutine):
-                work.close()
-            # No Exception: user code that goes on after any of those would never end.
-            raise asyncio.CancelledError("the rollout is over")
-        return asyncio.run_coroutine_threadsafe(_awaited(work), self.loop).result()
+        with self._lock:
+            if self._is_over:
+                if isinstance(work, Coroutine):
+                    work.close()
+                raise _over()
+            future = asyncio.run_coroutine_threadsafe(contained(work), self.loop)
+            self._under_way.add(future)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            if self._is_over:
+                raise _over() from None
+            raise
+        finally:
+            self._under_way.discard(future)
 
     def end(self) -> None:
-        self._is_over.set()
+        """What the thread waits for is cancelled, and so is whatever it asks for from now on."""
+        with self._lock:
+            self._is_over = True
+            under_way = list(self._under_way)
+        for future in under_way:
+            future.cancel()
 
 
-async def _awaited(work: Awaitable[T]) -> T:
-    return await work
+def _over() -> asyncio.CancelledError:
+    # No Exception: user code that goes on after any of those would never end.
+    return asyncio.CancelledError("the rollout is over")
+
+
+async def contained(work: Awaitable[T]) -> T:
+    """The result of user code; sys.exit and its like would end the event loop."""
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise _ended_by(error) from error
+
+
+def _ended_by(error: BaseException) -> EnvironmentFailed:
+    return EnvironmentFailed(
+        f"the rollout ended with {type(error).__name__}: {error}",
+        "return a reward, or raise an Exception",
+    )
 
 
 @dataclass
 class Threads:
-    """The threads of a worker's rollouts, and those that do not come back."""
+    """The threads of a worker's rollouts, and what of user code does not come back."""
 
-    _left: dict[threading.Thread, float] = field(default_factory=dict)
-    """Threads whose rollout is over, with the time at which it was."""
+    _left: dict[concurrent.futures.Future[Any] | asyncio.Task[Any], float] = field(
+        default_factory=dict
+    )
+    """What still runs though its rollout is over, with the time at which it was."""
+    _loop: asyncio.AbstractEventLoop | None = None
 
     def stuck_s(self) -> float:
-        """For how long the oldest thread has outlived its rollout; 0 when none has."""
+        """For how long the oldest thread or task has outlived its rollout; 0 when none has."""
         now = time.monotonic()
-        for thread in list(self._left):
-            if not thread.is_alive():
-                self._left.pop(thread, None)
+        for left in list(self._left):
+            if left.done():
+                self._left.pop(left, None)
         return max((now - since for since in list(self._left.values())), default=0.0)
+
+    def leave(self, left: concurrent.futures.Future[Any] | asyncio.Task[Any]) -> None:
+        """Counts something of a rollout that is over, for as long as it runs."""
+        self._left[left] = time.monotonic()
+
+    @contextlib.contextmanager
+    def of_rollout(self) -> Iterator[None]:
+        """What threads are given to do meanwhile, in this context, belongs to one rollout."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            # What user code gives to `asyncio.to_thread` starts at once, and is counted.
+            loop.set_default_executor(ThreadEach())
+            self._loop = loop
+        together: set[concurrent.futures.Future[Any]] = set()
+        before = OF_ROLLOUT.set(together)
+        try:
+            yield
+        finally:
+            OF_ROLLOUT.reset(before)
+            for left in list(together):
+                self.leave(left)
 
     async def play(self, rollout: Callable[[ThreadChat], T], chat: Chat, name: str) -> T:
         """Runs `rollout` in a thread; given up when the task is cancelled."""
@@ -116,18 +179,10 @@ class Threads:
             except Exception as error:  # user code: whatever it raises is its rollout's error
                 tell(done.set_exception, error)
             except BaseException as error:  # sys.exit and its like end the thread, not the worker
-                failed = EnvironmentFailed(
-                    f"the rollout ended with {type(error).__name__}: {error}",
-                    "return a reward, or raise an Exception",
-                )
-                tell(done.set_exception, failed)
+                tell(done.set_exception, _ended_by(error))
 
-        # What its task knows, the thread knows too.
-        thread = threading.Thread(target=copy_context().run, args=(work,), daemon=True, name=name)
-        thread.start()
+        start_thread(work, name)
         try:
             return await done
         finally:
             given.end()
-            if thread.is_alive():
-                self._left[thread] = time.monotonic()

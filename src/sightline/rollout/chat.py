@@ -9,8 +9,9 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sightline.envs.protocol import Messages
 from sightline.errors import (
@@ -21,6 +22,7 @@ from sightline.errors import (
     Misaligned,
     SightlineError,
     Truncated,
+    TurnsUsedUp,
 )
 from sightline.media import MediaRef, MediaStore
 from sightline.message import AssistantMessage, Message
@@ -33,6 +35,8 @@ from sightline.wire.stage import NO_STAGE, Stage
 
 if TYPE_CHECKING:
     from sightline.rollout.intercept import Interception
+
+T = TypeVar("T")
 
 ROOT = -1
 MAX_NOTE = 500
@@ -69,6 +73,8 @@ class RolloutChat:
     max_tokens: int
     rng: random.Random
     seed: int
+    pool: Executor | None = None
+    """Threads for what is done here, which user code has no part in; None is the loop's own."""
     max_len: int = 0
     """Longest sequence that the server takes, prompt and answer; 0 is not known."""
     max_turns: int = 0
@@ -85,7 +91,7 @@ class RolloutChat:
     """By the digest of an agent's own image, the one that is shown for it."""
     leaf: int = field(default=ROOT)
     num_turns: int = 0
-    cuts: list[str] = field(default_factory=list)
+    cuts: list[Truncated] = field(default_factory=list)
     """Why the rollout was cut short; branches share it."""
     one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a thread reads the trace: nothing may be committed meanwhile."""
@@ -129,7 +135,11 @@ class RolloutChat:
     async def messages(self, messages: Messages) -> list[Message]:
         """The messages in our form, with their images taken into the store."""
         await self.pending.settle()
-        return await asyncio.to_thread(self.renderer.read, settled(messages))
+        return await self.in_pool(self.renderer.read, settled(messages))
+
+    async def in_pool(self, work: Callable[..., T], *args: Any) -> T:
+        """Does in a thread what would hold up the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, work, *args)
 
     def put(self, image: Any) -> MediaRef:
         if self.exchanged:
@@ -149,7 +159,7 @@ class RolloutChat:
     @property
     def truncated(self) -> str:
         """Why the rollout was cut short; empty while it was not."""
-        return self.cuts[0] if self.cuts else ""
+        return self.cuts[0].problem if self.cuts else ""
 
     @property
     def base_url(self) -> str:
@@ -193,6 +203,9 @@ class RolloutChat:
 
     @contextlib.contextmanager
     def _taking_turn(self) -> Iterator[Stage]:
+        if self.trace.ended:
+            # No Exception: user code that goes on after any of those would never end.
+            raise asyncio.CancelledError("the rollout is over")
         self.end_environment()
         with self.stage.begin("turn", turn=self.num_turns + 1) as stage:
             try:
@@ -212,7 +225,7 @@ class RolloutChat:
                 await self.pending.settle()
                 async with self.one_at_a_time:
                     # In a thread: a long text takes the tokenizer a while, and others go on.
-                    return await asyncio.to_thread(make)
+                    return await self.in_pool(make)
         except (MessageError, MediaError) as error:
             self.note_refusal(error)
             raise
@@ -224,19 +237,27 @@ class RolloutChat:
     def _check_room(self, turn: Turn) -> None:
         """Ends the rollout before a request that cannot be served; nothing is committed."""
         if 0 < self.max_turns <= self.num_calls:
-            self.cuts.append(f"its {self.max_turns} turns are used up ([rollout] max_turns)")
+            self.cuts.append(
+                TurnsUsedUp(
+                    "the rollout is cut short: its turns are used up, "
+                    f"[rollout] max_turns = {self.max_turns}",
+                    "end the rollout sooner, or raise the limit",
+                )
+            )
         needed = len(turn.prompt_ids) + self.max_tokens
         if 0 < self.max_len < needed:
             self.cuts.append(
-                f"the prompt of turn {self.num_turns + 1} has {len(turn.prompt_ids)} tokens; with "
-                f"[rollout] max_tokens = {self.max_tokens} it needs more than the "
-                f"{self.max_len} of [inference] max_len"
+                Truncated(
+                    f"the rollout is cut short: the prompt of turn {self.num_turns + 1} has "
+                    f"{len(turn.prompt_ids)} tokens; with [rollout] max_tokens = "
+                    f"{self.max_tokens} it needs more than the {self.max_len} of "
+                    "[inference] max_len",
+                    "show less, keep a window of the history, or raise the limit",
+                )
             )
-        if self.truncated:
-            raise Truncated(
-                f"the rollout is cut short: {self.truncated}",
-                "show less, keep a window of the history, or raise the limit",
-            )
+        if self.cuts:
+            first = self.cuts[0]
+            raise type(first)(first.problem, first.fix)
 
     def _check_exchanged(self, turn: Turn) -> None:
         """Images that did not come through `put` cannot be exchanged, and would go unnoticed."""
@@ -281,7 +302,7 @@ class RolloutChat:
                 f"trace {self.trace.id}: the server's logprobs are not those of its tokens",
                 "the rollout is dropped; look at the server's log",
             )
-        message = await asyncio.to_thread(self.renderer.parse, choice.token_ids)
+        message = await self.in_pool(self.renderer.parse, choice.token_ids)
         async with self.one_at_a_time:
             await self.client.pace.turn()
             node = turn.commit(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import numbers
@@ -11,6 +10,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from sightline.rollout.blocking import Threads
 from sightline.rollout.chat import RolloutChat
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.intercept import Interception
+from sightline.rollout.limit import GRACE_S, OutOfTime, within
 from sightline.rollout.puts import PendingPuts, Puts
 from sightline.trace import Trace, encode
 from sightline.wire.control import Play, Played
@@ -48,6 +49,8 @@ class Player:
     """Where there are several; `client` speaks to the first of them."""
     max_len: int = 0
     max_turns: int = 0
+    grace_s: float = GRACE_S
+    """For the clean-up of a rollout that is over its time."""
     threads: Threads = field(default_factory=Threads)
     door: Door | None = None
     """Takes the images of agents in; left out, one that knows data: and media: only."""
@@ -56,6 +59,8 @@ class Player:
 
     def __post_init__(self) -> None:
         self.puts = Puts(self.store)
+        # Not the loop's own executor, which is user code's: what hangs there holds up nobody else.
+        self._pool = ThreadPoolExecutor(thread_name_prefix="chat")
         self.interception = Interception(self.door or Ingest(self.store))
         self._chats: dict[str, RolloutChat] = {}
         self._clients = {self.client.base_url: self.client}
@@ -71,6 +76,7 @@ class Player:
         for client in self._clients.values():
             await client.close()
         self.puts.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def play(self, play: Play) -> Played:
         trace = Trace(
@@ -112,15 +118,11 @@ class Player:
         trace, error, kind = chat.trace, "", ""
         self._chats[play.rollout_id] = chat
         try:
-            async with asyncio.timeout(self.timeout_s) as limit:
-                outcome = await self._rollout(play, chat)
-            _earn(trace, outcome)
-            kind = TRUNCATED if chat.truncated else ""
-        except TimeoutError:
-            if limit.expired():
-                error, kind = f"took more than {self.timeout_s} s", "timeout"
-            else:
-                error, kind = traceback.format_exc(), EnvironmentFailed.__name__
+            _earn(trace, await self._rollout(play, chat))
+            if chat.truncated:
+                kind, trace.truncated, trace.limit = TRUNCATED, True, chat.truncated
+        except OutOfTime as problem:
+            error, kind = str(problem), "timeout"
         except EngineError as problem:
             error, kind = str(problem), problem.kind
         except SightlineError as problem:
@@ -158,6 +160,7 @@ class Player:
             max_tokens=self.max_tokens,
             rng=random.Random(play.seed),
             seed=play.seed,
+            pool=self._pool,
             max_len=self.max_len,
             max_turns=self.max_turns,
             exchanged=play.exchanged,
@@ -165,12 +168,17 @@ class Player:
         )
 
     async def _rollout(self, play: Play, chat: RolloutChat) -> Outcome:
+        async with self.interception.admit(chat):
+            work = self._user_code(play, chat)
+            result = await within(self.timeout_s, work, self.threads, self.grace_s)
+        return outcome_of(result, chat.trace.env)
+
+    async def _user_code(self, play: Play, chat: RolloutChat) -> Any:
         env = self.env.pick(play.task, play.split)
         chat.trace.env = env.name
         task = env.task(play.task, play.split)
         try:
-            async with self.interception.admit(chat):
-                result = await self._play(env, task, chat, play.rollout_id)
+            result = await self._play(env, task, chat, play.rollout_id)
         except Exception as error:  # user code: what followed from a failure is not its cause
             if chat.failure is not None:
                 raise chat.failure from error
@@ -181,7 +189,7 @@ class Player:
             raise chat.failure
         # An image that was put and never sent may be a bad one all the same.
         await chat.pending.settle()
-        return outcome_of(result, env.name)
+        return result
 
     async def _play(self, env: Environment, task: Task, chat: RolloutChat, name: str) -> Any:
         if inspect.iscoroutinefunction(env.rollout):

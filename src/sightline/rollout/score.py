@@ -15,6 +15,7 @@ from sightline.errors import SightlineError
 from sightline.media import MediaStore
 from sightline.rollout.blocking import Threads
 from sightline.rollout.endpoint import Endpoint, EndpointChat
+from sightline.rollout.limit import OutOfTime, within
 from sightline.rollout.play import outcome_of
 
 
@@ -59,11 +60,10 @@ class Scorer:
         env = self.env.pick(task, self.split)
         result, error = None, ""
         try:
-            async with asyncio.timeout(self.timeout_s):
-                result = await self._play(env, task, chat)
+            result = await within(self.timeout_s, self._play(env, task, chat), self.threads)
             outcome = outcome_of(result, env.name)
-        except TimeoutError:
-            error = f"took more than {self.timeout_s} s"
+        except OutOfTime as problem:
+            error = str(problem)
         except SightlineError as problem:
             error = str(problem)
         except Exception:  # user code: whatever it does costs this rollout only

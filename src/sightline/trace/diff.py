@@ -13,7 +13,8 @@ from sightline.trace.trace import Trace
 
 _BEFORE = ("env", "task", "split", "seed", "temperature")
 _AFTER = (
-    "forks", "reward", "rewards", "per_turn", "truncated", "error", "error_kind", "door_errors",
+    "forks", "reward", "rewards", "per_turn", "truncated", "limit", "error", "error_kind",
+    "door_errors",
 )  # fmt: skip
 _OF_NODES = ("parent", "message", "sampled_start", "slots", "finish_reason", "versions")
 

@@ -53,6 +53,8 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
     temperature: float = 1.0
     truncated: bool = False
     """The rollout was ended by a limit, not by its environment."""
+    limit: str = ""
+    """Which limit that was, in words."""
     error: str = ""
     """Why the rollout failed; empty when it did not."""
     error_kind: str = ""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sightline.config import RunFile, check
+from sightline.errors import ProcessFailed
 from sightline.launch import workers as workers_module
 from sightline.launch.processes import Processes, Spec
 from sightline.launch.workers import (
@@ -67,50 +69,101 @@ def test_workers_share_half_of_the_memory_unless_told() -> None:
 
 
 BEATING = """
-import asyncio, sys
+import asyncio, os, sys
 from pathlib import Path
-from sightline.rollout.beat import Heart
+from sightline.rollout.beat import Heart, read_beat
+
+path = Path(sys.argv[1])
 
 async def main():
-    Heart(Path(sys.argv[1]), lambda: 1, lambda: 0.0).start()
+    heart = Heart(path, lambda: 1, lambda: 0.0)
+    heart.start()
+    while read_beat(path) is None:
+        await asyncio.sleep(0.01)
+    END
     await asyncio.sleep(600)
 
 asyncio.run(main())
 """
 
 
+class Tended:
+    """One worker: `code` beats as a worker does, and has no more than that of one."""
+
+    def __init__(self, folder: Path, code: str) -> None:
+        run_dir = RunDir(folder / "run")
+        run_dir.make()
+        self.beat = beat_file(run_dir.logs, "worker-0")
+        (folder / "code.py").write_text(code)
+        python = folder / "python"
+        python.write_text(f"#!/bin/sh\nexec {sys.executable} {folder}/code.py {self.beat}\n")
+        python.chmod(0o755)
+        self.lost: list[tuple[str, str]] = []
+        self.processes = Processes(run_dir)
+        spec = Spec("worker-0", [], threads=1, python=str(python))
+        self.workers = Workers(
+            self.processes, [spec], 60.0, 1 << 40, lambda name, why: self.lost.append((name, why))
+        )
+        self.processes.start(spec)
+
+    def until(self, holds: Any) -> None:
+        deadline = time.monotonic() + 90
+        while not holds():
+            assert time.monotonic() < deadline
+            self.workers.tend()
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def tended(tmp_path: Path) -> Iterator[Callable[[str], Tended]]:
+    """Starts a worker and ends what became of it."""
+    started: list[Tended] = []
+
+    def start(code: str) -> Tended:
+        started.append(Tended(tmp_path, code))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.processes.kill()
+
+
 def test_a_worker_that_is_stopped_is_missed_and_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tended: Callable[[str], Tended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SIGSTOP: the process is there, and not even the thread of its heart runs."""
     monkeypatch.setattr(workers_module, "SILENT_S", 5.0)
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.make()
-    beat = beat_file(run_dir.logs, "worker-0")
-    (tmp_path / "beating.py").write_text(BEATING)
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path}/beating.py {beat}\n")
-    python.chmod(0o755)
-    processes, lost = Processes(run_dir), []
-    spec = Spec("worker-0", [], threads=1, python=str(python))
-    tended = Workers(processes, [spec], 60.0, 1 << 40, lambda name, why: lost.append((name, why)))
-    try:
-        processes.start(spec)
-        first = processes.pid("worker-0")
-        wait_until(lambda: read_beat(beat) is not None, tended)
-        assert not lost, "it lives"
-        processes.signal("worker-0", signal.SIGSTOP)
-        wait_until(lambda: bool(lost), tended)
-        assert lost[0][0] == "worker-0" and "hang: no sign of life" in lost[0][1]
-        assert processes.pid("worker-0") != first
-        wait_until(lambda: read_beat(beat) is not None, tended)
-    finally:
-        processes.kill()
+    worker = tended(BEATING.replace("END", ""))
+    first = worker.processes.pid("worker-0")
+    worker.until(lambda: read_beat(worker.beat) is not None)
+    assert not worker.lost, "it lives"
+    worker.processes.signal("worker-0", signal.SIGSTOP)
+    worker.until(lambda: worker.lost)
+    assert worker.lost[0][0] == "worker-0" and "hang: no sign of life" in worker.lost[0][1]
+    assert worker.processes.pid("worker-0") != first
+    worker.until(lambda: read_beat(worker.beat) is not None)
 
 
-def wait_until(holds: Any, tended: Workers) -> None:
-    deadline = time.monotonic() + 90
-    while not holds():
-        assert time.monotonic() < deadline
-        tended.tend()
-        time.sleep(0.1)
+@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit()"])
+def test_a_worker_that_ends_without_an_error_is_replaced(
+    tended: Callable[[str], Tended], end: str
+) -> None:
+    worker = tended(BEATING.replace("END", end))
+    worker.until(lambda: worker.lost)
+    assert worker.lost[0] == ("worker-0", "crash: worker-0 ended with 0")
+
+
+def test_a_worker_that_was_told_to_quit_is_not_missed(tended: Callable[[str], Tended]) -> None:
+    worker = tended(BEATING.replace("END", "heart.stop(); return"))
+    worker.until(lambda: worker.processes.code("worker-0") is not None)
+    worker.workers.tend()
+    beat = read_beat(worker.beat)
+    assert not worker.lost and beat is not None and beat.told_to_quit
+
+
+def test_a_worker_that_ends_well_before_its_first_beat_ends_the_run(
+    tended: Callable[[str], Tended],
+) -> None:
+    worker = tended("")
+    with pytest.raises(ProcessFailed, match="worker-0 ended with 0"):
+        worker.until(lambda: False)

@@ -5,8 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import Any
 
+from sightline.envs import Environment, Task
+from sightline.families import load_renderer
+from sightline.launch.workers import SILENT_S
+from sightline.media import MediaStore
 from sightline.rollout.beat import Beat, Heart, read_beat
+from sightline.rollout.client import GenerateClient
+from sightline.rollout.play import Player
+from sightline.trace import Trace, decode
+from sightline.wire.control import Play
 
 SETUPS = 256
 
@@ -22,27 +31,54 @@ def next_beat(path: Path, after: int) -> Beat:
     raise AssertionError("no heartbeat for a minute")
 
 
-def test_256_slow_setups_at_once_miss_no_heartbeat(tmp_path: Path) -> None:
+class SlowSetups(Environment):
     """Each set-up holds up the loop until the heart has beaten: without a thread it never would."""
+
+    name = "slow"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.seen: list[Beat] = []
+
+    def task(self, index: int, split: str) -> Task:
+        self.seen.append(next_beat(self.path, after=self.seen[-1].number if self.seen else 0))
+        return Task(index, split)
+
+    async def rollout(self, task: Task, chat: Any) -> float:
+        return 1.0
+
+
+def test_256_slow_setups_at_once_miss_no_heartbeat(
+    tiny_model: Path, store: MediaStore, tmp_path: Path
+) -> None:
     path = tmp_path / "worker-0.beat"
-    heart = Heart(path, lambda: SETUPS, lambda: 0.0, every_s=0.005)
-    seen: list[Beat] = []
-
-    async def set_up() -> None:
-        seen.append(next_beat(path, after=seen[-1].number if seen else 0))
-
-    async def main() -> None:
-        heart.start()
-        await asyncio.gather(*(set_up() for _ in range(SETUPS)))
-        heart.stop()
-
-    asyncio.run(main())
-    assert len(seen) == SETUPS
-    assert all(
-        later.number > earlier.number for earlier, later in zip(seen, seen[1:], strict=False)
+    env = SlowSetups(path)
+    client = GenerateClient("http://127.0.0.1:9")
+    player = Player(
+        env, load_renderer(tiny_model, store), store, client, "image", max_tokens=4, timeout_s=600
     )
+
+    async def main() -> list[Trace]:
+        plays = [Play(f"r{i}", "g", i, "train", i, 1.0) for i in range(SETUPS)]
+        running = [asyncio.create_task(player.play(one)) for one in plays]
+        heart = Heart(path, lambda: len(running), player.threads.stuck_s, every_s=0.005)
+        heart.start()
+        played = await asyncio.gather(*running)
+        heart.stop()
+        await player.close()
+        return [decode(one.trace) for one in played]
+
+    assert [trace.error for trace in asyncio.run(main())] == [""] * SETUPS
+    seen, last = env.seen, read_beat(path)
+    assert len(seen) == SETUPS and last is not None and last.told_to_quit
+    assert {(beat.running, beat.stuck_s) for beat in seen} == {(SETUPS, 0.0)}
     assert len({beat.loop_s for beat in seen}) <= 2, "the loop had no turn after its first"
     assert seen[-1].time_s - seen[-1].loop_s > seen[0].time_s - seen[0].loop_s
+    for earlier, later in zip(seen, [*seen[1:], last], strict=True):
+        assert later.number > earlier.number and later.longest_gap_s >= earlier.longest_gap_s
+        if later.number == earlier.number + 1:
+            assert later.longest_gap_s >= later.time_s - earlier.time_s
+    assert last.longest_gap_s < SILENT_S, "the launcher would have missed it"
 
 
 def test_a_loop_that_turns_is_seen_to_turn(tmp_path: Path) -> None:

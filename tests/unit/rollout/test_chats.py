@@ -11,11 +11,12 @@ import pytest
 from PIL import Image
 from unit.rollout.test_many import playing
 
-from sightline.envs import BlockingChat, Environment, Outcome, Task
+from sightline.envs import BlockingChat, Conversation, Environment, Outcome, Task, last_images
 from sightline.errors import MediaRefused, Truncated
 from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import user
+from sightline.monitor.transcript import transcript
 from sightline.rollout.play import Player
 from sightline.trace import Trace, decode
 from sightline.wire.control import Play
@@ -213,6 +214,31 @@ def test_a_plain_function_can_wait_for_something_asynchronous(play: Trial) -> No
     assert play(lambda task, chat: chat.wait(judge())).reward == 0.75
 
 
+def test_a_plain_function_has_windows_branches_and_compaction(play: Trial) -> None:
+    async def waits(task: Task, chat: Any) -> Outcome:
+        talk = Conversation(chat, last_images(1))
+        for turn in range(3):
+            await talk.send([user("look", chat.put(picture(turn)))])
+        await talk.branch().send([user("aside")])
+        await talk.compact()
+        await talk.send([user("on")])
+        return Outcome(1.0, per_turn=[0.0] * chat.num_calls)
+
+    def plain(task: Task, chat: BlockingChat) -> Outcome:
+        talk = Conversation(chat.asynchronous, last_images(1))
+        for turn in range(3):
+            chat.wait(talk.send([user("look", chat.put(picture(turn)))]))
+        chat.wait(talk.branch().send([user("aside")]))
+        chat.wait(talk.compact())
+        chat.wait(talk.send([user("on")]))
+        return Outcome(1.0, per_turn=[0.0] * chat.num_calls)
+
+    one, other = play(waits), play(plain)
+    assert not one.error and not other.error, one.error + other.error
+    assert one.forks and one.forks == other.forks and one.branches() == other.branches()
+    assert [n.token_ids for n in one.nodes] == [n.token_ids for n in other.nodes]
+
+
 # --- limits
 
 
@@ -228,7 +254,9 @@ def test_a_prompt_that_does_not_fit_ends_the_rollout_before_the_request(play: Tr
 
     room = length_of(play, "short") + 6
     trace = play(rollout, max_len=room)
-    assert trace.error_kind == "truncated" and not trace.error
+    assert trace.error_kind == "truncated" and trace.truncated and not trace.error
+    shown = " ".join(" ".join(transcript(trace)).split())
+    assert ", truncated" in shown and "[inference] max_len" in shown
     assert trace.reward == 0.0 and len(trace.turns) == 1
     assert [node.message.text for node in trace.nodes][0] == "short"
     assert len(trace.nodes) == 2, "the observation that did not fit is not in the trace"
@@ -250,6 +278,7 @@ def test_an_environment_says_what_a_truncated_rollout_is_worth(play: Trial) -> N
 
     trace = play(rollout, max_turns=3)
     assert trace.error_kind == "truncated" and trace.reward == 0.3 and len(trace.turns) == 3
+    assert trace.truncated and "[rollout] max_turns = 3" in trace.limit
 
     class Worth(Plays):
         def truncated(self, task: Task) -> float:

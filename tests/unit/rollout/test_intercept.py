@@ -736,6 +736,6 @@ def test_an_agent_that_is_cut_short_is_told_and_its_rollout_is_truncated(
             return await Worker(tiny_model, store, address, max_turns=2).play(rollout)
 
     trace = asyncio.run(main())
-    assert told == ["context_length_exceeded"]
+    assert told == ["max_turns_reached"]
     assert trace.error_kind == "truncated" and not trace.error
     assert len(trace.turns) == 2 and trace.reward == 0.0

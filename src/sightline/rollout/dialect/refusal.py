@@ -13,11 +13,13 @@ from sightline.errors import (
     SightlineError,
     StoreFull,
     Truncated,
+    TurnsUsedUp,
 )
 
 # The first class that fits decides.
 _CODES: tuple[tuple[type[SightlineError], int, str], ...] = (
     (MessageError, 400, "invalid_value"),
+    (TurnsUsedUp, 400, "max_turns_reached"),
     (Truncated, 400, "context_length_exceeded"),
     (MediaMissing, 404, "media_missing"),
     (StoreFull, 507, "store_full"),

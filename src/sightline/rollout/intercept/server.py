@@ -233,7 +233,7 @@ class Interception:
         """What an agent asked for and was told; whatever goes wrong is answered, and kept."""
         chat = guest.chat
         try:
-            asked, messages = await asyncio.to_thread(self._read, guest, body)
+            asked, messages = await chat.in_pool(self._read, guest, body)
         except SightlineError as error:
             chat.note_refusal(error)
             return Refusal.of(error)

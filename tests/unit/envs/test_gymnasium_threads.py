@@ -1,0 +1,113 @@
+"""What a game does in its own thread, with a stand-in for the package: the worker's loop is free.
+
+The adapter against the package itself is tested in tests/adapters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from unit.rollout.test_limit import until
+from unit.rollout.test_many import playing
+
+from sightline.envs.gymnasium import GymnasiumEnvironment
+from sightline.families import load_renderer
+from sightline.media import MediaStore
+from sightline.trace import decode
+from sightline.wire.control import Play
+
+PIXELS = np.zeros((48, 64, 3), np.uint8)
+
+
+class Frame(np.ndarray):  # type: ignore[type-arg]
+    """A picture that knows who looks at its pixels."""
+
+    seen_by: list[str]
+
+    @property
+    def __array_interface__(self) -> Any:  # type: ignore[override]
+        self.seen_by.append(threading.current_thread().name)
+        return PIXELS.__array_interface__
+
+
+class Game:
+    """One step long, and that step may hang."""
+
+    def __init__(self, hangs: bool) -> None:
+        self.action_space = SimpleNamespace(n=2, seed=lambda seed: None, sample=lambda: 0)
+        self.hangs, self.steps, self.goes_on = hangs, threading.Event(), threading.Event()
+        self.closed = 0
+        self.threads: list[str] = []
+
+    def reset(self, seed: int) -> None:
+        self.threads.append(threading.current_thread().name)
+
+    def render(self) -> Frame:
+        frame = PIXELS.view(Frame)
+        frame.seen_by = self.threads
+        return frame
+
+    def step(self, action: Any) -> tuple[Any, ...]:
+        self.steps.set()
+        if self.hangs:
+            self.goes_on.wait(60)
+        return None, 1.0, True, False, {}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Made:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, hangs: bool) -> None:
+        self.games: list[Game] = []
+        package = ModuleType("gymnasium")
+        package.make = lambda id, **kwargs: self.add(Game(hangs))  # type: ignore[attr-defined]
+        package.error = SimpleNamespace(Error=RuntimeError)  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "gymnasium", package)
+        self.env = GymnasiumEnvironment("game", longest_side=32)
+
+    def add(self, game: Game) -> Game:
+        self.games.append(game)
+        return game
+
+
+def test_pictures_are_made_in_the_thread_of_the_game(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, store: MediaStore
+) -> None:
+    made = Made(monkeypatch, hangs=False)
+
+    async def main() -> None:
+        async with playing(made.env, load_renderer(tiny_model, store), store) as player:
+            trace = decode((await player.play(Play("r", "g", 0, "train", 7, 1.0))).trace)
+            assert not trace.error and trace.rewards["return"] == 1.0
+
+    asyncio.run(main())
+    _, game = made.games
+    assert set(game.threads) == {"gymnasium"} and len(game.threads) > 1 and game.closed == 1
+
+
+def test_a_step_that_hangs_does_not_hold_up_a_rollout_that_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, store: MediaStore
+) -> None:
+    made = Made(monkeypatch, hangs=True)
+
+    async def main() -> None:
+        async with playing(made.env, load_renderer(tiny_model, store), store) as player:
+            player.timeout_s = player.grace_s = 600.0
+            playing_it = asyncio.create_task(player.play(Play("r", "g", 0, "train", 7, 1.0)))
+            await until(lambda: len(made.games) == 2 and made.games[1].steps.is_set())
+            playing_it.cancel()
+            await asyncio.wait_for(asyncio.wait({playing_it}), 30)
+            assert player.threads.stuck_s() > 0
+            made.games[1].goes_on.set()
+            await until(lambda: player.threads.stuck_s() == 0)
+
+    asyncio.run(main())
+    assert made.games[-1].closed == 1, "it is closed once the step has come back"
