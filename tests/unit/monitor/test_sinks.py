@@ -176,8 +176,9 @@ def test_trackio_keeps_the_numbers(run_dir: RunDir, tmp_path: Path) -> None:
 def test_what_trackio_could_not_keep_is_said(run_dir: RunDir, tmp_path: Path) -> None:
     (tmp_path / "trackio").write_text("no folder")
     said = feed(run_dir, "trackio", tmp_path, fails=True)
-    # Its thread tells of what it could not keep, unless a picture is the first to find out.
-    told = ("OSError: trackio failed", "NotADirectoryError: ")
+    # Its thread tells of what it could not keep, unless a picture is the first to find out; and
+    # now and then trackio does not end by itself.
+    told = ("OSError: trackio failed", "NotADirectoryError: ", "did not end in time")
     assert any(f"sink trackio: {words}" in said for words in told), said
 
 
