@@ -47,8 +47,10 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--header {header!r}", "write it NAME:VALUE")
         headers[name.strip()] = value.strip()
     for number in (signal.SIGTERM, signal.SIGHUP):
-        # Ends as an error does: what stands in a temporary folder is removed.
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        # Ends as an error does: what stands in a temporary folder is removed. Who is told to
+        # ignore a signal, as by nohup, goes on.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     most = int(args.max_mb * 1e6)
     for name, found in export_run(RunDir(args.run_dir), args.step, args.to, headers, most):
         print(

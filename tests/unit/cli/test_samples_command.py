@@ -30,6 +30,8 @@ def test_nothing_is_left_of_an_upload_that_is_ended(tmp_path: Path, number: int)
             [sys.executable, "-m", "sightline", "samples", run_dir.path, "--to", address],
             env={**os.environ, "TMPDIR": str(scratch)},
             stderr=subprocess.DEVNULL,
+            # Whoever started the tests may ignore it, and so would this process.
+            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
         )
         connection, _ = server.accept()  # and never answers
         assert list(scratch.rglob("*.parquet"))
