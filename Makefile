@@ -143,7 +143,7 @@ test-adapter-%: $(STAMP) .venv-adapters-%/.installed
 test-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the generate protocol on vLLM, in an environment of its own
 	$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --timeout 600 $(VLLM_TESTS)
 	$(BIN)/python -m pytest --vllm $(VLLM_VENV)/bin/python --family kimi_k25 --timeout 600 \
-		$(VLLM_KIMI_TESTS)
+		-m "not second_server" $(VLLM_KIMI_TESTS)
 
 # torch first: the package asks for a build that a range would not find. It brings CUDA builds that
 # a CPU cannot load: two are not needed, and torchvision is told of the operators that it lacks.

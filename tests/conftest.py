@@ -169,7 +169,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "odd_settings" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.second_server)
     if config.getoption("--vllm"):
         gone = [item for item in items if item.get_closest_marker("torch_only")]
         items[:] = [item for item in items if item not in gone]
