@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 from PIL import Image
 
 from sightline.envs import Chat, Environment, Task
-from sightline.families import load_renderer
+from sightline.families import load_family, load_renderer
 from sightline.media import Ingest, MediaRef, MediaStore
 from sightline.message import Message, ToolCall, text, user
 from sightline.render import Renderer
@@ -184,19 +184,19 @@ class Worker:
     timeout_s: float = 60.0
     max_turns: int = 0
     stages: Stages = NO_STAGES
-    modality: str = "image"
     door: Ingest | None = None
     """Left out, one that knows data: and media: only."""
 
     @contextmanager
     def player(self, rollout: Rollout | Environment) -> Iterator[Player]:
         door = self.door or Ingest(self.store)
+        family = load_family(self.model)
         yield Player(
             env=rollout if isinstance(rollout, Environment) else Plays(rollout),
-            renderer=load_renderer(self.model, self.store, door=door),
+            renderer=load_renderer(self.model, self.store, family, door),
             store=self.store,
             client=GenerateClient(self.server, deadline_s=2.0),
-            modality=self.modality,
+            modality=family.modality,
             max_tokens=self.max_tokens,
             timeout_s=self.timeout_s,
             max_turns=self.max_turns,

@@ -32,12 +32,12 @@ hypothesis_settings.load_profile("sightline")
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny Qwen-VL checkpoint, written once; do not change it."""
+def tiny_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny checkpoint, Qwen-VL's unless `--family` says; do not change it."""
     from sightline.families.registry import write_tiny
 
     path = tmp_path_factory.mktemp("models") / "tiny"
-    write_tiny("qwen_vl", path, seed=0)
+    write_tiny(request.config.getoption("--family"), path, seed=0)
     return path
 
 
@@ -77,11 +77,12 @@ def odd_settings(settings: ServeSettings) -> ServeSettings:
 
 @pytest.fixture(scope="session", autouse=True)
 def early_start(request: pytest.FixtureRequest) -> None:
-    """Both vLLM servers begin to load with the first test, side by side."""
+    """The vLLM servers that tests ask for begin to load with the first test, side by side."""
     if request.config.getoption("--vllm"):
         import vllm_servers
 
-        for name in ("settings", "odd_settings"):
+        asked = {name for item in request.session.items for name in item.fixturenames}
+        for name in sorted({"settings", "odd_settings"} & asked, reverse=True):
             vllm_servers.start(request.getfixturevalue(name))
 
 
@@ -228,9 +229,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="",
         help="serve with the vLLM of this interpreter, in place of the embedded engine",
     )
+    parser.addoption(
+        "--family",
+        metavar="NAME",
+        default="qwen_vl",
+        help="the family of the tiny checkpoint that the suites of the generate protocol serve",
+    )
 
 
+@pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "odd_settings" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.second_server)
     if config.getoption("--vllm"):
         gone = [item for item in items if item.get_closest_marker("torch_only")]
         items[:] = [item for item in items if item not in gone]

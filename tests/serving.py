@@ -122,7 +122,7 @@ def live(settings: ServeSettings, wrap: Callable[[Any], Any] = lambda app: app) 
     """
     if vllm_servers.python:
         with vllm_servers.lend(settings) as (port, before):
-            yield Client("127.0.0.1", port, engine="vllm", before=before)
+            yield Client("127.0.0.1", port, modality_of(settings), "vllm", before)
     else:
         with embedded(settings, wrap) as made:
             yield made
@@ -145,13 +145,17 @@ def embedded(
         assert thread.is_alive()
         time.sleep(0.005)
     try:
-        yield Client(*listening.getsockname()[:2])
+        yield Client(*listening.getsockname()[:2], modality_of(settings))
     finally:
         server.engine.stop()
         running.should_exit = True
         thread.join(20)
         listening.close()
         assert not thread.is_alive()
+
+
+def modality_of(settings: ServeSettings) -> str:
+    return load_family(settings.model).modality
 
 
 class Reference:
@@ -171,16 +175,17 @@ class Reference:
         ids = torch.tensor([list(tokens)])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if slots:
-            kinds = torch.zeros_like(ids)
-            for slot in slots:
-                kinds[0, slot.offset : slot.end] = 1
             rows = [
                 self.family.rows(self.family.patches(self.store.image(s.item.ref), s.item))
                 for s in slots
             ]
-            inputs["mm_token_type_ids"] = kinds
             inputs["pixel_values"] = torch.from_numpy(np.concatenate(rows))
             inputs["image_grid_thw"] = torch.tensor([slot.item.grid for slot in slots])
+            if self.family.num_axes > 1:  # positions follow the images: it wants to know where
+                kinds = torch.zeros_like(ids)
+                for slot in slots:
+                    kinds[0, slot.offset : slot.end] = 1
+                inputs["mm_token_type_ids"] = kinds
         return inputs
 
     @torch.no_grad()

@@ -196,7 +196,7 @@ def test_a_history_written_anew_forks_where_it_was_edited_and_nowhere_else(
 
         async def main() -> Trace:
             async with listening(policy.app()) as address:
-                worker = Worker(model, store, address, max_tokens=200, modality=world.modality)
+                worker = Worker(model, store, address, max_tokens=200)
                 return await worker.play(lambda chat: player.play(chat, steps))
 
         trace = asyncio.run(main())

@@ -52,8 +52,9 @@ def test_the_vision_tower_gets_the_patches_of_the_family(
     patches = [family.patches(media.image(s.item.ref), s.item) for s in rendered.slots]
     ours = np.concatenate(patches)
     assert seen.dtype == np.uint8 and len(seen) == len(ours)
-    for frame in range(family.temporal):
-        rows = seen.reshape(len(seen), 3, family.temporal, -1)[:, :, frame].reshape(len(seen), -1)
+    frames = getattr(family, "temporal", 1)
+    for frame in range(frames):
+        rows = seen.reshape(len(seen), 3, frames, -1)[:, :, frame].reshape(len(seen), -1)
         np.testing.assert_array_equal(rows, ours)
     digests = Materializer(family, media, 0)
     assert answer.sightline is not None
@@ -97,7 +98,8 @@ def talks(client: Client, reference: Reference, media: MediaStore) -> list[Talk]
     for i in range(4):
         refs = [media.put(noise(10 * i + j, 32 * (1 + j), 64)) for j in range(1 + i % 2)]
         rendered = reference.renderer.render([user("What is it?", *refs)])
-        params = SamplingParams(max_tokens=16, seed=i)
+        stops = reference.renderer.stop_token_ids
+        params = SamplingParams(max_tokens=16, seed=i, stop_token_ids=stops)
         first = client.generate(rendered.token_ids, rendered.slots, params)
         said = first.choices[0].token_ids
         shown = user(media.put(noise(500 + i, 96, 32)), "And this?")

@@ -6,7 +6,7 @@ uint8 pixels, without torch. `Forward` is the torch half, in the folder's `forwa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -165,6 +165,17 @@ class EngineField:
     stays_on_host: bool = False
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of one parameter of ours."""
+
+    name: str
+    index: int | None = None
+    """Along the first axis, which then falls away; None is all of it."""
+    rows: np.ndarray | None = None
+    """Along the first axis that is left, in this order; None is all of them."""
+
+
 class Serving(Protocol):
     """What `serving.py` of a family's folder offers: how an engine that is not ours names things.
 
@@ -177,12 +188,22 @@ class Serving(Protocol):
     """What the names of the vision tower's parameters begin with."""
     CPU_ARGUMENTS: tuple[str, ...]
     """Arguments that the engine needs on a CPU, where its kernels know less."""
+    OVERRIDES: dict[str, Any]
+    """What the engine must be told in place of what config.json says. With any, it reads the
+    checkpoint as `stored` says; without, by itself."""
 
-    def check_served(self, config: dict[str, Any], takes_updates: bool) -> None:
-        """Raises FamilyError for a checkpoint (by its config.json) that the engine cannot serve.
+    def check_served(self, folder: Path, takes_updates: bool) -> None:
+        """Raises FamilyError for a checkpoint that the engine cannot serve.
 
         `takes_updates` says that a trainer will publish weights to it.
         """
+        ...
+
+    def stored(
+        self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, list[Part]]:
+        """The parameters of `shapes` as the engine's checkpoints store them, by their names there:
+        parts of ours, laid end to end."""
         ...
 
     def fields(

@@ -151,7 +151,7 @@ def load_serving(model: str | Path, family: Family, takes_updates: bool = True) 
             f"the family {family.name} does not say how vLLM names its images",
             'set engine = "torch", or add serving.py to its folder: see docs/adding_a_family.md',
         ) from error
-    serving.check_served(read_config(find_checkpoint(model)), takes_updates)
+    serving.check_served(find_checkpoint(model), takes_updates)
     return serving
 
 

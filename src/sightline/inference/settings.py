@@ -19,8 +19,10 @@ def pick_pixel_threads(asked: int) -> int:
     return asked or max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
-def turns_line(family: Family) -> str:
+def turns_line(family: Family, keeps_kv: bool = True) -> str:
     """What a turn finds of the one before it, and why."""
+    if not keeps_kv:
+        return "turns: each prefilled anew (the engine keeps no keys and values between requests)"
     if family.packing.carries_state:
         return (
             "turns: each prefilled anew (a state that layers carry along a row cannot be cut back "

@@ -14,7 +14,7 @@ from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import load_serving
 from sightline.inference.settings import ServeSettings
-from sightline.inference.vllm_plugin import BAN, CONFIG, MIDDLEWARE, TRANSFER
+from sightline.inference.vllm_plugin import BAN, CONFIG, LAYOUT, MIDDLEWARE, TRANSFER
 from sightline.launch.processes import die_with_parent, find_port
 from sightline.media import MediaStore
 
@@ -68,6 +68,8 @@ def vllm_command(settings: ServeSettings, python: str) -> list[str]:
     words += ["--middleware", MIDDLEWARE, "--logits-processors", BAN]
     words += ["--additional-config", json.dumps({CONFIG: ours})]
     words += ["--uvicorn-log-level", "warning", "--disable-fastapi-docs"]
+    if serving.OVERRIDES:
+        words += ["--hf-overrides", json.dumps(serving.OVERRIDES), "--load-format", LAYOUT]
     if not settings.reuse_kv:
         words.append("--no-enable-prefix-caching")
     if is_cpu(settings.device):

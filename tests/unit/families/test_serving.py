@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import pytest
 
 from sightline.errors import FamilyError
 from sightline.families import load_family
-from sightline.families.registry import load_serving, read_config, write_tiny
+from sightline.families.registry import load_serving, write_tiny
 from sightline.media import MediaStore
 
 
@@ -65,15 +68,38 @@ def test_vision_parameters_are_known_by_their_names(model: Path) -> None:
     assert {name for name in own if name.startswith(prefixes)} == vision
 
 
-def test_a_checkpoint_that_vllm_cannot_serve_is_refused(model: Path) -> None:
+def changed_copy(model: Path, folder: Path, file: str, change: Callable[[Any], Any]) -> Path:
+    shutil.copytree(model, folder)
+    values = json.loads((folder / file).read_text())
+    change(values)
+    (folder / file).write_text(json.dumps(values))
+    return folder
+
+
+CHANGES: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "qwen_vl": {"config.json": lambda config: config.pop("vision_config")},
+    "kimi_k25": {
+        "config.json": lambda config: config["text_config"].update(quantization_config={"x": 1}),
+        "preprocessor_config.json": lambda config: config.pop("media_proc_cfg"),
+    },
+}
+
+
+def test_a_checkpoint_that_vllm_cannot_serve_is_refused(model: Path, tmp_path: Path) -> None:
     family = load_family(model)
-    config = read_config(model)
-    if family.name == "qwen_vl":
-        load_serving(model, family)
-        config.pop("vision_config")
-    with pytest.raises(FamilyError) as caught:
-        serving_of(family).check_served(config, takes_updates=True)
-    assert 'engine = "torch"' in caught.value.fix
+    load_serving(model, family)
+    for file, change in CHANGES[family.name].items():
+        copy = changed_copy(model, tmp_path / file, file, change)
+        with pytest.raises(FamilyError) as caught:
+            load_serving(copy, family, takes_updates=True)
+        assert 'engine = "torch"' in caught.value.fix
+
+
+def test_a_quantized_checkpoint_is_served_as_long_as_nobody_trains_it(tmp_path: Path) -> None:
+    write_tiny("kimi_k25", tmp_path / "model", seed=0)
+    file = "config.json"
+    copy = changed_copy(tmp_path / "model", tmp_path / "copy", file, CHANGES["kimi_k25"][file])
+    load_serving(copy, load_family(copy), takes_updates=False)
 
 
 def test_no_engine_is_imported(model: Path) -> None:

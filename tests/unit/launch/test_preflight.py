@@ -139,8 +139,12 @@ def test_an_interpreter_for_the_embedded_engine_is_refused(refuse) -> None:
 
 def test_a_model_that_vllm_cannot_train_with_is_refused(refuse, tmp_path: Path) -> None:
     write_tiny("kimi_k25", tmp_path / "kimi", seed=0)
+    file = tmp_path / "kimi" / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["quantization_config"] = {"quant_method": "compressed-tensors"}
+    file.write_text(json.dumps(config))
     said = refuse('[inference]\nengine = "vllm"\n', model=tmp_path / "kimi")
-    assert "transformers' layout" in said and 'engine = "torch"' in said
+    assert "quantized weights" in said and 'engine = "torch"' in said
 
 
 def test_adapters_are_refused_where_nobody_could_take_them(

@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from pathlib import Path
 
 import numpy as np
 
 from sightline.errors import FamilyError
+from sightline.families.kimi_k25.published import published
 from sightline.families.kimi_k25.vision import KimiK25
 from sightline.families.protocol import EngineField
 from sightline.wire import MediaItem
 
 LIMITS = {"vision_chunk": 1}
 VISION = ("model.vision_tower.", "model.mm_projector.")
-CPU_ARGUMENTS = ("--no-enable-prefix-caching", "--no-enable-chunked-prefill")
+CPU_ARGUMENTS = (
+    "--no-enable-prefix-caching",
+    "--no-enable-chunked-prefill",
+    # The kernel of vLLM 0.32 takes the heads of latent attention's queries for tokens.
+    "--compilation-config",
+    '{"custom_ops": ["-rotary_embedding"]}',
+)
 
-ARCHITECTURE = "KimiK25ForConditionalGeneration"
-"""The name under which vLLM has a model of its own; it reads the published layout of weights."""
+OVERRIDES = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "text_config": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+}
+"""vLLM's name of the model, and how it chooses experts, which transformers does not write down."""
 
 
-def check_served(config: dict[str, Any], takes_updates: bool) -> None:
-    if ARCHITECTURE not in (config.get("architectures") or ()):
+NEEDED = ("in_patch_limit_each_frame", "in_patch_limit_video", "temporal_merge_kernel_size")
+"""Of `media_proc_cfg`: vLLM's image processor is made, though nothing goes through it."""
+
+
+def check_served(folder: Path, takes_updates: bool) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    parts = (config, config["text_config"])
+    if takes_updates and any(part.get("quantization_config") for part in parts):
         raise FamilyError(
-            f"a checkpoint in transformers' layout ({config.get('architectures')}): vLLM reads "
-            f"{ARCHITECTURE}, with experts and vision attention cut otherwise",
-            'set engine = "torch"',
+            "a checkpoint with quantized weights: vLLM keeps them so, and the trainer publishes "
+            "others",
+            'set engine = "torch", or train a checkpoint that is not quantized',
         )
-    if takes_updates:
+    file = folder / "preprocessor_config.json"
+    settings = json.loads(file.read_text()).get("media_proc_cfg") or {}
+    if missing := [name for name in NEEDED if name not in settings]:
         raise FamilyError(
-            "the trainer publishes weights in transformers' layout, and vLLM reads another",
-            'set engine = "torch"',
+            f"{file} has no {', '.join(missing)} in media_proc_cfg, and vLLM reads them at its "
+            "start",
+            'copy the file of the published folder, or set engine = "torch"',
         )
+
+
+stored = published
 
 
 def fields(

@@ -284,6 +284,13 @@ def _image_processor(settings: TinySettings) -> dict[str, Any]:
             "in_patch_limit": settings.max_patches,
             "patch_limit_on_one_side": settings.max_patches_per_side,
             "fixed_output_tokens": None,
+            # Of videos, which nothing here shows; vLLM reads them before it serves anything.
+            "in_patch_limit_each_frame": settings.max_patches // 4,
+            "in_patch_limit_video": None,
+            "sample_fps": 2.0,
+            "max_num_frames_each_video": None,
+            "temporal_merge_kernel_size": 4,
+            "timestamp_mode": "hh:mm:ss.fff",
         },
     }
 

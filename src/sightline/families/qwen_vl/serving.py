@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sightline.errors import FamilyError
-from sightline.families.protocol import EngineField
+from sightline.families.protocol import EngineField, Part
 from sightline.families.qwen_vl.vision import QwenVL
 from sightline.wire import MediaItem
 
 LIMITS = {"image": 1, "video": 0}
 VISION = ("model.visual.",)
 CPU_ARGUMENTS = ("--block-size", "32")
+OVERRIDES: dict[str, Any] = {}
 
 
-def check_served(config: dict[str, Any], takes_updates: bool) -> None:
+def check_served(folder: Path, takes_updates: bool) -> None:
     """Every model type of the family that shows images is one of vLLM's."""
-    if "vision_config" not in config:
+    if "vision_config" not in json.loads((folder / "config.json").read_text()):
         raise FamilyError(
             "a checkpoint without a vision tower, which was not tried with vLLM",
             'set engine = "torch"',
         )
+
+
+def stored(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Part]]:
+    """vLLM reads transformers' layout."""
+    return {name: [Part(name)] for name in shapes}
 
 
 def fields(

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 TRANSFER = "sightline"
 """What `--weight-transfer-config` calls our weight transfer."""
+LAYOUT = "sightline"
+"""What `--load-format` calls our loader, for checkpoints whose layout vLLM does not read."""
 MIDDLEWARE = "sightline.inference.vllm_plugin.middleware.Middleware"
 BAN = "sightline.inference.vllm_plugin.ban:BanIds"
 CONFIG = "sightline"
@@ -25,12 +27,14 @@ BANNED = "sightline_banned"
 def register() -> None:
     """Called by vLLM in each of its processes, and in those of others who have us installed.
 
-    It only adds a name, so that a vLLM that is not ours runs as if we were not there.
+    It only adds names, so that a vLLM that is not ours runs as if we were not there.
     """
     from sightline.inference.vllm_plugin.child import end_with_parent, is_of_our_server
+    from sightline.inference.vllm_plugin.loader import LayoutLoader
     from sightline.inference.vllm_plugin.symbols import (
         WeightTransferEngineFactory,
         keep_images_with_requests,
+        register_model_loader,
     )
 
     if is_of_our_server():
@@ -42,4 +46,5 @@ def register() -> None:
             TRANSFER, "sightline.inference.vllm_plugin.weights", "FileTransfer"
         )
     except ValueError:  # vLLM may call this again in one process
-        pass
+        return
+    register_model_loader(LAYOUT)(LayoutLoader)

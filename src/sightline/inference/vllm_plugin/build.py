@@ -32,6 +32,8 @@ class Built:
     server: Server
     settings: ServeSettings
     family: Family
+    keeps_kv: bool
+    """Whether keys and values stay for later requests: vLLM cannot everywhere where it is asked."""
     begin: Callable[[], Any]
     """To be awaited once the server has started."""
 
@@ -83,7 +85,8 @@ def _build(client: Any, settings: ServeSettings) -> Built:
         if settings.manifest is not None:
             await asyncio.to_thread(engine.adopt, settings.manifest)
 
-    return Built(parts.server("vllm", engine, make), settings, family, begin)
+    keeps_kv = client.vllm_config.cache_config.enable_prefix_caching
+    return Built(parts.server("vllm", engine, make), settings, family, keeps_kv, begin)
 
 
 def make(checked: Checked) -> list[Request]:

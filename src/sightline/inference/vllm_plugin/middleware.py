@@ -100,4 +100,4 @@ async def announce(built: Built) -> None:
             await asyncio.sleep(0.05)
     writer.close()
     print(f"serving {settings.model} at http://{settings.host}:{settings.port}", flush=True)
-    print(turns_line(built.family), flush=True)
+    print(turns_line(built.family, built.keeps_kv), flush=True)

@@ -25,6 +25,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.exceptions import VLLMClientError, VLLMValidationError
 from vllm.inputs import mm_input, tokens_input
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -56,6 +57,7 @@ PUBLIC: dict[Any, tuple[str, ...]] = {
     WeightTransferEngine.start_weight_update: (),
     WeightTransferEngine.receive_weights: ("update_info",),
     WeightTransferEngine.finish_weight_update: (),
+    register_model_loader: ("load_format",),
     LogitsProcessor.__init__: ("vllm_config", "device", "is_pin_memory"),
     LogitsProcessor.apply: ("logits",),
     LogitsProcessor.update_state: ("batch_update",),
@@ -84,6 +86,8 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     MultiModalFieldConfig.flat: ("modality", "slices", "dim", "keep_on_cpu"),
     MultiModalKwargsItems.from_hf_inputs: ("hf_inputs", "config_by_key"),
     PlaceholderRange: ("offset", "length"),
+    DefaultModelLoader.__init__: ("load_config",),
+    DefaultModelLoader.get_all_weights: ("model_config", "model"),
     BaseMultiModalProcessorCache.is_cached_item: ("mm_hash",),
     BaseMultiModalProcessorCache.get_and_update_item: ("mm_item", "mm_hash"),
     BaseMultiModalProcessorCache.touch_sender_cache_item: ("mm_hash",),
@@ -106,6 +110,7 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
 REACHED = (
     "state.server.should_exit",
     "state.engine_client.vllm_config.additional_config",
+    "state.engine_client.vllm_config.cache_config.enable_prefix_caching",
     "state.engine_client.model_config.multimodal_config.mm_device_do_normalize",
     "state.engine_client.renderer.mm_processor_cache",
     "state.engine_client.input_processor.mm_encoder_cache_size",

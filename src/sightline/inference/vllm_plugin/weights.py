@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 
 from sightline.compute.adapters import parameter
 from sightline.compute.stored import Opened
+from sightline.inference.vllm_plugin.layout import laid_out, left_out, vllm_layout
 from sightline.inference.vllm_plugin.symbols import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -59,7 +61,7 @@ class FileTransfer(WeightTransferEngine):
         forget_expert_kernels(self.model)
         # Layers that hold their weights in another form than the checkpoint's get them back.
         initialize_layerwise_reload(self.model)
-        self.model.load_weights(_tensors(given, base, update_info))
+        self.model.load_weights(_tensors(given, base, update_info, Path(self.model_config.model)))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -68,9 +70,16 @@ class FileTransfer(WeightTransferEngine):
         """No resource outlives an update."""
 
 
-def _tensors(given: Opened, base: Opened, update_info: Files) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    given: Opened, base: Opened, update_info: Files, model: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter, as a checkpoint stores it: vLLM joins and cuts them itself."""
-    for name in base or given:
+
+    def read(name: str) -> torch.Tensor:
         tensor = parameter(name, base, update_info.scales, given)
         is_turned = name in update_info.turned and name in given
-        yield name, tensor.transpose(-1, -2) if is_turned else tensor
+        return tensor.transpose(-1, -2) if is_turned else tensor
+
+    layout = vllm_layout(model, base or given)
+    yield from laid_out(layout, read)
+    yield from left_out(model, layout)

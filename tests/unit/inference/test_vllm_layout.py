@@ -1,0 +1,101 @@
+"""Weights in the layout that vLLM reads: transformers' own way back from it is the witness."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sightline.compute.model import empty_parameters
+from sightline.compute.stored import open_folder
+from sightline.families import load_family
+from sightline.families.registry import load_serving, write_tiny
+from sightline.inference.vllm_plugin.layout import checkpoint, left_out, vllm_layout
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three heads in the tower, so that no order of rows is right by chance."""
+    path: Path = tmp_path_factory.mktemp("models") / "kimi"
+    write_tiny("kimi_k25", path, seed=0, vision_hidden=48, vision_heads=3)
+    biases = load_file(path / "model.safetensors")
+    for name in biases:
+        if name.endswith("bias"):
+            biases[name] = torch.randn_like(biases[name])
+    save_file(biases, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def published(kimi: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("models") / "published"
+    path.mkdir()
+    for file in kimi.iterdir():
+        if file.suffix != ".safetensors":
+            (path / file.name).write_bytes(file.read_bytes())
+    tensors = {name: tensor.contiguous() for name, tensor in checkpoint(kimi)}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def state(model: Path) -> dict[str, Any]:
+    from transformers import AutoModelForImageTextToText
+
+    loaded = AutoModelForImageTextToText.from_pretrained(model, local_files_only=True)
+    found: dict[str, Any] = loaded.state_dict()
+    return found
+
+
+def test_transformers_reads_the_published_layout_back_bit_for_bit(
+    kimi: Path, published: Path
+) -> None:
+    stored = open_folder(published)
+    beginnings = {name.split(".")[0] for name in stored}
+    assert beginnings == {"language_model", "vision_tower", "mm_projector"}
+    ours, theirs = state(kimi), state(published)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_a_published_checkpoint_stays_as_it_is(published: Path) -> None:
+    stored = load_file(published / "model.safetensors")
+    found = dict(checkpoint(published))
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], stored[name]) for name in stored)
+
+
+@pytest.mark.parametrize("layout", ["kimi", "published"])
+def test_an_update_is_completed_by_the_buffers_of_the_checkpoint(
+    layout: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    model: Path = request.getfixturevalue(layout)
+    family = load_family(model)
+    empty = empty_parameters(model, family)
+    save_file(
+        {name: torch.zeros(p.shape) for name, p in empty.items()}, tmp_path / "new.safetensors"
+    )
+    update = vllm_layout(model, open_folder(tmp_path))
+    rest = dict(left_out(model, update))
+    assert list(rest) == ["language_model.model.layers.1.mlp.gate.e_score_correction_bias"]
+    stored = {name for name, _ in checkpoint(model)}
+    assert update.keys() | rest.keys() == stored
+
+
+def test_a_family_whose_layout_vllm_reads_is_left_alone(tiny_model: Path) -> None:
+    stored = load_file(tiny_model / "model.safetensors")
+    found = dict(checkpoint(tiny_model))
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], stored[name]) for name in stored)
+    assert not list(left_out(tiny_model, {}))
+
+
+def test_vllm_is_told_what_transformers_does_not_write_down(kimi: Path) -> None:
+    config = json.loads((kimi / "config.json").read_text())
+    overrides = load_serving(kimi, load_family(kimi)).OVERRIDES
+    assert overrides["architectures"] != config["architectures"]
+    assert overrides["text_config"].keys().isdisjoint(config["text_config"])
