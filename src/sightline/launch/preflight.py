@@ -86,9 +86,11 @@ def packing_line(family: Family) -> str:
     return f"packing: {family.packing.kind} ({family.packing.reason})"
 
 
-def family_lines(family: Family) -> str:
-    """What a run does because of its model, and why."""
-    return f"{packing_line(family)}\n{turns_line(family)}"
+def family_lines(family: Family, engine: str) -> str:
+    """What a run does because of its model, and why. What vLLM keeps between turns depends on its
+    kernels: its server says it in its log."""
+    lines = [packing_line(family), *([turns_line(family)] if engine == "torch" else [])]
+    return "\n".join(lines)
 
 
 def check_store(root: Path, max_gb: float) -> None:

@@ -46,7 +46,8 @@ def start_run(config: RunFile, plain: bool) -> RunDir:
         config = place.of(config)
     config, workers = resolve_workers(resolve_model(config), num_cores())
     print(workers)
-    print(family_lines(check_run(config, RunDir(Path(config.run.dir)))))
+    family = check_run(config, RunDir(Path(config.run.dir)))
+    print(family_lines(family, config.inference.engine))
     run_dir = claim_run_dir(config.run.dir, config.run.name)
     with locked(run_dir):
         check_store(Path(config.media.root or run_dir.media), config.media.max_gb)
@@ -69,7 +70,7 @@ def resume_run(path: Path, overrides: list[str], plain: bool) -> RunDir:
     new, workers = resolve_workers(new, num_cores())
     print(workers)
     check_resume(old, new)
-    print(family_lines(check_run(new, run_dir)))
+    print(family_lines(check_run(new, run_dir), new.inference.engine))
     with locked(run_dir):
         check_pinned(run_dir, Path(new.model.path))
         check_store(Path(new.media.root or run_dir.media), new.media.max_gb)
