@@ -650,7 +650,9 @@ def test_a_client_of_other_processor_settings_shows_those_of_both_sides(
     other = load_family(tiny_model, max_pixels=4096)
     ref = media.put(Image.new("RGB", (32, 32), (80, 20, 30)))
     rendered = load_renderer(tiny_model, media, other).render([user("What is it?", ref)])
-    request = GenerateRequest.of(rendered.token_ids, rendered.slots, GREEDY)
+    request = GenerateRequest.of(
+        rendered.token_ids, rendered.slots, GREEDY, modality=client.modality
+    )
 
     async def main() -> None:
         rollouts = GenerateClient(f"http://{client.host}:{client.port}", settings=other.settings)

@@ -65,6 +65,15 @@ class PixelCounts:
             "pixel_cache_oversized": self.oversized,
         }
 
+    def figures(self) -> dict[str, int]:
+        """By the names that the metrics of every cache have."""
+        return {
+            "hits": self.hits + self.joined,
+            "misses": self.made + self.failed,
+            "evictions": self.evicted,
+            "bytes": self.bytes_held,
+        }
+
 
 @dataclass
 class Materializer:

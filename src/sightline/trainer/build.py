@@ -168,6 +168,7 @@ def build(
     _check_fallback(chosen, run_dir, events)
     saver.checkpoints.clear()
     preparer = build_preparer(config.media, learner, store)
+    learner.pixels = preparer.materializer.counts
     learner.pulse = pulse or Pulse()
     learner.probe_every = config.orchestrator.probe_every
     hand_out: Callable[[ReadyBatch], ReadyBatch] = _keep_all
@@ -277,11 +278,12 @@ def build_follower(
     as_adapters = _stand(config, learner) is not None
     learner.pulse = pulse
     learner.probe_every = config.orchestrator.probe_every
-    family = learner.family
+    family, materializer = learner.family, build_materializer(learner, store)
+    learner.pixels = materializer.counts
     return Parts(
         feed=ShareFeed(
             follow,
-            build_materializer(learner, store),
+            materializer,
             len(family.positions(1, ())[0]),
             chosen.step + 1,
             partial(stack, device=learner.device),

@@ -89,19 +89,9 @@ class Keeper:
             "publish": publish_s,
         }
         counts = self.materializer.counts
-        caches = {
-            "trainer_pixels": {
-                "hits": counts.hits + counts.joined,
-                "misses": counts.made + counts.failed,
-                "evictions": counts.evicted,
-                "bytes": counts.bytes_held,
-            }
-        }
-        if (kept := self.learner.features or self.learner.reference_features) is not None:
-            caches["trainer_features"] = kept.cache.figures()
         self.events.write(
             "train", ready.step, **metrics, seconds=seconds, busy=list(busy), bad=ready.bad,
-            truncated=ready.truncated, pixels=asdict(counts), caches=caches,
+            truncated=ready.truncated, pixels=asdict(counts), caches=stepped.caches,
         )  # fmt: skip
         for lost in ready.dropped:
             self.events.write("bad_media", ready.step, **asdict(lost))

@@ -20,6 +20,7 @@ from sightline.compute.transfer import send
 from sightline.config import Trainer
 from sightline.errors import Misaligned
 from sightline.families import Family, Forward
+from sightline.pixels import PixelCounts
 from sightline.trainer import loss as losses
 from sightline.trainer.blocks import num_compiled
 from sightline.trainer.checks import check_features, check_micro_batch, check_patches
@@ -63,6 +64,8 @@ class Stepped:
     laps: Laps
     probe: Probe | None = None
     """Whether the model looks, where this step asked."""
+    caches: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Hits, misses, evictions and bytes so far, summed over ranks; on rank 0."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -136,6 +139,8 @@ class Learner:
     features: Features | None = None
     """Of the tower, where it is frozen."""
     reference_features: Features | None = None
+    pixels: PixelCounts | None = None
+    """Of what makes this rank's pixels."""
     pulse: Pulse = field(default_factory=Pulse)
     imitates: bool = False
     """Supervised: the tokens are to be said, whoever said them first."""
@@ -175,9 +180,16 @@ class Learner:
         metrics["compilations"] = num_compiled() - compiled if self.config.compile else None
         laps.end("optimizer")
         metrics["compute_s"] = time.monotonic() - began
-        everyone = gather_to_lead(said, self.ranks)
-        scores = _scores(ready.step, [one for rank in everyone for one in rank])
-        return Stepped(metrics, scores, laps, looked)
+        everyone = gather_to_lead((said, self._caches()), self.ranks)
+        scores = _scores(ready.step, [one for rank, _ in everyone for one in rank])
+        return Stepped(metrics, scores, laps, looked, _summed([caches for _, caches in everyone]))
+
+    def _caches(self) -> dict[str, dict[str, int]]:
+        """Of this rank."""
+        found = {} if self.pixels is None else {"trainer_pixels": self.pixels.figures()}
+        if (kept := self.features or self.reference_features) is not None:
+            found["trainer_features"] = kept.cache.figures()
+        return found
 
     def _probe(self, ready: ReadyBatch) -> Probe | None:
         """Asks one micro-batch of the step, before the update; what it says comes to rank 0."""
@@ -377,6 +389,14 @@ def _to_host(
     ends = np.cumsum([len(logprobs) for _, logprobs in scored])
     parts = np.split(whole, ends[:-1])
     return [(batch, part) for (batch, _), part in zip(scored, parts, strict=True)]
+
+
+def _summed(ranks: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, float]]:
+    """The figures of each cache over all ranks, which have the same caches."""
+    return {
+        name: {figure: sum(rank[name][figure] for rank in ranks) for figure in first}
+        for name, first in (ranks[0] if ranks else {}).items()
+    }
 
 
 def _scores(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -> StepScores:
