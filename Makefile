@@ -104,7 +104,7 @@ test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
 	$(BIN)/python -m pytest tests/loop tests/unit/cli/test_bench_lag.py -n 2 --dist worksteal -m "loop and not gpu"
 
 test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending together
-	$(BIN)/python -m pytest tests/ranks $(if $(THOROUGH),,-m "not thorough")
+	$(BIN)/python -m pytest tests/ranks -n 2 --dist worksteal $(if $(THOROUGH),,-m "not thorough")
 
 chaos: $(STAMP) ## SIGKILL at seeded moments of a run on 2 ranks (KILLS=5 SEED=0)
 	$(BIN)/python bench/chaos.py --kills $(KILLS) --seed $(SEED)

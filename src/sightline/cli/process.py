@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -57,13 +58,23 @@ def run(args: argparse.Namespace) -> int:
     except SightlineError as error:
         traceback.print_exc()
         leave_error(run_dir, args.name, error.problem, error.fix)
-        return 1
+        return _end_failed(args.name)
     except Exception as error:  # the launcher reports it as the run's one cause
         traceback.print_exc()
         problem = f"{type(error).__name__}: {error}"
         leave_error(run_dir, args.name, problem, f"see {run_dir.logs / args.name}.log")
-        return 1
+        return _end_failed(args.name)
     return 0
+
+
+def _end_failed(name: str) -> int:
+    """Native threads of a trainer may be at work still: where the interpreter takes them down they
+    abort the process, and its status would be theirs."""
+    if name.startswith(("trainer", "sft")):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    return 1
 
 
 def _run(args: argparse.Namespace, run_dir: RunDir) -> None:
