@@ -19,6 +19,7 @@ from sightline.wire.control import Announce, Control, Finish, Quit, Ready
 from sightline.wire.share import name_of_rank
 
 NAME = "trainer"
+LOADING = "loading the model and its checkpoint"
 
 
 def main(config: RunFile, run_dir: RunDir, hub: str, ranks: Ranks) -> None:
@@ -44,9 +45,10 @@ def main(config: RunFile, run_dir: RunDir, hub: str, ranks: Ranks) -> None:
         return message
 
     with _telling(lead):
+        pulse = _pulse(config, lead, run_dir.beat(NAME))
         if lead is not None:
             lead.meet()
-        pulse = _pulse(config, lead, run_dir.beat(NAME))
+        pulse.mark(LOADING, LONG_S)
         parts = build(config, run_dir, announcements, send, ranks, lead, pulse)
         if lead is not None:
             pulse.rest()  # the barrier has a deadline of its own, and names who is missing
@@ -62,6 +64,7 @@ def follow(config: RunFile, run_dir: RunDir, ranks: Ranks) -> None:
     channel = Follow(ranks)
     with _telling(channel):
         pulse = _pulse(config, channel, run_dir.beat(name_of_rank(ranks.rank)))
+        pulse.mark(LOADING, LONG_S)
         parts = build_follower(config, run_dir, ranks, channel, pulse)
         channel.hello(parts.first_step)
         _publish_first(config, parts)
@@ -80,11 +83,9 @@ def _publish_first(config: RunFile, parts: loop.Parts) -> None:
 def _pulse(
     config: RunFile | SftFile, channel: Lead | Follow | None, beat: Path | None = None
 ) -> Pulse:
-    """What watches this process from its start."""
+    """What watches this process from its start: it beats before the others have come, too."""
     tell = channel.fail if channel is not None else lambda problem: None
-    pulse = Pulse(config.trainer.stuck_after_s, tell, beat)
-    pulse.mark("loading the model and its checkpoint", LONG_S)
-    return pulse
+    return Pulse(config.trainer.stuck_after_s, tell, beat)
 
 
 def imitate(config: SftFile, run_dir: RunDir, ranks: Ranks) -> None:
@@ -92,7 +93,9 @@ def imitate(config: SftFile, run_dir: RunDir, ranks: Ranks) -> None:
     if not ranks.is_lead:
         channel = Follow(ranks)
         with _telling(channel):
-            parts = sft.build_follower(config, run_dir, ranks, channel, _pulse(config, channel))
+            pulse = _pulse(config, channel)
+            pulse.mark(LOADING, LONG_S)
+            parts = sft.build_follower(config, run_dir, ranks, channel, pulse)
             channel.hello(parts.first_step)
             parts.learner.pulse.rest()
             sft.run(parts)
@@ -102,7 +105,9 @@ def imitate(config: SftFile, run_dir: RunDir, ranks: Ranks) -> None:
     with _telling(lead):
         if lead is not None:
             lead.meet()
-        parts = sft.build(config, run_dir, ranks, lead, _pulse(config, lead))
+        pulse = _pulse(config, lead)
+        pulse.mark(LOADING, LONG_S)
+        parts = sft.build(config, run_dir, ranks, lead, pulse)
         parts.learner.pulse.rest()
         if lead is not None:
             lead.gather(parts.first_step)
