@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sightline.compute import attention_cuda  # noqa: E402
+from sightline.compute import attention_cuda, attention_dense  # noqa: E402
 from sightline.compute.attention import Flat, Tree, pattern_of  # noqa: E402
 from sightline.compute.attention_cuda import FlexTree, Rows, rows_of_lengths  # noqa: E402
 
@@ -110,3 +110,60 @@ def test_heads_that_share_keys_are_not_repeated_where_torch_knows_them() -> None
     device = torch.device("cuda", torch.cuda.current_device())
     found = attention_cuda.shares_heads(attend, device, torch.bfloat16, **options)
     assert found or not options, "a function with enable_gqa takes few heads"
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_dense, "PLANS", attention_dense.Plans())
+
+
+@pytest.mark.parametrize("lengths", [[2043, 2040, 1900], [2048, 2048], [1500, 700, 680]], ids=str)
+def test_rows_whose_shapes_come_back_are_padded(lengths: list[int]) -> None:
+    device = torch.device("cuda")
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    for _ in range(attention_dense.RETURNS):
+        pattern = pattern_of(ends, device, torch.bfloat16)
+    assert isinstance(pattern, Rows) and pattern._padded is not None
+    inputs = draw(sum(lengths), torch.bfloat16)
+    plain = Flat(lengths, device)
+    compare(
+        lambda q, k, v: pattern.attend(0, q, k, v, 0.125),
+        lambda q, k, v: plain.attend(0, q, k, v, 0.125),
+        inputs,
+        torch.bfloat16,
+    )
+    assert attention_cuda._is_served(*(x[0].transpose(0, 1) for x in inputs[:2]), True)
+
+
+@pytest.mark.usefixtures("plans")
+@pytest.mark.parametrize("width", [64, 72, 80])
+def test_images_of_one_size_that_come_back(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head sizes of the towers of Qwen3-VL, Kimi K2.5 and Qwen2.5-VL."""
+    torch.manual_seed(width)
+    inputs = [
+        torch.randn(1, 4, 3072, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    ]
+    scaling = width**-0.5
+    went = []
+    even = attention_dense.attend_even
+    monkeypatch.setattr(
+        attention_dense, "attend_even", lambda *args: went.append(args) or even(*args)
+    )
+
+    def plain(q, k, v):  # type: ignore[no-untyped-def]
+        q, k, v = (x.unflatten(2, (3, 1024)).transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling)
+        return out.transpose(1, 2).flatten(2, 3)
+
+    for micro_batch in range(1, attention_dense.RETURNS + 1):
+        bounds = torch.arange(0, 3073, 1024, dtype=torch.int32, device="cuda")
+        for x in inputs:
+            x.grad = None
+        compare(
+            lambda q, k, v, bounds=bounds: rows_of_lengths(
+                q, k, v, scaling, bounds, 1024, causal=False
+            ),
+            plain, inputs, torch.bfloat16,
+        )  # fmt: skip
+        assert bool(went) == (micro_batch == attention_dense.RETURNS)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import making
 import numpy as np
 import pytest
 import torch
 
+from sightline.compute import attention_cuda
 from sightline.compute.attention import pattern_of
 from sightline.compute.host_copy import HostCopy
 from sightline.compute.transfer import send
+from sightline.families.registry import write_tiny
+from sightline.media import MediaStore
+from sightline.pack import Cost
+from sightline.pixels import Materializer
+from sightline.trainer.build import build_learner
+from sightline.trainer.feed import Preparer, ReadyBatch
 from sightline.trainer.laps import Laps
-from sightline.trainer.learner import SUMS, _measure
+from sightline.trainer.learner import SUMS, Learner, _measure
 from sightline.trainer.loss import mismatch_kl
 from sightline.trainer.score import Scored
 from sightline.trainer.tally import Tally
+from sightline.wire.sample import Batch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,3 +78,48 @@ def test_measuring_a_micro_batch_does_not_wait_for_the_device() -> None:
     assert found["fresh_tokens"] == own.sum() and found["tokens"] == num
     assert found["fresh_kl"] == pytest.approx(kl[own].sum(), rel=1e-5)
     assert found["older_kl"] == pytest.approx(kl[~own].sum(), rel=1e-5)
+
+
+@pytest.fixture(params=["qwen_vl", "kimi_k25"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    write_tiny(request.param, tmp_path / "model", seed=0)
+    return tmp_path / "model"
+
+
+def learner_of(model: Path, store: MediaStore, **changes: object) -> Learner:
+    settings = making.trainer_config(device="cuda", master_dtype="model", **changes)
+    return build_learner(making.model_config(model, dtype="bfloat16"), settings, store, steps=4)
+
+
+def batch_of(learner: Learner, model: Path, store: MediaStore) -> ReadyBatch:
+    materializer = Materializer(learner.family, store, max_bytes=1 << 24)
+    preparer = Preparer(learner.family, materializer, Cost(1 << 20, 1 << 20), 0.0)
+    ready = preparer.prepare(Batch(1, making.samples(model, store, count=3)), digest="")
+    materializer.close()
+    return ready
+
+
+def test_a_micro_batch_asks_nothing_of_the_device(model: Path, store: MediaStore) -> None:
+    learner = learner_of(model, store)
+    ready = batch_of(learner, model, store)
+    learner.step(ready)  # what is found out once, and kernels that are loaded
+    tally, laps = Tally(SUMS), Laps(learner.device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        learner._backward(ready.micro_batches[0], 1, tally, laps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert np.isfinite(tally.read()["loss"])
+
+
+def test_kernels_are_tried_while_activations_are_computed_again(
+    model: Path, store: MediaStore
+) -> None:
+    norms = []
+    for again in (True, False):
+        attention_cuda._serves.cache_clear()
+        attention_cuda.shares_heads.cache_clear()
+        learner = learner_of(model, store, activation_checkpointing=again)
+        norms.append(learner.step(batch_of(learner, model, store)).metrics["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=2e-2)

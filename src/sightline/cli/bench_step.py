@@ -12,6 +12,7 @@ import random
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,6 +182,10 @@ class Bench:
         return build_learner(model, trainer, self.store, steps=1 << 30)
 
     def _ready(self, samples: Sequence[Sample], tokens: int, kind: str) -> Any:
+        import torch
+
+        from sightline.compute.model import pick_device
+        from sightline.compute.transfer import stack
         from sightline.pack import Cost
         from sightline.pixels import Materializer
         from sightline.trainer.feed import Preparer
@@ -188,9 +193,11 @@ class Bench:
 
         materializer = Materializer(self.family, self.store, max_bytes=GIB)
         family: Any = _As(self.family, kind)
+        device = torch.device(pick_device(self.args.device))
         preparer = Preparer(
-            family, materializer, Cost(tokens, 1 << 30), max_bad_fraction=0.0, allows_unproven=True
-        )
+            family, materializer, Cost(tokens, 1 << 30), max_bad_fraction=0.0,
+            allows_unproven=True, stack=partial(stack, device=device),
+        )  # fmt: skip
         ready = preparer.prepare(Batch(1, list(samples)), digest="")
         materializer.close()
         return ready
@@ -239,7 +246,7 @@ class Bench:
     # --- measuring
 
     def _time_ours(self, ready: Any, checkpointing: bool, trace: Path | None = None) -> Any:
-        from sightline.trainer import speed
+        from sightline.trainer.profile import profile_step
 
         learner = self._learner(checkpointing)
         counts: list[float | None] = []
@@ -248,7 +255,7 @@ class Bench:
             num, made = len(learner.forward.blocks()), [int(count or 0) for count in counts]
             print(f"graphs compiled, step by step, for {num} blocks: {made}")
         if trace is not None:
-            print(speed.profile_step(lambda: learner.step(ready), trace))
+            print(profile_step(lambda: learner.step(ready), trace))
         return timed
 
     def _time_plain(self, learner: Learner, ready: Any, checkpointing: bool) -> Any:

@@ -108,7 +108,7 @@ def _blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, length: int
 ) -> torch.Tensor:
     def rows(x: torch.Tensor) -> torch.Tensor:
-        return x[0].unflatten(1, (-1, length)).transpose(0, 1)
+        return x.squeeze(0).unflatten(1, (-1, length)).transpose(0, 1)
 
     out = F.scaled_dot_product_attention(rows(q), rows(k), rows(v), scale=scaling)
     return out.transpose(0, 1).flatten(1, 2).unsqueeze(0)
@@ -149,8 +149,8 @@ class Flat:
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
         if self._even:
-            return x[0].unflatten(1, (-1, self._longest)).transpose(0, 1)
-        return x[0][:, self._rows].transpose(0, 1)
+            return x.squeeze(0).unflatten(1, (-1, self._longest)).transpose(0, 1)
+        return x.squeeze(0)[:, self._rows].transpose(0, 1)
 
 
 class Tree:
@@ -219,7 +219,7 @@ class _TreePart:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         def split(x: torch.Tensor) -> torch.Tensor:
-            return x[0][:, self._rows].transpose(0, 1)
+            return x.squeeze(0)[:, self._rows].transpose(0, 1)
 
         gqa = q.shape[1] != k.shape[1]
         out = attend(

@@ -1,8 +1,9 @@
 """Attention on a GPU: torch's own kernels for rows of any lengths, and for trees.
 
-Rows and images go through `varlen_attn`, which reads no padding. A tree goes through flex
-attention, with a block mask made from `subtree_end` by arithmetic on blocks: no mask of all pairs
-is ever made. Lengths are rounded up, so that few shapes are compiled.
+Rows and images go through `varlen_attn`, which reads no padding, or, where their shapes come back,
+through cuDNN (`attention_dense`). A tree goes through flex attention, with a block mask made from
+`subtree_end` by arithmetic on blocks: no mask of all pairs is ever made. Lengths are rounded up, so
+that few shapes are compiled.
 
 Letters: B rows, T tokens, N heads, D head size.
 """
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from sightline.compute import attention_dense
+from sightline.compute.attention_trial import gives_the_same
 from sightline.compute.transfer import send
 
 BLOCK = 128
@@ -39,18 +42,64 @@ def rows_of_lengths(
     ends: torch.Tensor,
     longest: int,
     causal: bool,
+    padded: attention_dense.Padded | None = None,
 ) -> torch.Tensor:
-    """(1, N, T, D) of sequences side by side that end, from 0 on, at `ends` (int32)."""
+    """(1, N, T, D) of sequences side by side that end, from 0 on, at `ends` (int32).
+
+    `padded` is how they are laid out in rows of one length, where that pays.
+    """
     width = v.shape[-1]
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, _widened(v, k)))
+    # Not x[0], whose backward pass would fill and copy.
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, _widened(v, k)))
+    if padded is not None and _is_served(q, k, causal):
+        out = padded.attend(q, k, v, scaling)
+    elif (
+        not causal
+        and attention_dense.takes_images(ends, longest, len(q))
+        and _is_served(q, k, causal)
+    ):
+        out = attention_dense.attend_even(q, k, v, scaling, len(ends) - 1, causal)
+    else:
+        out = _rows_of_any(q, k, v, scaling, ends, longest, causal)
+    return out[..., :width].transpose(0, 1).unsqueeze(0)
+
+
+def _is_served(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
+    heads = (q.shape[1], k.shape[1])
+    return _serves(heads, q.shape[-1], causal, q.device, q.dtype)
+
+
+@functools.cache
+def _serves(
+    heads: tuple[int, int], width: int, causal: bool, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Whether cuDNN takes such heads, and gives what the kernels for rows of any lengths give."""
+    length, scaling = 256, width**-0.5
+    ends = torch.arange(0, 2 * length + 1, length, dtype=torch.int32, device=device)
+    return gives_the_same(
+        lambda q, k, v: attention_dense.attend_even(q, k, v, scaling, 2, causal),
+        lambda q, k, v: _rows_of_any(q, k, v, scaling, ends, length, causal),
+        2 * length, heads, width, device, dtype,
+    )  # fmt: skip
+
+
+def _rows_of_any(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scaling: float,
+    ends: torch.Tensor,
+    longest: int,
+    causal: bool,
+) -> torch.Tensor:
+    """(T, N, D), without padding."""
     attend, options = _varlen()
     if q.shape[1] != k.shape[1] and not shares_heads(attend, q.device, q.dtype, **options):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     window = (-1, 0) if causal else (-1, -1)
-    out = attend(
+    return attend(
         q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window, **options
     )
-    return out[..., :width].transpose(0, 1).unsqueeze(0)
 
 
 def _widened(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -76,30 +125,15 @@ def shares_heads(
     Before it was told so, torch's function took them on some versions, whose kernels know, and not
     on others: what counts is that outputs and gradients are those of repeated heads.
     """
-    # Also where an engine calls, which takes no gradients.
-    with torch.inference_mode(False), torch.enable_grad():
-        # No random numbers: those of the run are to stay as they are.
-        angles = (torch.arange(16 * heads * 64, device=device) for heads in (4, 2, 2))
-        q, k, v = (x.sin().view(16, -1, 64).to(dtype) for x in angles)
-        ends = torch.tensor([0, 9, 16], dtype=torch.int32, device=device)
-        found = []
-        for times in (1, 2):
-            inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-            few = [inputs[0], *(x.repeat_interleave(times, dim=1) for x in inputs[1:])]
-            try:
-                out = attend(*few, ends, ends, 9, 9, scale=0.125, window_size=(-1, 0), **options)
-                out.float().square().sum().backward()
-            except (RuntimeError, ValueError, TypeError):
-                return False
-            found.append([out.detach(), *(x.grad for x in inputs)])
-    bound = 2e-2 if dtype in HALF else 1e-5
-    return all(
-        one is not None
-        and other is not None
-        and one.shape == other.shape
-        and float((one - other).float().norm()) <= bound * float(other.float().norm())
-        for one, other in zip(*found, strict=True)
-    )
+    ends = torch.tensor([0, 9, 16], dtype=torch.int32, device=device)
+
+    def few(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attend(q, k, v, ends, ends, 9, 9, scale=0.125, window_size=(-1, 0), **options)
+
+    def many(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return few(q, *(x.repeat_interleave(2, dim=1) for x in (k, v)))
+
+    return gives_the_same(few, many, 16, (4, 2), 64, device, dtype)
 
 
 class Rows:
@@ -111,11 +145,14 @@ class Rows:
         ends = np.cumsum([0, *lengths])
         self._ends = send(ends.astype(np.int32), device)
         self._longest = max(lengths)
+        self._padded = attention_dense.padded_rows(lengths, device)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        return rows_of_lengths(q, k, v, scaling, self._ends, self._longest, causal=True)
+        return rows_of_lengths(
+            q, k, v, scaling, self._ends, self._longest, causal=True, padded=self._padded
+        )
 
 
 class FlexTree:

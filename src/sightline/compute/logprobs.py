@@ -15,8 +15,17 @@ import torch
 from sightline.families import Forward
 
 
-def mask_banned(logits: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
-    return logits.index_fill(-1, banned, float("-inf"))
+def mask_banned(
+    logits: torch.Tensor, banned: torch.Tensor, value: float = float("-inf")
+) -> torch.Tensor:
+    """By a mask, not by filling places: a compiler joins it to what is computed next."""
+    return logits.masked_fill(is_banned(logits, banned), value)
+
+
+def is_banned(logits: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
+    """Of each id (V,)."""
+    none = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+    return none.index_fill(0, banned, True)
 
 
 def log_softmax(logits: torch.Tensor, banned: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging as transformers_logging
 
 from sightline.compute import attention
+from sightline.compute.patches import multiply_patches
 from sightline.errors import ConfigError
 from sightline.families import Family, Forward, load_forward
 
@@ -17,12 +18,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_model(path: str | Path, family: Family, device: str, dtype: str) -> Forward:
     transformers_logging.disable_progress_bar()
-    # float32 means float32: by default cuDNN rounds convolutions, such as a patch embedding, to
-    # TF32, which moves logprobs by 1e-4.
+    # float32 means float32: by default cuDNN rounds convolutions to TF32, which moves logprobs by
+    # 1e-4.
     torch.backends.cudnn.allow_tf32 = False
-    return load_forward(
+    forward = load_forward(
         path, family, torch.device(device), DTYPES[dtype], attention=attention.register()
     )
+    multiply_patches(forward.model)
+    return forward
 
 
 def pick_device(name: str) -> str:

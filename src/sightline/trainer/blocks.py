@@ -34,5 +34,11 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
         if backend:
             call = torch.compile(call, backend=backend)
         if recompute:
-            call = partial(checkpoint, call, use_reentrant=False)
+            # Random numbers are asked for by name, which costs the host as much as a small block.
+            call = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=_draws(block))
         block.forward = call
+
+
+def _draws(block: torch.nn.Module) -> bool:
+    """Whether it would compute something else the second time."""
+    return any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in block.modules())

@@ -154,7 +154,7 @@ class Learner:
     def step(self, ready: ReadyBatch) -> Stepped:
         """Turns policy version step-1 into version step."""
         began = time.monotonic()
-        tally = Tally(SUMS)
+        tally = Tally((*SUMS, "grad_norm"))
         scored: list[tuple[MicroBatch, torch.Tensor]] = []
         compiled = num_compiled() if self.config.compile else 0
         self.optimizer.zero_grad(set_to_none=True)
@@ -170,15 +170,18 @@ class Learner:
         if looked is not None:
             laps.end("probe")
         self.pulse.mark(f"the update of step {ready.step}")
-        # The first time in the step that the host waits for the device.
+        tally.add("grad_norm", self.update(ready.step))
+        laps.end("optimizer")
+        # The first time in the step that the host waits for the device. What diverged has spoilt
+        # these weights, which end here: they are neither published nor kept.
         sums, said = tally.read(), _to_host(scored)
-        if not math.isfinite(sums["loss"]):
-            raise Misaligned(f"step {ready.step}: the loss is {sums['loss']}", _DIVERGED)
-        norm = self.update(ready.step)
+        norm = sums.pop("grad_norm")
+        for what, value in (("loss", sums["loss"]), ("gradient's norm", norm)):
+            if not math.isfinite(value):
+                raise Misaligned(f"step {ready.step}: the {what} is {value}", _DIVERGED)
         metrics = self._metrics(ready, sum_over_ranks(sums, self.ranks.size))
         metrics["grad_norm"] = norm
         metrics["compilations"] = num_compiled() - compiled if self.config.compile else None
-        laps.end("optimizer")
         metrics["compute_s"] = time.monotonic() - began
         everyone = gather_to_lead((said, self._caches()), self.ranks)
         scores = _scores(ready.step, [one for rank, _ in everyone for one in rank])
@@ -282,7 +285,12 @@ class Learner:
         weight = _tensor(batch.loss_weight.numpy(), self.device)
         own = batch.versions.numpy() == step - 1
         scorer = Scorer(
-            self.forward, self.reference, self.banned, batch.temperature, self.config.entropy
+            self.forward,
+            self.reference,
+            self.banned,
+            batch.temperature,
+            self.config.entropy,
+            backend=self.config.compile,
         )
         scored = scorer.score(hidden, tokens, reference)
         logprobs = scored.logprobs
@@ -323,15 +331,13 @@ class Learner:
                 sequences = send(places, logprobs.device)
                 return losses.gspo_loss(logprobs, old, advantages, sequences, *bounds)
 
-    def update(self, step: int) -> float:
-        """Clips and applies the gradients, and returns their norm before clipping."""
+    def update(self, step: int) -> torch.Tensor:
+        """Clips and applies the gradients; their norm before clipping, still on the device."""
         parameters = [p for p in self.forward.model.parameters() if p.grad is not None]
         norm = whole_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_norm))
-        if not math.isfinite(float(norm)):
-            raise Misaligned(f"step {step}: the gradient's norm is {float(norm)}", _DIVERGED)
         set_learning_rate(self.optimizer, lr_scale(self.config, step, self.steps))
         self.optimizer.step()
-        return float(norm)
+        return norm
 
     def _metrics(self, ready: ReadyBatch, sums: dict[str, float]) -> dict[str, float | None]:
         num = max(sums["tokens"], 1.0)

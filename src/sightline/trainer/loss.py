@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from sightline.compute.logprobs import mask_banned
+
 
 def imitation_loss(logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """-log pi of each token (S,): supervised training, where nothing is held."""
@@ -77,13 +79,13 @@ def gspo_loss(
 
 def exact_kl(log_p: torch.Tensor, log_q: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
     """KL(p || q) over the whole vocabulary, (S,) of (S, V); banned ids have no mass in either."""
-    difference = (log_p - log_q).index_fill(-1, banned, 0.0)
+    difference = mask_banned(log_p - log_q, banned, 0.0)
     return (log_p.exp() * difference).sum(-1)
 
 
 def entropy(log_p: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
     """(S,) of (S, V)."""
-    return -(log_p.exp() * log_p.index_fill(-1, banned, 0.0)).sum(-1)
+    return -(log_p.exp() * mask_banned(log_p, banned, 0.0)).sum(-1)
 
 
 def mismatch_kl(logprobs: torch.Tensor, sampler_logprobs: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,9 @@ Letters: S trained tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -40,6 +42,8 @@ class Scorer:
     temperature: float
     with_entropy: bool = True
     max_logits: int = MAX_LOGITS
+    backend: str = ""
+    """Of the compiler; nothing: as it is written."""
 
     def score(
         self, hidden: torch.Tensor, tokens: torch.Tensor, reference_hidden: torch.Tensor | None
@@ -73,16 +77,35 @@ class Scorer:
     def _part(
         self, hidden: torch.Tensor, tokens: torch.Tensor, reference_hidden: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        log_p = log_softmax(self.forward.logits(hidden), self.banned, self.temperature)
-        logprobs = log_p.gather(-1, tokens[:, None]).squeeze(-1)
-        entropy = logprobs.new_zeros(0)
-        if self.with_entropy:
-            with torch.no_grad():
-                entropy = losses.entropy(log_p.detach(), self.banned)
-        kl = logprobs.new_zeros(0)
+        logits = self.forward.logits(hidden)
+        reference = None
         if self.reference is not None and reference_hidden is not None:
             with torch.no_grad():
-                logits = self.reference.logits(reference_hidden)
-                log_q = log_softmax(logits, self.banned, self.temperature)
-            kl = losses.exact_kl(log_p, log_q, self.banned)
-        return logprobs, entropy, kl
+                reference = self.reference.logits(reference_hidden)
+        score = _score if not self.backend else _compiled(self.backend)
+        return score(logits, tokens, reference, self.banned, self.temperature, self.with_entropy)
+
+
+def _score(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    reference: torch.Tensor | None,
+    banned: torch.Tensor,
+    temperature: float,
+    with_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logprobs (S,), and entropy and KL (S,), or nothing of them, of logits (S, V)."""
+    log_p = log_softmax(logits, banned, temperature)
+    logprobs = log_p.gather(-1, tokens[:, None]).squeeze(-1)
+    entropy = kl = logprobs.new_zeros(0)
+    if with_entropy:
+        entropy = losses.entropy(log_p.detach(), banned)
+    if reference is not None:
+        kl = losses.exact_kl(log_p, log_softmax(reference, banned, temperature), banned)
+    return logprobs, entropy, kl
+
+
+@cache
+def _compiled(backend: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A pass or two over the logits, where each operation by itself would be one."""
+    return torch.compile(_score, backend=backend)

@@ -13,13 +13,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from sightline.compute.model import DTYPES, pick_device
 from sightline.families import Family
@@ -71,19 +69,6 @@ def timed(work: Callable[[], Any], device_name: str, repeats: int, warm_up: int)
 def _settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def profile_step(work: Callable[[], Any], path: Path) -> str:
-    """Writes a trace of `work`, and says what took longest."""
-    kinds = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        kinds.append(ProfilerActivity.CUDA)
-    with profile(activities=kinds) as found:
-        work()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    found.export_chrome_trace(str(path))
-    by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-    return str(found.key_averages().table(sort_by=by, row_limit=20, max_name_column_width=70))
 
 
 def step_flops(learner: Learner, batch: ReadyBatch) -> float:
