@@ -49,6 +49,7 @@ TORCH_ADDRESSES = (
     "trainer/*",
     "inference/torch_engine/*",
     "inference/vllm_plugin/*",
+    "families/sending.py",
     "families/*/forward.py",
     "families/*/tiny.py",
 )

@@ -12,7 +12,6 @@ import random
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,21 +181,17 @@ class Bench:
         return build_learner(model, trainer, self.store, steps=1 << 30)
 
     def _ready(self, samples: Sequence[Sample], tokens: int, kind: str) -> Any:
-        import torch
-
-        from sightline.compute.model import pick_device
-        from sightline.compute.transfer import stack
         from sightline.pack import Cost
         from sightline.pixels import Materializer
         from sightline.trainer.feed import Preparer
+        from sightline.trainer.speed import stack_for
         from sightline.wire.sample import Batch
 
         materializer = Materializer(self.family, self.store, max_bytes=GIB)
         family: Any = _As(self.family, kind)
-        device = torch.device(pick_device(self.args.device))
         preparer = Preparer(
             family, materializer, Cost(tokens, 1 << 30), max_bad_fraction=0.0,
-            allows_unproven=True, stack=partial(stack, device=device),
+            allows_unproven=True, stack=stack_for(self.args.device),
         )  # fmt: skip
         ready = preparer.prepare(Batch(1, list(samples)), digest="")
         materializer.close()

@@ -90,52 +90,86 @@ def _cudnn(
 class Padded:
     """Causal rows in groups of about one length, each padded at its end to one of a few lengths.
 
-    No token sees what comes after it, so none sees the padding.
+    No token sees what comes after it, so none sees the padding, whatever it holds.
     """
 
     def __init__(self, groups: list[list[int]], lengths: Sequence[int], device: torch.device):
         self._shapes = [(len(rows), padded_length(rows, lengths)) for rows in groups]
-        self._num = sum(rows * length for rows, length in self._shapes)
         starts = np.cumsum([0, *lengths])
-        places, at = np.empty(starts[-1], dtype=np.int64), 0
+        places = np.empty(starts[-1], dtype=np.int64)
+        tokens = np.zeros(sum(rows * length for rows, length in self._shapes), dtype=np.int64)
+        at = 0
         for rows, (_, length) in zip(groups, self._shapes, strict=True):
             for row in rows:
-                places[starts[row] : starts[row + 1]] = at + np.arange(lengths[row])
+                own = np.arange(starts[row], starts[row + 1])
+                places[own] = at + np.arange(len(own))
+                tokens[at : at + length] = starts[row]
+                tokens[at : at + len(own)] = own
                 at += length
-        self._places = send(places, device)
+        unused = np.setdiff1d(np.arange(len(tokens)), places)
+        self._places, self._tokens, self._unused = (
+            send(index, device) for index in (places, tokens, unused)
+        )
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         """(T, N, D) of q (T, N, D) and k, v (T, N or fewer, D)."""
         sizes = [rows * length for rows, length in self._shapes]
-        qs, ks, vs = (
-            x.new_zeros(self._num, *x.shape[1:]).index_copy(0, self._places, x).split(sizes)
-            for x in (q, k, v)
-        )
+        qs, ks, vs = (_split(self._spread(x), sizes) for x in (q, k, v))
         parts = [
             attend_even(q, k, v, scaling, rows, causal=True)
             for (rows, _), q, k, v in zip(self._shapes, qs, ks, vs, strict=True)
         ]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        found: torch.Tensor = _Collect.apply(whole, self._places)
+        found: torch.Tensor = _Collect.apply(whole, self._places, self._tokens, self._unused)
         return found
 
+    def _spread(self, x: torch.Tensor) -> torch.Tensor:
+        spread: torch.Tensor = _Spread.apply(x, self._places, self._tokens)
+        return spread
 
-class _Collect(torch.autograd.Function):
-    """Rows by distinct places. torch's own adds in the backward pass, as if places could repeat."""
+
+def _split(x: torch.Tensor, sizes: list[int]) -> Sequence[torch.Tensor]:
+    return [x] if len(sizes) == 1 else x.split(sizes)
+
+
+class _Spread(torch.autograd.Function):
+    """From tokens to places. Nothing comes back from padding: nobody looks at it, and its own
+    outputs are not read. torch's own function does not know that, and would add."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(places)
-        ctx.num = len(x)
-        return x.index_select(0, places)
+        return x.index_select(0, tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (places,) = ctx.saved_tensors
-        (grad,) = grads
-        return grad.new_zeros(ctx.num, *grad.shape[1:]).index_copy_(0, places, grad), None
+        return grads[0].index_select(0, places), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """From places back to tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        places: torch.Tensor,
+        tokens: torch.Tensor,
+        unused: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tokens, unused)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        tokens, unused = ctx.saved_tensors
+        spread = grads[0].index_select(0, tokens).index_fill_(0, unused, 0)
+        return spread, None, None, None
 
 
 def padded_rows(

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from sightline.families.sending import send
+
+__all__ = ["send", "stack"]
+
 
 def stack(parts: Sequence[np.ndarray], device: torch.device) -> np.ndarray:
     """The rows of `parts` one after the other, in memory that `device` can read by itself."""
@@ -15,15 +19,3 @@ def stack(parts: Sequence[np.ndarray], device: torch.device) -> np.ndarray:
     dtype = torch.from_numpy(np.empty(0, parts[0].dtype)).dtype
     held = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
     return np.concatenate(parts, out=held.numpy())
-
-
-def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """`array` on the device, copied while the host goes on: from page-locked memory, to which it
-    is brought first where it lies elsewhere.
-
-    torch keeps such memory from being used again until the copy is done.
-    """
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda" and not tensor.is_pinned():
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from sightline.compute.model import DTYPES, pick_device
+from sightline.compute.transfer import stack
 from sightline.families import Family
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner
@@ -44,6 +46,11 @@ def measure_peak(device: str, dtype: str, side: int = 0) -> float:
     a, b = (torch.randn(side, side, device=place, dtype=DTYPES[dtype]) for _ in range(2))
     times = timed(lambda: torch.mm(a, b), device, repeats=20, warm_up=5)
     return 2 * side**3 / times.median_s
+
+
+def stack_for(device_name: str) -> Callable[[Sequence[np.ndarray]], np.ndarray]:
+    """Where the trainer would stack the patches of a micro-batch."""
+    return partial(stack, device=torch.device(pick_device(device_name)))
 
 
 def timed(work: Callable[[], Any], device_name: str, repeats: int, warm_up: int) -> Timed:

@@ -22,6 +22,7 @@ from transformers import AutoModelForImageTextToText, vision_utils
 from transformers.models.kimi_k25 import modeling_kimi_k25 as modeling
 
 from sightline.families.kimi_k25.vision import KimiK25
+from sightline.families.sending import send
 
 
 class KimiK25Forward:
@@ -66,7 +67,7 @@ class KimiK25Forward:
     def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
         rows = self.rows(patches).to(next(self._tower.parameters()).dtype)
         sizes = {
-            name: _send(value, rows.device) if isinstance(value, np.ndarray) else value
+            name: send(value, rows.device) if isinstance(value, np.ndarray) else value
             for name, value in self._sizes(tuple(grids)).items()
         }
         out = self._tower(rows, grid_thw=torch.tensor(grids), **sizes)
@@ -119,11 +120,6 @@ def sizes_of(tower: Any, grids: tuple[tuple[int, int, int], ...]) -> dict[str, A
         "max_seqlen": int(ends.diff().max()),
         "temporal_merge_index": merged.numpy(),
     }
-
-
-def _send(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def load(

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, visi
 from sightline.errors import FamilyError
 from sightline.families.protocol import Family
 from sightline.families.qwen_vl.vision import QwenVL
+from sightline.families.sending import send
 
 
 class QwenTextForward:
@@ -109,7 +110,7 @@ class QwenVLForward(QwenTextForward):
     def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
         rows = self.rows(patches).to(next(self._visual.parameters()).dtype)
         sizes = {
-            name: _send(value, rows.device) if isinstance(value, np.ndarray) else value
+            name: send(value, rows.device) if isinstance(value, np.ndarray) else value
             for name, value in self._sizes(tuple(grids)).items()
         }
         out = self._visual(rows, grid_thw=torch.tensor(grids), **sizes)
@@ -166,11 +167,6 @@ def sizes_of(tower: Any, grids: tuple[tuple[int, int, int], ...]) -> dict[str, A
         found["max_window_seqlen"] = int(ends.diff().max())
     # As arrays: a tensor that was made without gradients could not be used with them later.
     return {n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in found.items()}
-
-
-def _send(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _add_at(hidden: torch.Tensor, places: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
