@@ -8,6 +8,7 @@ Letters: B rows, T tokens, N heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,9 +42,9 @@ def register(opaque: bool = False) -> str:
     positions for packed sequences, which it would have to ask the device for.
 
     A compiler leaves an `opaque` one as it is: a pattern differs from pack to pack, and each would
-    be compiled anew.
+    be compiled anew. A tree is not left out: its mask is data.
     """
-    AttentionInterface.register(NAME, torch.compiler.disable(_attend) if opaque else _attend)
+    AttentionInterface.register(NAME, _for_compiler() if opaque else _attend)
     return NAME
 
 
@@ -78,6 +79,30 @@ def _attend(
             "pass attention= to Forward.hidden",
         )
     return out.transpose(1, 2), None
+
+
+def _for_compiler() -> Callable[..., tuple[torch.Tensor, None]]:
+    outside: Callable[..., tuple[torch.Tensor, None]] = torch.compiler.disable(_attend)
+
+    def attend_compiled(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float,
+        pattern: Pattern | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """A block with a tree is one graph, any other is broken here."""
+        if isinstance(pattern, attention_cuda.FlexTree):
+            # Not the number of the layer, for which each would be compiled by itself.
+            return pattern.attend(0, query, key, value, scaling).transpose(1, 2), None
+        return outside(
+            module, query, key, value, attention_mask, scaling, pattern=pattern, **kwargs
+        )
+
+    return attend_compiled
 
 
 def _images(

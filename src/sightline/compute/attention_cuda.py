@@ -162,14 +162,14 @@ class FlexTree:
 
     def __init__(self, subtree_end: np.ndarray, device: torch.device) -> None:
         padded = pad_ends(subtree_end)
-        self._num_padded = len(padded) - len(subtree_end)
-        end = send(padded.astype(np.int32), device)
-        self._mask = _block_mask(padded, end, device)
+        self._end = send(padded.astype(np.int32), device)
+        self._mask = _block_mask(padded, self._end, device)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        width, missing = v.shape[-1], self._num_padded
+        # Of shapes, not of a number that is kept: for a compiler those are one graph.
+        width, missing = v.shape[-1], self._end.shape[0] - q.shape[2]
         q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, _widened(v, k)))
         gqa = q.shape[1] != k.shape[1]
         out = _flex()(q, k, v, block_mask=self._mask, scale=scaling, enable_gqa=gqa)
@@ -212,9 +212,18 @@ def _listed(blocks: np.ndarray, device: torch.device) -> tuple[torch.Tensor, tor
     return tuple(send(x, device)[None, None] for x in (counts, order))
 
 
-@functools.cache
 def _flex() -> Callable[..., Any]:
+    """Inside of what is compiled already, as it is."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    return flex_attention if torch.compiler.is_compiling() else _compiled_flex()
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    """One graph for the first shape, and one for all others: as many as there are buckets would
+    pass the compiler's limit, after which it does not compile."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Any] = torch.compile(flex_attention)
     return compiled

@@ -52,7 +52,9 @@ def test_flex_attention_gives_what_the_plain_mask_gives(
 ) -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
-    monkeypatch.setattr(attention_cuda, "_flex", lambda: flex_attention)  # not compiled here
+    monkeypatch.setattr(
+        attention_cuda, "_compiled_flex", lambda: flex_attention
+    )  # not compiled here
     torch.manual_seed(seed)
     ends = random_ends(random.Random(seed), 700)
     q, k, v = (torch.randn(1, heads, 700, 16) for heads in (4, 2, 2))

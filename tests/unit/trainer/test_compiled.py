@@ -6,17 +6,22 @@ import shutil
 from pathlib import Path
 
 import making
+import numpy as np
 import pytest
 import torch
 
+from sightline.compute import attention, attention_cuda
 from sightline.media import MediaStore
 from sightline.pack import Cost
 from sightline.pixels import Materializer
+from sightline.trainer import learner as learner_module
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import Preparer
 from sightline.wire.sample import Batch
 
+CPU = torch.device("cpu")
 STEPS = 4
+TREES = 7
 
 
 def deepened(model: Path, target: Path, layers: int) -> Path:
@@ -70,3 +75,45 @@ def test_nothing_is_counted_where_nothing_is_compiled(tiny_model: Path, store: M
     samples = making.samples(tiny_model, store, 2)
     ready = preparer.prepare(Batch(1, samples), "")
     assert learner.step(ready).metrics["compilations"] is None
+
+
+def steps_on_trees(model: Path, store: MediaStore, **changes: object) -> list[tuple[float, int]]:
+    """The norm of each step's gradient, and the graphs that it took."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    learner = build_learner(
+        making.model_config(model), making.trainer_config(**changes), store, TREES
+    )
+    found = []
+    for step in range(1, TREES + 1):
+        samples = making.group(model, store, 3 + step, seed=step)
+        materializer = Materializer(learner.family, store, 1 << 24)
+        preparer = Preparer(learner.family, materializer, Cost(1 << 20, 1 << 20), 0.0)
+        metrics = learner.step(preparer.prepare(Batch(step, samples), "")).metrics
+        materializer.close()
+        found.append((float(metrics["grad_norm"] or 0), int(metrics["compilations"] or 0)))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_block_with_a_tree_is_one_graph(
+    tiny_model: Path, store: MediaStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, with the plain arithmetic of flex attention, which has gradients anywhere."""
+    from torch.nn.attention import flex_attention as flex
+
+    plain = steps_on_trees(tiny_model, store)
+    broken = steps_on_trees(tiny_model, store, compile="aot_eager")
+    monkeypatch.setattr(flex, "_validate_device", lambda *given: None)
+    monkeypatch.setattr(attention_cuda, "_compiled_flex", lambda: flex.flex_attention)
+    monkeypatch.setattr(
+        learner_module,
+        "pattern_of",
+        lambda ends, device, dtype: attention_cuda.FlexTree(ends, device),
+    )
+    assert isinstance(attention.pattern_of(np.array([4, 2, 3, 4]), CPU), attention.Tree)
+    whole = steps_on_trees(tiny_model, store, compile="aot_eager", activation_checkpointing=True)
+    assert [norm for norm, _ in whole] == pytest.approx([norm for norm, _ in plain], rel=1e-5)
+    assert 0 < sum(num for _, num in whole) < sum(num for _, num in broken)
+    assert sum(num for _, num in whole[4:]) <= 2, "shapes that come later find what they need"
