@@ -68,7 +68,9 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--warm-up", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--small", action="store_true", help="small shapes, for a CPU")
-    parser.add_argument("--profile", type=Path, help="write a trace of one dense step here")
+    parser.add_argument(
+        "--profile", type=Path, metavar="DIR", help="profile a step of each part: traces go here"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -117,7 +119,7 @@ class Bench:
         ]
         del learner
         for checkpointing, how in ACTIVATIONS:
-            trace = None if checkpointing else args.profile
+            trace = None if checkpointing else self._trace_of("dense")
             rows.append((f"sightline, {how}", self._time_ours(flat, checkpointing, trace)))
         self._print_dense(rows, flops, peak, num_tokens, len(samples))
 
@@ -159,7 +161,7 @@ class Bench:
             ("tree, each image once", shared, "tree"),
         ):
             ready = self._ready(samples, self.args.tokens, kind)
-            timed = self._time_ours(ready, checkpointing=True)
+            timed = self._time_ours(ready, True, self._trace_of(name) if kind == "tree" else None)
             tokens = sum(len(m.batch.token_ids) for m in ready.micro_batches)
             images = sum(len(m.batch.items) for m in ready.micro_batches)
             rows.append((label, tokens, images, timed))
@@ -252,6 +254,10 @@ class Bench:
         if trace is not None:
             print(profile_step(lambda: learner.step(ready), trace))
         return timed
+
+    def _trace_of(self, part: str) -> Path | None:
+        where: Path | None = self.args.profile
+        return None if where is None else where / f"{part}.json"
 
     def _time_plain(self, learner: Learner, ready: Any, checkpointing: bool) -> Any:
         from sightline.trainer.speed import PlainStep

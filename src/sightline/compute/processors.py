@@ -34,13 +34,30 @@ def set_threads(num: int) -> None:
 
 def find_torchvision() -> bool:
     """Whether torchvision can be imported. To be called before transformers is."""
-    if importlib.util.find_spec("torchvision") is None:
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None:
         return False
-    # A build for CUDA beside a CPU build of torch lacks its compiled half; importing the rest
-    # fails on two operators that image processors do not call.
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not _load(sorted(file for folder in folders for file in folder.glob("_C*.so"))):
+        _declare()
+    return True
+
+
+def _load(files: list[Path]) -> bool:
+    """The compiled half; torchvision itself finds it loaded."""
+    try:
+        for file in files:
+            torch.ops.load_library(str(file))
+    except OSError:
+        return False
+    return bool(files)
+
+
+def _declare() -> None:
+    """A build for CUDA beside a CPU build of torch cannot load its compiled half; importing the
+    rest fails on two operators that image processors do not call."""
     library = torch.library.Library("torchvision", "FRAGMENT")
     _KEPT.append(library)
     for name in ("nms", "qnms"):
         if not hasattr(torch.ops.torchvision, name):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return True

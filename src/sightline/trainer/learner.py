@@ -333,7 +333,8 @@ class Learner:
 
     def update(self, step: int) -> torch.Tensor:
         """Clips and applies the gradients; their norm before clipping, still on the device."""
-        parameters = [p for p in self.forward.model.parameters() if p.grad is not None]
+        held = (p for group in self.optimizer.param_groups for p in group["params"])
+        parameters = [p for p in held if p.grad is not None]
         norm = whole_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.config.grad_norm))
         set_learning_rate(self.optimizer, lr_scale(self.config, step, self.steps))
         self.optimizer.step()

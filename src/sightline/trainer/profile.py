@@ -18,6 +18,18 @@ from torch.profiler import ProfilerActivity
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 NAME_WIDTH = 90
+KINDS = (
+    (
+        "attention, backward",
+        ("bprop", "attention_backward", "flash_bwd", "fmha", "_dot_do_o", "_dq_"),
+    ),
+    ("attention, forward", ("fprop", "flex_attention", "flash_fwd")),
+    ("products of matrices", ("nvjet", "gemm", "cutlass")),
+    ("compiled", ("triton_",)),
+    ("optimizer and norm", ("multi_tensor",)),
+    ("copies", ("Memcpy", "copy")),
+)
+"""By parts of their names: the first that has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +59,8 @@ class Profile:
     busy_us: float
     kernels: list[Kernel]
     """Longest first."""
+    kinds: list[Kernel]
+    """The same by what they do."""
     gaps: list[Gap]
     """Longest first."""
 
@@ -59,13 +73,17 @@ class Profile:
         lines = [
             f"device: {self.span_us / 1e3:.1f} ms from first to last kernel, idle for "
             f"{idle / 1e3:.1f} ms of it ({idle / max(self.span_us, 1e-9):.1%})",
-            f"{len(self.kernels)} kinds of kernels; the longest:",
         ]
-        for kernel in self.kernels[:top]:
-            lines.append(
-                f"  {kernel.us / 1e3:9.2f} ms {kernel.us / total:6.1%} {kernel.calls:6d} x  "
-                f"{kernel.name[:NAME_WIDTH]}"
-            )
+        for title, kernels in (
+            ("by what they do:", self.kinds),
+            (f"{len(self.kernels)} kernels; the longest:", self.kernels[:top]),
+        ):
+            lines.append(title)
+            for kernel in kernels:
+                lines.append(
+                    f"  {kernel.us / 1e3:9.2f} ms {kernel.us / total:6.1%} {kernel.calls:6d} x  "
+                    f"{kernel.name[:NAME_WIDTH]}"
+                )
         lines.append(f"{len(self.gaps)} gaps; the longest:")
         for gap in self.gaps[:top]:
             lines.append(
@@ -103,7 +121,7 @@ def profile_of(events: list[dict[str, Any]]) -> Profile:
         if event.get("cat") in ON_DEVICE and "dur" in event
     )
     if not ran:
-        return Profile(0.0, 0.0, [], [])
+        return Profile(0.0, 0.0, [], [], [])
     total: dict[str, list[float]] = defaultdict(list)
     first, busy, gaps = ran[0][0], 0.0, []
     until, last = first, ""
@@ -114,10 +132,25 @@ def profile_of(events: list[dict[str, Any]]) -> Profile:
         if end > until:
             busy += end - max(start, until)
             until, last = end, name
-    kernels = [Kernel(name, len(us), sum(us)) for name, us in total.items()]
+    of_kind: dict[str, list[float]] = defaultdict(list)
+    for name, us in total.items():
+        of_kind[_kind_of(name)] += us
     return Profile(
         span_us=until - first,
         busy_us=busy,
-        kernels=sorted(kernels, key=lambda kernel: -kernel.us),
+        kernels=_added(total),
+        kinds=_added(of_kind),
         gaps=sorted(gaps, key=lambda gap: -gap.us),
     )
+
+
+def _kind_of(name: str) -> str:
+    for kind, parts in KINDS:
+        if any(part in name for part in parts):
+            return kind
+    return "other"
+
+
+def _added(times: dict[str, list[float]]) -> list[Kernel]:
+    kernels = [Kernel(name, len(us), sum(us)) for name, us in times.items()]
+    return sorted(kernels, key=lambda kernel: -kernel.us)

@@ -44,10 +44,26 @@ def test_kernels_are_added_up_and_gaps_lie_between_them(tmp_path: Path) -> None:
     assert "between copy and mul" in said
 
 
+def test_kernels_are_told_by_what_they_do() -> None:
+    names = {
+        "nvjet_sm90_tst_128x256_64x4": "products of matrices",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma": "attention, backward",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma": "attention, forward",
+        "triton_tem_fused_flex_attention_backward_3": "attention, backward",
+        "triton_poi_fused_add_2": "compiled",
+        "Memcpy HtoD (Pinned -> Device)": "copies",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<": "optimizer and norm",
+        "void at::native::reduce_kernel<512": "other",
+    }
+    found = profile_of([ran(name, float(at), 1.0) for at, name in enumerate(names)])
+    told = {kernel.name: kernel.calls for kernel in found.kinds}
+    assert told == {kind: list(names.values()).count(kind) for kind in names.values()}
+
+
 def test_a_trace_without_a_device_has_no_kernels() -> None:
     found = profile_of([ran("aten::mm", 0.0, 9.0, "cpu_op")])
     assert found.kernels == [] and found.gaps == [] and found.span_us == 0.0
-    assert "0 kinds of kernels" in str(found)
+    assert "0 kernels" in str(found)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the device kernels are told instead")
