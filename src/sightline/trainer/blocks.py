@@ -10,6 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from sightline.compute import attention
 from sightline.families import Forward
 
+MAX_GRAPHS = 64
+"""Of one class of blocks."""
+
 
 def num_compiled() -> int:
     """Graphs that this process has compiled so far.
@@ -28,6 +31,7 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
     Before sharding: what gathers a block's parameters stays around what is called here.
     """
     if backend:
+        _allow_graphs()
         attention.register(opaque=True)
     for block in forward.blocks():
         call = block.forward
@@ -37,6 +41,15 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
             # Random numbers are asked for by name, which costs the host as much as a small block.
             call = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=_draws(block))
         block.forward = call
+
+
+def _allow_graphs() -> None:
+    """A block has a graph for its first shape and one for all others, times packs and trees, times
+    with and without gradients: more than the compiler allows by default, after which it does not
+    compile. `compilations` in the metrics says how many there were."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
 
 
 def _draws(block: torch.nn.Module) -> bool:
