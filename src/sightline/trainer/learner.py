@@ -176,10 +176,12 @@ class Learner:
         # these weights, which end here: they are neither published nor kept.
         sums, said = tally.read(), _to_host(scored)
         norm = sums.pop("grad_norm")
-        for what, value in (("loss", sums["loss"]), ("gradient's norm", norm)):
-            if not math.isfinite(value):
-                raise Misaligned(f"step {ready.step}: the {what} is {value}", _DIVERGED)
+        if not math.isfinite(sums["loss"]):
+            raise Misaligned(f"step {ready.step}: the loss is {sums['loss']}", _DIVERGED)
+        # One rank's loss spoils the norm of all: here the others wait to be told whose it was.
         metrics = self._metrics(ready, sum_over_ranks(sums, self.ranks.size))
+        if not math.isfinite(norm):
+            raise Misaligned(f"step {ready.step}: the gradient's norm is {norm}", _DIVERGED)
         metrics["grad_norm"] = norm
         metrics["compilations"] = num_compiled() - compiled if self.config.compile else None
         metrics["compute_s"] = time.monotonic() - began
