@@ -14,6 +14,7 @@ Rollouts run ahead in the background. `max_lag = 0` is the synchronous algorithm
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -44,6 +45,20 @@ class TrainerLink(Protocol):
 
 
 @dataclass
+class Earned:
+    """The rewards of this process's rollouts."""
+
+    lowest: float = math.inf
+    highest: float = -math.inf
+    is_mastered: bool = False
+    """Whether batch after batch earned the highest there is, where less was earned before."""
+
+    def add(self, rewards: list[float]) -> None:
+        self.lowest = min([self.lowest, *rewards])
+        self.highest = max([self.highest, *rewards])
+
+
+@dataclass
 class Collected:
     """What a step has gathered so far."""
 
@@ -63,6 +78,8 @@ class Collected:
     """Groups in a row that filled no place: stale, broken or filtered."""
     fresh: bool = False
     """Whether some group was sampled by version step-1 alone."""
+    earned: Earned = field(default_factory=Earned)
+    """By the groups that fill a place."""
 
 
 @dataclass
@@ -83,6 +100,7 @@ class Parts:
     """No group starts that could only train after it."""
     check_room: Callable[[], None]
     """Called before each step; raises when store or disk are full."""
+    earned: Earned = field(default_factory=Earned)
 
 
 async def run(parts: Parts, steps: range) -> None:
@@ -118,6 +136,10 @@ async def _collect(parts: Parts, step: int) -> Collected:
         collected.num_groups += not _replaces(parts, collected, judged) and judged.counts
         collected.num_dropped = 0 if judged.counts else collected.num_dropped + 1
         collected.has_signal |= judged.has_signal
+        if judged.counts:
+            rewards = [trace.reward for trace in group.traces if trace.reward is not None]
+            collected.earned.add(rewards)
+            parts.earned.add(rewards)
         _check_dropped(parts, step, collected, judged)
         collected.fresh |= bool(judged.lags) and max(judged.lags) == 0
     return collected
@@ -138,7 +160,7 @@ def _replaces(parts: Parts, collected: Collected, judged: Judged) -> bool:
 def _is_full(parts: Parts, collected: Collected, wants_fresh: bool, step: int) -> bool:
     if collected.num_groups < parts.groups_per_step:
         return False
-    if not collected.has_signal:
+    if not collected.has_signal and not _is_mastered(parts, collected):
         collected.num_empty += 1
         collected.num_groups = 0
         collected.samples.clear()
@@ -155,6 +177,16 @@ def _is_full(parts: Parts, collected: Collected, wants_fresh: bool, step: int) -
     waited = collected.num_groups - parts.groups_per_step
     most = parts.groups_per_step * (max(1, parts.max_lag) + 1)
     return collected.fresh or not wants_fresh or waited >= most
+
+
+def _is_mastered(parts: Parts, collected: Collected) -> bool:
+    """Whether a batch without signal trains all the same, on its KL term alone: the policy earns
+    the highest reward everywhere, and has done so for as many batches as would end the run."""
+    earned = parts.earned
+    at_best = collected.earned.lowest >= earned.highest > earned.lowest
+    if at_best and collected.num_empty + 1 >= parts.max_empty_batches:
+        earned.is_mastered = True
+    return at_best and earned.is_mastered and bool(collected.samples)
 
 
 def _check_dropped(parts: Parts, step: int, collected: Collected, judged: Judged) -> None:

@@ -27,6 +27,7 @@ class World:
     def __init__(self, run_dir: RunDir, max_lag: int, train_after: int = 0) -> None:
         self.run_dir, self.max_lag, self.train_after = run_dir, max_lag, train_after
         self.announced: list[Announce] = []
+        self.keeps_all = False
         self.played: list[Play] = []
         self.in_flight = 0
         self.reward_of = lambda play: float(int(play.rollout_id.split(".")[1]) % 2)
@@ -45,7 +46,7 @@ class World:
         return Parts(
             rollouts=self.rollouts,
             policy=self.policy,
-            judge=Judge(self.max_lag, "grpo", "rollout", []),
+            judge=Judge(self.max_lag, "grpo", "rollout", [], keep_without_signal=self.keeps_all),
             books=self.books,
             trainer=self,
             watcher=self,
@@ -158,6 +159,29 @@ def test_a_run_of_batches_in_which_nothing_trains_says_so(run_dir: RunDir) -> No
     world.reward_of = lambda play: 0.5
     with pytest.raises(NothingTrains, match="2 batches in a row"):
         play(world, range(1, 3))
+
+
+@pytest.mark.parametrize(("early", "late"), [(0.0, 1.0), (1.0, 0.0)])
+def test_a_policy_that_has_mastered_its_tasks_goes_on_with_the_kl_term(
+    run_dir: RunDir, early: float, late: float
+) -> None:
+    world = World(run_dir, max_lag=0)
+    world.keeps_all = True
+    first = world.reward_of
+    num = 0
+
+    def reward_of(play: Play) -> float:
+        nonlocal num
+        num += 1
+        return first(play) if num <= 6 else late
+
+    world.reward_of = reward_of
+    if late > early:
+        play(world, range(1, 6))
+        assert [a.step for a in world.announced] == list(range(1, 6))
+    else:
+        with pytest.raises(NothingTrains, match="2 batches in a row"):
+            play(world, range(1, 6))
 
 
 def test_groups_that_all_break_end_the_run_with_the_last_error(run_dir: RunDir) -> None:
