@@ -2,8 +2,7 @@
 
 Rows and images go through `varlen_attn`, which reads no padding, or, where their shapes come back,
 through cuDNN (`attention_dense`). A tree goes through flex attention, with a block mask made from
-`subtree_end` by arithmetic on blocks: no mask of all pairs is ever made. Lengths are rounded up, so
-that few shapes are compiled.
+`subtree_end` by arithmetic on blocks: no mask of all pairs is ever made.
 
 Letters: B rows, T tokens, N heads, D head size.
 """
@@ -25,7 +24,7 @@ from sightline.compute.transfer import send
 
 BLOCK = 128
 BUCKET = 1024
-"""Trees are padded to a multiple: a shape of its own for each would be compiled for each."""
+"""Trees are padded to a multiple, so that few shapes of masks are seen."""
 HALF = (torch.bfloat16, torch.float16)
 """What the kernels for rows take."""
 

@@ -38,7 +38,7 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
         if backend:
             call = torch.compile(call, backend=backend)
         if recompute:
-            # Random numbers are asked for by name, which costs the host as much as a small block.
+            # To keep and set back the state of random numbers costs the host time, for each block.
             call = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=_draws(block))
         block.forward = call
 

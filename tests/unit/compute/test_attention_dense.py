@@ -107,8 +107,8 @@ def test_without_gradients_nothing_is_padded() -> None:
 
 def test_plans_forget_what_was_not_asked_for_lately() -> None:
     plans = Plans(kept=2)
-    for _ in range(RETURNS):
-        assert plans.worth(1, 1) is (_ == RETURNS - 1)
+    found = [plans.worth(1, 1) for _ in range(RETURNS)]
+    assert found == [False] * (RETURNS - 1) + [True]
     plans.worth(2, 1)
     assert plans.worth(1, 1)
     plans.worth(3, 1)
