@@ -160,7 +160,7 @@ def _replaces(parts: Parts, collected: Collected, judged: Judged) -> bool:
 def _is_full(parts: Parts, collected: Collected, wants_fresh: bool, step: int) -> bool:
     if collected.num_groups < parts.groups_per_step:
         return False
-    if not collected.has_signal and not _is_mastered(parts, collected):
+    if not collected.has_signal and not _trains_anyway(parts, collected):
         collected.num_empty += 1
         collected.num_groups = 0
         collected.samples.clear()
@@ -179,7 +179,7 @@ def _is_full(parts: Parts, collected: Collected, wants_fresh: bool, step: int) -
     return collected.fresh or not wants_fresh or waited >= most
 
 
-def _is_mastered(parts: Parts, collected: Collected) -> bool:
+def _trains_anyway(parts: Parts, collected: Collected) -> bool:
     """Whether a batch without signal trains all the same, on its KL term alone: the policy earns
     the highest reward everywhere, and has done so for as many batches as would end the run."""
     earned = parts.earned
