@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from sightline.compute import attention_cuda
 from sightline.errors import Misaligned
+from sightline.families import Forward
 
 # transformers hands the boundaries of images to attention functions with "flash" in their name.
 NAME = "sightline_flash"
@@ -81,6 +82,39 @@ def _attend(
     return out.transpose(1, 2), None
 
 
+def in_graph(
+    hidden: torch.Tensor, heads: tuple[int, int] | None, options: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The options of a block that a compiler makes one graph of, its attention included; None
+    where the graph is broken there. `heads` are the number and size of the tower's."""
+    if isinstance(options.get("pattern"), attention_cuda.FlexTree):
+        return options
+    ends, longest = options.get("cu_seqlens"), options.get("max_seqlen")
+    if heads is None or ends is None or longest is None:
+        return None
+    images = attention_cuda.images_of(hidden, ends, longest, *heads)
+    return None if images is None else {**options, "pattern": images}
+
+
+def heads_of_tower(forward: Forward) -> tuple[int, int] | None:
+    """How many, and their size: the smallest image is shown to it. None where keys and values have
+    others than queries, or where there is no tower."""
+    smallest = forward.blank()
+    found: set[tuple[int, int]] = set()
+
+    def look(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        found.update((x.shape[1], x.shape[-1]) for x in args[:3])
+        return _attend(module, *args, **kwargs)
+
+    if smallest is not None:
+        patches, grid = smallest
+        AttentionInterface.register(NAME, look)
+        with torch.no_grad():
+            forward.encode(patches.to(next(forward.model.parameters()).device), [grid])
+        register()
+    return found.pop() if len(found) == 1 else None
+
+
 def _for_compiler() -> Callable[..., tuple[torch.Tensor, None]]:
     outside: Callable[..., tuple[torch.Tensor, None]] = torch.compiler.disable(_attend)
 
@@ -91,13 +125,18 @@ def _for_compiler() -> Callable[..., tuple[torch.Tensor, None]]:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         scaling: float,
-        pattern: Pattern | None = None,
+        pattern: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """A block with a tree is one graph, any other is broken here."""
+        """A block with a tree or with images is one graph, any other is broken here."""
         if isinstance(pattern, attention_cuda.FlexTree):
             # Not the number of the layer, for which each would be compiled by itself.
-            return pattern.attend(0, query, key, value, scaling).transpose(1, 2), None
+            out = pattern.attend(0, query, key, value, scaling)
+            return out.transpose(1, 2), None
+        if isinstance(pattern, attention_cuda.Images):
+            ends, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+            out = pattern.attend(query, key, value, scaling, ends, longest)
+            return out.transpose(1, 2), None
         return outside(
             module, query, key, value, attention_mask, scaling, pattern=pattern, **kwargs
         )

@@ -136,6 +136,49 @@ def shares_heads(
     return gives_the_same(few, many, 16, (4, 2), 64, device, dtype)
 
 
+class Images:
+    """Images side by side, each seeing all of itself, where a compiler takes attention into the
+    graph of its block: what is decided here is decided outside of it."""
+
+    def __init__(self, is_even: bool) -> None:
+        self._is_even = is_even
+        self._any, self._options = _varlen()
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        ends: torch.Tensor,
+        longest: int,
+    ) -> torch.Tensor:
+        """(1, N, T, D) of images that end, from 0 on, at `ends` (int32)."""
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
+        if self._is_even:
+            out = attention_dense.attend_even(q, k, v, scaling, ends.shape[0] - 1, causal=False)
+        else:
+            out = self._any(
+                q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, -1),
+                **self._options,
+            )  # fmt: skip
+        return out.transpose(0, 1).unsqueeze(0)
+
+
+_images = functools.cache(Images)
+
+
+def images_of(
+    hidden: torch.Tensor, ends: torch.Tensor, longest: int, heads: int, width: int
+) -> Images | None:
+    """How a block of the tower attends to hidden (T, H); None where it is not for these kernels."""
+    if not takes(hidden):
+        return None
+    is_even = attention_dense.takes_images(ends, longest, len(hidden))
+    served = is_even and _serves((heads, heads), width, False, hidden.device, hidden.dtype)
+    return _images(served)
+
+
 class Rows:
     """Sequences side by side in one row, each causal in itself and blind to the others."""
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Hashable
+from functools import cache, partial
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from sightline.compute import attention
 from sightline.families import Forward
+
+MAX_GRAPHS = 64
+"""Of one class of blocks."""
 
 
 def num_compiled() -> int:
@@ -27,16 +33,57 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
 
     Before sharding: what gathers a block's parameters stays around what is called here.
     """
+    compile = partial(torch.compile, backend=backend)
+    if backend:
+        _allow_graphs()
+    heads = attention.heads_of_tower(forward) if backend else None
     if backend:
         attention.register(opaque=True)
     for block in forward.blocks():
-        call = block.forward
-        if backend:
-            call = torch.compile(call, backend=backend)
+        plain, kind = block.forward, cast(Hashable, type(block))
+        broken = compile(plain) if backend else plain
+        whole = broken
         if recompute:
             # Random numbers are asked for by name, which costs the host as much as a small block.
-            call = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=_draws(block))
-        block.forward = call
+            again = partial(checkpoint, use_reentrant=False, preserve_rng_state=_draws(block))
+            broken = partial(again, broken)
+            whole = partial(compile(_again_of(kind)), block) if backend else broken
+        block.forward = partial(_by_pattern, heads, whole, broken) if backend else broken
+
+
+def _allow_graphs() -> None:
+    """A block has a graph for its first shape and one for all others, times packs and trees, times
+    with and without gradients: more than the compiler allows by default, after which it does not
+    compile. `compilations` in the metrics says how many there were."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
+
+
+def _by_pattern(
+    heads: tuple[int, int] | None,
+    whole: Callable[..., Any],
+    broken: Callable[..., Any],
+    hidden: torch.Tensor,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """A block that is one graph is computed again inside of its backward graph, which costs the
+    host nothing; one that is broken at its attention, as it is."""
+    found = attention.in_graph(hidden, heads, options)
+    return broken(hidden, *args, **options) if found is None else whole(hidden, *args, **found)
+
+
+@cache
+def _again_of(kind: Any) -> Callable[..., Any]:
+    """A function for each class of blocks: a compiler counts the graphs of a function by its code,
+    and gives up after so many."""
+
+    def again(block: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        return checkpoint(kind.forward, block, *args, use_reentrant=False, **options)
+
+    code = again.__code__.replace(co_name=f"again_{kind.__name__}")
+    return FunctionType(code, again.__globals__, code.co_name, None, again.__closure__)
 
 
 def _draws(block: torch.nn.Module) -> bool:

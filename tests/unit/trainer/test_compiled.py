@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import making
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
-from sightline.compute import attention, attention_cuda
+from sightline.compute import attention_cuda, attention_dense
+from sightline.families import load_family
 from sightline.media import MediaStore
 from sightline.pack import Cost
 from sightline.pixels import Materializer
 from sightline.trainer import learner as learner_module
+from sightline.trainer.blocks import num_compiled
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import Preparer
 from sightline.wire.sample import Batch
 
-CPU = torch.device("cpu")
 STEPS = 4
 TREES = 7
 
@@ -96,24 +99,79 @@ def steps_on_trees(model: Path, store: MediaStore, **changes: object) -> list[tu
     return found
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_block_with_a_tree_is_one_graph(
-    tiny_model: Path, store: MediaStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, with the plain arithmetic of flex attention, which has gradients anywhere."""
+def by_documents(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, *_: Any, **options: Any
+) -> torch.Tensor:
+    """Rows of any lengths, by a plain mask."""
+    row = torch.bucketize(torch.arange(q.shape[0]), ends[1:], right=True)
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    mask = row[:, None] == row[None, :]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=options["scale"])
+    return out.transpose(0, 1)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patterns of a GPU; plain arithmetic for its kernels, which has gradients anywhere."""
     from torch.nn.attention import flex_attention as flex
 
-    plain = steps_on_trees(tiny_model, store)
-    broken = steps_on_trees(tiny_model, store, compile="aot_eager")
+    def plain(q: Any, k: Any, v: Any, scaling: float, causal: bool) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scaling)
+
+    def images_of(hidden: Any, ends: Any, longest: int, *heads: int) -> attention_cuda.Images:
+        assert heads == (2, 32)
+        is_even = attention_dense.takes_images(ends, longest, len(hidden))
+        return attention_cuda.Images(is_even)
+
     monkeypatch.setattr(flex, "_validate_device", lambda *given: None)
     monkeypatch.setattr(attention_cuda, "_compiled_flex", lambda: flex.flex_attention)
+    monkeypatch.setattr(attention_cuda, "_varlen", lambda: (by_documents, {}))
+    monkeypatch.setattr(attention_cuda, "images_of", images_of)
+    monkeypatch.setattr(attention_dense, "_cudnn", plain)
+    monkeypatch.setattr(attention_dense, "MIN_TOKENS", 1)
+    monkeypatch.setattr(attention_dense, "PLANS", attention_dense.Plans())
     monkeypatch.setattr(
         learner_module,
         "pattern_of",
         lambda ends, device, dtype: attention_cuda.FlexTree(ends, device),
     )
-    assert isinstance(attention.pattern_of(np.array([4, 2, 3, 4]), CPU), attention.Tree)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_block_with_a_tree_or_with_images_is_one_graph(
+    tiny_model: Path, store: MediaStore, request: pytest.FixtureRequest
+) -> None:
+    plain = steps_on_trees(tiny_model, store)
+    broken = steps_on_trees(tiny_model, store, compile="aot_eager")
+    request.getfixturevalue("as_on_a_gpu")
     whole = steps_on_trees(tiny_model, store, compile="aot_eager", activation_checkpointing=True)
     assert [norm for norm, _ in whole] == pytest.approx([norm for norm, _ in plain], rel=1e-5)
+    assert whole[0][1] == 3, "blocks of text, blocks of the tower, and the loss"
     assert 0 < sum(num for _, num in whole) < sum(num for _, num in broken)
-    assert sum(num for _, num in whole[4:]) <= 2, "shapes that come later find what they need"
+    assert sum(num for _, num in whole[5:]) <= 2, "shapes that come later find what they need"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_images_of_one_size_are_in_the_graph_too(tiny_model: Path, store: MediaStore) -> None:
+    import torch._dynamo
+
+    family = load_family(tiny_model)
+    grids = [(1, 4, 6)] * 3
+    size = (sum(24 for _ in grids), 3 * family.patch**2)
+    patches = torch.from_numpy(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
+    found = []
+    for changes in ({}, {"compile": "aot_eager"}):
+        torch._dynamo.reset()
+        learner = build_learner(
+            making.model_config(tiny_model), making.trainer_config(**changes), store, 1
+        )
+        for _ in range(attention_dense.RETURNS):
+            before = num_compiled()
+            features = learner.forward.encode(patches, grids)
+        learner.forward.model.zero_grad()
+        features.square().sum().backward()
+        found.append([p.grad for _, p in learner.forward.vision_parameters()])
+    assert num_compiled() == before + 1, "the third micro-batch has another graph: cuDNN's"
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
