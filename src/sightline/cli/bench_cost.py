@@ -58,7 +58,9 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
-    parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
+    parser.add_argument("--model", type=Path, help="checkpoint; default: a new random one")
+    parser.add_argument("--size", default="tiny", help="of the new one: tiny or 2b")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument(
         "--scale", type=int, default=1, help="multiplies texts and images; default: %(default)s"
     )
@@ -73,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--repeats, --threads and --scale", "take 1 or more")
     set_threads(args.threads)
     with work_folder(None) as folder:
-        model = args.model or write_tiny(folder / "model")
-        trial = Trial(model, folder, args.device)
+        model = args.model or write_tiny(folder / "model", args.size)
+        trial = Trial(model, folder, args.device, dtype=args.dtype)
         shapes = [Shape(*_scaled(numbers, args.scale)) for numbers in (*FITTED, *TRIED)]
         rows = measure(trial, shapes, args.repeats)
         counted = trial.counted
@@ -96,10 +98,10 @@ def measure(trial: Trial, shapes: Sequence[Shape], repeats: int) -> list[Row]:
 
     batches = [trial.ready(shape) for shape in shapes]
     times: list[list[float]] = [[] for _ in shapes]
-    for number in range(repeats + 1):
+    for number in range(-trial.warm_up, repeats):
         for ready, found in zip(batches, times, strict=True):
             seconds = trial.step(ready)
-            if number:  # the first round warms up
+            if number >= 0:
                 found.append(seconds)
     return [
         Row(shape, works(ready), statistics.median(found))

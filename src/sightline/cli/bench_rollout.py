@@ -111,10 +111,10 @@ def turn_counts(turns: int) -> list[int]:
     return sorted({1, *(max(1, turns // part) for part in (10, 4, 2, 1))})
 
 
-def write_tiny(folder: Path) -> Path:
+def write_tiny(folder: Path, size: str = "tiny") -> Path:
     from sightline.families import registry
 
-    registry.write_tiny(registry.first_family(), folder, seed=0)
+    registry.write_tiny(registry.first_family(), folder, seed=0, size=size)
     return folder
 
 

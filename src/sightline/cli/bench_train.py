@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from sightline.cli.bench_rollout import work_folder
+from sightline.cli.bench_rollout import work_folder, write_tiny
 from sightline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from sightline.monitor.events import by_step
 
     with work_folder(args.dir) as folder:
-        model = args.model or _write(folder / "model", args.size)
+        model = args.model or write_tiny(folder / "model", args.size)
         config = run_file(args, model)
         run_dir = RunDir(folder / "run")
         run_dir.make()
@@ -152,10 +152,3 @@ def _median(events: list[Event], name: str) -> float | None:
     """Over the steps that measured it."""
     found = [event.values[name] for event in events if event.values.get(name) is not None]
     return median(found) if found else None
-
-
-def _write(folder: Path, size: str) -> Path:
-    from sightline.families import registry
-
-    registry.write_tiny(registry.first_family(), folder, seed=0, size=size)
-    return folder

@@ -15,6 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from sightline.compute.attention_dense import RETURNS
 from sightline.config import Model, Trainer
 from sightline.envs.screenshots import Screenshots, marked
 from sightline.families import load_renderer
@@ -59,15 +60,21 @@ class Shape:
 class Trial:
     """One model, one store, and as many steps as are asked for; the weights hardly move."""
 
-    def __init__(self, model: Path, folder: Path, device: str, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, model: Path, folder: Path, device: str, ranks: Ranks = ALONE, dtype: str = "float32"
+    ) -> None:
         self.store = MediaStore(folder / "media")
-        settings = Trainer(device=device, lr=1e-9)
-        self.learner = build_learner(
-            Model(path=str(model)), settings, self.store, steps=1 << 30, ranks=ranks
-        )
+        settings = Trainer(device=device, lr=1e-9, master_dtype="model")
+        chosen = Model.model_validate({"path": str(model), "dtype": dtype})
+        self.learner = build_learner(chosen, settings, self.store, steps=1 << 30, ranks=ranks)
         self.renderer = load_renderer(model, self.store, self.learner.family)
         self.materializer = build_materializer(self.learner, self.store)
         self._pages: dict[int, bytes] = {}
+
+    @property
+    def warm_up(self) -> int:
+        """Steps on a shape until it is computed as it will be from then on."""
+        return RETURNS if self.learner.device.type == "cuda" else 1
 
     @property
     def counted(self) -> Price:
