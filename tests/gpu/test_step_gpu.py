@@ -118,7 +118,7 @@ def test_kernels_are_tried_while_activations_are_computed_again(
 ) -> None:
     norms = []
     for again in (True, False):
-        attention_cuda._serves.cache_clear()
+        attention_cuda._tried.cache_clear()
         attention_cuda.shares_heads.cache_clear()
         learner = learner_of(model, store, activation_checkpointing=again)
         norms.append(learner.step(batch_of(learner, model, store)).metrics["grad_norm"])

@@ -18,7 +18,6 @@ from transformers import AttentionInterface
 
 from sightline.compute import attention_cuda
 from sightline.errors import Misaligned
-from sightline.families import Forward
 
 # transformers hands the boundaries of images to attention functions with "flash" in their name.
 NAME = "sightline_flash"
@@ -42,8 +41,8 @@ def register(opaque: bool = False) -> str:
     No function for masks goes with it: transformers then makes none, and does not search the
     positions for packed sequences, which it would have to ask the device for.
 
-    A compiler leaves an `opaque` one as it is: a pattern differs from pack to pack, and each would
-    be compiled anew. A tree is not left out: its mask is data.
+    A compiler leaves an `opaque` one as it is, unless the pattern is one of `IN_GRAPH`: others
+    differ from pack to pack in more than data, and each would be compiled anew.
     """
     AttentionInterface.register(NAME, _for_compiler() if opaque else _attend)
     return NAME
@@ -82,37 +81,19 @@ def _attend(
     return out.transpose(1, 2), None
 
 
-def in_graph(
-    hidden: torch.Tensor, heads: tuple[int, int] | None, options: dict[str, Any]
-) -> dict[str, Any] | None:
-    """The options of a block that a compiler makes one graph of, its attention included; None
-    where the graph is broken there. `heads` are the number and size of the tower's."""
-    if isinstance(options.get("pattern"), attention_cuda.FlexTree):
+IN_GRAPH = (attention_cuda.FlexTree, attention_cuda.Rows)
+"""What a compiler takes into the graph of its block: what differs from pack to pack is data."""
+
+
+def in_graph(hidden: torch.Tensor, options: dict[str, Any]) -> dict[str, Any] | None:
+    """The options of a block that is one graph, its attention included; None where the graph is
+    broken there."""
+    if isinstance(options.get("pattern"), IN_GRAPH):
         return options
     ends, longest = options.get("cu_seqlens"), options.get("max_seqlen")
-    if heads is None or ends is None or longest is None:
+    if ends is None or longest is None or not attention_cuda.takes(hidden):
         return None
-    images = attention_cuda.images_of(hidden, ends, longest, *heads)
-    return None if images is None else {**options, "pattern": images}
-
-
-def heads_of_tower(forward: Forward) -> tuple[int, int] | None:
-    """How many, and their size: the smallest image is shown to it. None where keys and values have
-    others than queries, or where there is no tower."""
-    smallest = forward.blank()
-    found: set[tuple[int, int]] = set()
-
-    def look(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        found.update((x.shape[1], x.shape[-1]) for x in args[:3])
-        return _attend(module, *args, **kwargs)
-
-    if smallest is not None:
-        patches, grid = smallest
-        AttentionInterface.register(NAME, look)
-        with torch.no_grad():
-            forward.encode(patches.to(next(forward.model.parameters()).device), [grid])
-        register()
-    return found.pop() if len(found) == 1 else None
+    return {**options, "pattern": attention_cuda.images_of(len(hidden), ends, longest)}
 
 
 def _for_compiler() -> Callable[..., tuple[torch.Tensor, None]]:
@@ -128,18 +109,17 @@ def _for_compiler() -> Callable[..., tuple[torch.Tensor, None]]:
         pattern: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """A block with a tree or with images is one graph, any other is broken here."""
-        if isinstance(pattern, attention_cuda.FlexTree):
+        if isinstance(pattern, IN_GRAPH):
             # Not the number of the layer, for which each would be compiled by itself.
             out = pattern.attend(0, query, key, value, scaling)
-            return out.transpose(1, 2), None
-        if isinstance(pattern, attention_cuda.Images):
+        elif isinstance(pattern, attention_cuda.Images):
             ends, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
             out = pattern.attend(query, key, value, scaling, ends, longest)
-            return out.transpose(1, 2), None
-        return outside(
-            module, query, key, value, attention_mask, scaling, pattern=pattern, **kwargs
-        )
+        else:
+            return outside(
+                module, query, key, value, attention_mask, scaling, pattern=pattern, **kwargs
+            )
+        return out.transpose(1, 2), None
 
     return attend_compiled
 
@@ -154,7 +134,8 @@ def _images(
 ) -> torch.Tensor:
     """Full attention inside each image; images of one length go through together."""
     if attention_cuda.takes(q):
-        return attention_cuda.rows_of_lengths(q, k, v, scaling, ends, longest, causal=False)
+        images = attention_cuda.images_of(q.shape[2], ends, longest)
+        return images.attend(q, k, v, scaling, ends, longest)
     bounds = ends.tolist()
     lengths = np.diff(bounds)
     if len(set(lengths.tolist())) == 1:

@@ -36,8 +36,6 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
     compile = partial(torch.compile, backend=backend)
     if backend:
         _allow_graphs()
-    heads = attention.heads_of_tower(forward) if backend else None
-    if backend:
         attention.register(opaque=True)
     for block in forward.blocks():
         plain, kind = block.forward, cast(Hashable, type(block))
@@ -48,7 +46,7 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
             again = partial(checkpoint, use_reentrant=False, preserve_rng_state=_draws(block))
             broken = partial(again, broken)
             whole = partial(compile(_again_of(kind)), block) if backend else broken
-        block.forward = partial(_by_pattern, heads, whole, broken) if backend else broken
+        block.forward = partial(_by_pattern, whole, broken) if backend else broken
 
 
 def _allow_graphs() -> None:
@@ -61,7 +59,6 @@ def _allow_graphs() -> None:
 
 
 def _by_pattern(
-    heads: tuple[int, int] | None,
     whole: Callable[..., Any],
     broken: Callable[..., Any],
     hidden: torch.Tensor,
@@ -70,7 +67,7 @@ def _by_pattern(
 ) -> Any:
     """A block that is one graph is computed again inside of its backward graph, which costs the
     host nothing; one that is broken at its attention, as it is."""
-    found = attention.in_graph(hidden, heads, options)
+    found = attention.in_graph(hidden, options)
     return broken(hidden, *args, **options) if found is None else whole(hidden, *args, **found)
 
 
