@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from sightline.compute import attention_cuda, attention_dense  # noqa: E402
 from sightline.compute.attention import Flat, Tree, pattern_of  # noqa: E402
-from sightline.compute.attention_cuda import FlexTree, Rows, rows_of_lengths  # noqa: E402
+from sightline.compute.attention_cuda import FlexTree, Images, Rows, is_served  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -73,7 +73,7 @@ def test_images_see_all_of_themselves() -> None:
         return torch.cat(parts, dim=2)
 
     compare(
-        lambda q, k, v: rows_of_lengths(q, k, v, 0.125, bounds, 256, causal=False),
+        lambda q, k, v: Images(False).attend(q, k, v, 0.125, bounds, 256),
         plain, inputs, torch.bfloat16,
     )  # fmt: skip
 
@@ -132,7 +132,7 @@ def test_rows_whose_shapes_come_back_are_padded(lengths: list[int]) -> None:
         inputs,
         torch.bfloat16,
     )
-    assert attention_cuda._is_served(*(x[0].transpose(0, 1) for x in inputs[:2]), True)
+    assert is_served((8, 2), 64, True, inputs[0].device, torch.bfloat16)
 
 
 @pytest.mark.usefixtures("plans")
@@ -160,9 +160,10 @@ def test_images_of_one_size_that_come_back(width: int, monkeypatch: pytest.Monke
         bounds = torch.arange(0, 3073, 1024, dtype=torch.int32, device="cuda")
         for x in inputs:
             x.grad = None
+        images = attention_cuda.images_of(3072, bounds, 1024)
         compare(
-            lambda q, k, v, bounds=bounds: rows_of_lengths(
-                q, k, v, scaling, bounds, 1024, causal=False
+            lambda q, k, v, images=images, bounds=bounds: images.attend(
+                q, k, v, scaling, bounds, 1024
             ),
             plain, inputs, torch.bfloat16,
         )  # fmt: skip

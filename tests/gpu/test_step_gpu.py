@@ -118,8 +118,30 @@ def test_kernels_are_tried_while_activations_are_computed_again(
 ) -> None:
     norms = []
     for again in (True, False):
-        attention_cuda._serves.cache_clear()
+        attention_cuda._tried.cache_clear()
         attention_cuda.shares_heads.cache_clear()
         learner = learner_of(model, store, activation_checkpointing=again)
         norms.append(learner.step(batch_of(learner, model, store)).metrics["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=2e-2)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("kind", ["flat", "tree"])
+def test_compiled_blocks_give_what_plain_ones_give(
+    tiny_model: Path, store: MediaStore, kind: str, again: bool
+) -> None:
+    torch._dynamo.reset()
+    norms = []
+    for backend in ("", "inductor"):
+        learner = learner_of(tiny_model, store, compile=backend, activation_checkpointing=again)
+        found = []
+        for seed in range(4):
+            draw = making.samples if kind == "flat" else making.group
+            materializer = Materializer(learner.family, store, max_bytes=1 << 24)
+            preparer = Preparer(learner.family, materializer, Cost(1 << 20, 1 << 20), 0.0)
+            samples = draw(tiny_model, store, 4 + seed, seed=seed)
+            ready = preparer.prepare(Batch(1 + seed, samples), digest="")
+            materializer.close()
+            found.append(learner.step(ready).metrics["grad_norm"])
+        norms.append(found)
+    assert norms[0] == pytest.approx(norms[1], rel=5e-2)

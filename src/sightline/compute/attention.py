@@ -41,8 +41,8 @@ def register(opaque: bool = False) -> str:
     No function for masks goes with it: transformers then makes none, and does not search the
     positions for packed sequences, which it would have to ask the device for.
 
-    A compiler leaves an `opaque` one as it is: a pattern differs from pack to pack, and each would
-    be compiled anew. A tree is not left out: its mask is data.
+    A compiler leaves an `opaque` one as it is, unless the pattern is one of `IN_GRAPH`: others
+    differ from pack to pack in more than data, and each would be compiled anew.
     """
     AttentionInterface.register(NAME, _for_compiler() if opaque else _attend)
     return NAME
@@ -81,6 +81,21 @@ def _attend(
     return out.transpose(1, 2), None
 
 
+IN_GRAPH = (attention_cuda.FlexTree, attention_cuda.Rows)
+"""What a compiler takes into the graph of its block: what differs from pack to pack is data."""
+
+
+def in_graph(hidden: torch.Tensor, options: dict[str, Any]) -> dict[str, Any] | None:
+    """The options of a block that is one graph, its attention included; None where the graph is
+    broken there."""
+    if isinstance(options.get("pattern"), IN_GRAPH):
+        return options
+    ends, longest = options.get("cu_seqlens"), options.get("max_seqlen")
+    if ends is None or longest is None or not attention_cuda.takes(hidden):
+        return None
+    return {**options, "pattern": attention_cuda.images_of(len(hidden), ends, longest)}
+
+
 def _for_compiler() -> Callable[..., tuple[torch.Tensor, None]]:
     outside: Callable[..., tuple[torch.Tensor, None]] = torch.compiler.disable(_attend)
 
@@ -91,16 +106,20 @@ def _for_compiler() -> Callable[..., tuple[torch.Tensor, None]]:
         value: torch.Tensor,
         attention_mask: torch.Tensor | None,
         scaling: float,
-        pattern: Pattern | None = None,
+        pattern: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """A block with a tree is one graph, any other is broken here."""
-        if isinstance(pattern, attention_cuda.FlexTree):
+        if isinstance(pattern, IN_GRAPH):
             # Not the number of the layer, for which each would be compiled by itself.
-            return pattern.attend(0, query, key, value, scaling).transpose(1, 2), None
-        return outside(
-            module, query, key, value, attention_mask, scaling, pattern=pattern, **kwargs
-        )
+            out = pattern.attend(0, query, key, value, scaling)
+        elif isinstance(pattern, attention_cuda.Images):
+            ends, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+            out = pattern.attend(query, key, value, scaling, ends, longest)
+        else:
+            return outside(
+                module, query, key, value, attention_mask, scaling, pattern=pattern, **kwargs
+            )
+        return out.transpose(1, 2), None
 
     return attend_compiled
 
@@ -115,7 +134,8 @@ def _images(
 ) -> torch.Tensor:
     """Full attention inside each image; images of one length go through together."""
     if attention_cuda.takes(q):
-        return attention_cuda.rows_of_lengths(q, k, v, scaling, ends, longest, causal=False)
+        images = attention_cuda.images_of(q.shape[2], ends, longest)
+        return images.attend(q, k, v, scaling, ends, longest)
     bounds = ends.tolist()
     lengths = np.diff(bounds)
     if len(set(lengths.tolist())) == 1:

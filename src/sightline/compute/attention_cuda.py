@@ -41,64 +41,46 @@ def rows_of_lengths(
     ends: torch.Tensor,
     longest: int,
     causal: bool,
-    padded: attention_dense.Padded | None = None,
 ) -> torch.Tensor:
-    """(1, N, T, D) of sequences side by side that end, from 0 on, at `ends` (int32).
+    """(T, N, D) of q (T, N, D) and k, v (T, N or fewer, D): sequences side by side that end, from 0
+    on, at `ends` (int32); without padding."""
+    if q.shape[1] != k.shape[1] and not _shares(q.device, q.dtype):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    window = (-1, 0) if causal else (-1, -1)
+    attend, options = _varlen()
+    return attend(
+        q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window, **options
+    )
 
-    `padded` is how they are laid out in rows of one length, where that pays.
-    """
-    width = v.shape[-1]
+
+def _by_tokens(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(T, N, D) of (1, N, T, D), values as wide as keys."""
     # Not x[0], whose backward pass would fill and copy.
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, _widened(v, k)))
-    if padded is not None and _is_served(q, k, causal):
-        out = padded.attend(q, k, v, scaling)
-    elif (
-        not causal
-        and attention_dense.takes_images(ends, longest, len(q))
-        and _is_served(q, k, causal)
-    ):
-        out = attention_dense.attend_even(q, k, v, scaling, len(ends) - 1, causal)
-    else:
-        out = _rows_of_any(q, k, v, scaling, ends, longest, causal)
-    return out[..., :width].transpose(0, 1).unsqueeze(0)
+    return q, k, v
 
 
-def _is_served(q: torch.Tensor, k: torch.Tensor, causal: bool) -> bool:
-    heads = (q.shape[1], k.shape[1])
-    return _serves(heads, q.shape[-1], causal, q.device, q.dtype)
-
-
-@functools.cache
-def _serves(
+@torch.compiler.assume_constant_result
+def is_served(
     heads: tuple[int, int], width: int, causal: bool, device: torch.device, dtype: torch.dtype
 ) -> bool:
     """Whether cuDNN takes such heads, and gives what the kernels for rows of any lengths give."""
+    return _tried(heads, width, causal, device, dtype)
+
+
+@functools.cache
+def _tried(
+    heads: tuple[int, int], width: int, causal: bool, device: torch.device, dtype: torch.dtype
+) -> bool:
     length, scaling = 256, width**-0.5
     ends = torch.arange(0, 2 * length + 1, length, dtype=torch.int32, device=device)
     return gives_the_same(
         lambda q, k, v: attention_dense.attend_even(q, k, v, scaling, 2, causal),
-        lambda q, k, v: _rows_of_any(q, k, v, scaling, ends, length, causal),
+        lambda q, k, v: rows_of_lengths(q, k, v, scaling, ends, length, causal),
         2 * length, heads, width, device, dtype,
     )  # fmt: skip
-
-
-def _rows_of_any(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scaling: float,
-    ends: torch.Tensor,
-    longest: int,
-    causal: bool,
-) -> torch.Tensor:
-    """(T, N, D), without padding."""
-    attend, options = _varlen()
-    if q.shape[1] != k.shape[1] and not shares_heads(attend, q.device, q.dtype, **options):
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    window = (-1, 0) if causal else (-1, -1)
-    return attend(
-        q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window, **options
-    )
 
 
 def _widened(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -106,13 +88,24 @@ def _widened(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return F.pad(v, (0, missing)) if missing > 0 else v
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
+def _shares(device: torch.device, dtype: torch.dtype) -> bool:
+    attend, options = _varlen()
+    return shares_heads(attend, device, dtype, **options)
+
+
 def _varlen() -> tuple[Callable[..., torch.Tensor], dict[str, Any]]:
     """torch's function, and how it is told (from 2.12 on) that heads share keys and values."""
     from torch.nn.attention.varlen import varlen_attn
 
-    knows = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return varlen_attn, {"enable_gqa": True} if knows else {}
+    return varlen_attn, {"enable_gqa": True} if _is_told() else {}
+
+
+@torch.compiler.assume_constant_result
+def _is_told() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @functools.cache
@@ -135,6 +128,40 @@ def shares_heads(
     return gives_the_same(few, many, 16, (4, 2), 64, device, dtype)
 
 
+class Images:
+    """Images side by side, each seeing all of itself. Whether they are of one size, and it came
+    back, is decided outside of what is compiled."""
+
+    def __init__(self, is_even: bool) -> None:
+        self._is_even = is_even
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scaling: float,
+        ends: torch.Tensor,
+        longest: int,
+    ) -> torch.Tensor:
+        """(1, N, T, D) of images that end, from 0 on, at `ends` (int32)."""
+        width = v.shape[-1]
+        q, k, v = _by_tokens(q, k, v)
+        heads = (q.shape[1], k.shape[1])
+        if self._is_even and is_served(heads, q.shape[-1], False, q.device, q.dtype):
+            out = attention_dense.attend_even(q, k, v, scaling, ends.shape[0] - 1, causal=False)
+        else:
+            out = rows_of_lengths(q, k, v, scaling, ends, longest, causal=False)
+        return out[..., :width].transpose(0, 1).unsqueeze(0)
+
+
+def images_of(tokens: int, ends: torch.Tensor, longest: int) -> Images:
+    return _images(attention_dense.takes_images(ends, longest, tokens))
+
+
+_images = functools.cache(Images)
+
+
 class Rows:
     """Sequences side by side in one row, each causal in itself and blind to the others."""
 
@@ -149,9 +176,14 @@ class Rows:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        return rows_of_lengths(
-            q, k, v, scaling, self._ends, self._longest, causal=True, padded=self._padded
-        )
+        width = v.shape[-1]
+        q, k, v = _by_tokens(q, k, v)
+        heads = (q.shape[1], k.shape[1])
+        if self._padded is not None and is_served(heads, q.shape[-1], True, q.device, q.dtype):
+            out = self._padded.attend(q, k, v, scaling)
+        else:
+            out = rows_of_lengths(q, k, v, scaling, self._ends, self._longest, causal=True)
+        return out[..., :width].transpose(0, 1).unsqueeze(0)
 
 
 class FlexTree:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Hashable
+from functools import cache, partial
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -30,17 +33,45 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
 
     Before sharding: what gathers a block's parameters stays around what is called here.
     """
+    compile = partial(torch.compile, backend=backend)
     if backend:
         _allow_graphs()
         attention.register(opaque=True)
     for block in forward.blocks():
-        call = block.forward
-        if backend:
-            call = torch.compile(call, backend=backend)
+        plain, kind = block.forward, cast(Hashable, type(block))
+        broken = compile(plain) if backend else plain
+        whole = broken
         if recompute:
             # To keep and set back the state of random numbers costs the host time, for each block.
-            call = partial(checkpoint, call, use_reentrant=False, preserve_rng_state=_draws(block))
-        block.forward = call
+            again = partial(checkpoint, use_reentrant=False, preserve_rng_state=_draws(block))
+            broken = partial(again, broken)
+            whole = partial(compile(_again_of(kind)), block) if backend else broken
+        block.forward = partial(_by_pattern, whole, broken) if backend else broken
+
+
+def _by_pattern(
+    whole: Callable[..., Any],
+    broken: Callable[..., Any],
+    hidden: torch.Tensor,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """A block that is one graph is computed again inside of its backward graph, which costs the
+    host nothing; one that is broken at its attention, as it is."""
+    found = attention.in_graph(hidden, options)
+    return broken(hidden, *args, **options) if found is None else whole(hidden, *args, **found)
+
+
+@cache
+def _again_of(kind: Any) -> Callable[..., Any]:
+    """A function for each class of blocks: a compiler counts the graphs of a function by its code,
+    and gives up after so many."""
+
+    def again(block: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        return checkpoint(kind.forward, block, *args, use_reentrant=False, **options)
+
+    code = again.__code__.replace(co_name=f"again_{kind.__name__}")
+    return FunctionType(code, again.__globals__, code.co_name, None, again.__closure__)
 
 
 def _allow_graphs() -> None:

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import making
+import msgspec
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
-from sightline.compute import attention, attention_cuda
+from sightline.compute import attention, attention_cuda, attention_dense
+from sightline.families import load_family
 from sightline.media import MediaStore
 from sightline.pack import Cost
 from sightline.pixels import Materializer
 from sightline.trainer import learner as learner_module
+from sightline.trainer.blocks import num_compiled
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import Preparer
-from sightline.wire.sample import Batch
+from sightline.wire.sample import Batch, Sample
 
-CPU = torch.device("cpu")
 STEPS = 4
-TREES = 7
 
 
 def deepened(model: Path, target: Path, layers: int) -> Path:
@@ -77,43 +80,127 @@ def test_nothing_is_counted_where_nothing_is_compiled(tiny_model: Path, store: M
     assert learner.step(ready).metrics["compilations"] is None
 
 
-def steps_on_trees(model: Path, store: MediaStore, **changes: object) -> list[tuple[float, int]]:
+def steps_of(
+    draw: Any, model: Path, store: MediaStore, num: int, **changes: object
+) -> list[tuple[float, int]]:
     """The norm of each step's gradient, and the graphs that it took."""
     import torch._dynamo
 
     torch._dynamo.reset()
     learner = build_learner(
-        making.model_config(model), making.trainer_config(**changes), store, TREES
+        making.model_config(model), making.trainer_config(**changes), store, num
     )
     found = []
-    for step in range(1, TREES + 1):
-        samples = making.group(model, store, 3 + step, seed=step)
+    for step in range(1, num + 1):
         materializer = Materializer(learner.family, store, 1 << 24)
         preparer = Preparer(learner.family, materializer, Cost(1 << 20, 1 << 20), 0.0)
-        metrics = learner.step(preparer.prepare(Batch(step, samples), "")).metrics
+        ready = preparer.prepare(Batch(step, draw(model, store, step)), "")
+        metrics = learner.step(ready).metrics
         materializer.close()
         found.append((float(metrics["grad_norm"] or 0), int(metrics["compilations"] or 0)))
     return found
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_block_with_a_tree_is_one_graph(
-    tiny_model: Path, store: MediaStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, with the plain arithmetic of flex attention, which has gradients anywhere."""
+def trees(model: Path, store: MediaStore, step: int) -> list[Sample]:
+    return making.group(model, store, 3 + step, seed=step)
+
+
+def rows(model: Path, store: MediaStore, step: int) -> list[Sample]:
+    """From the fifth step on of one shape, once they are padded."""
+    made = making.samples(model, store, 3 + min(step, 5), seed=min(step, 5))
+    return [msgspec.structs.replace(one, group_id=str(i)) for i, one in enumerate(made)]
+
+
+def by_mask(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, *_: Any, **options: Any
+) -> torch.Tensor:
+    """Rows of any lengths, as torch's kernel on a GPU takes them."""
+    place = torch.arange(q.shape[0])
+    row = torch.bucketize(place, ends[1:], right=True)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    mask = row[:, None] == row[None, :]
+    if options["window_size"] == (-1, 0):
+        mask = mask & (place[:, None] >= place[None, :])
+    gqa = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, scale=options["scale"], enable_gqa=gqa
+    )
+    return out[0].transpose(0, 1)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patterns of a GPU; plain arithmetic for its kernels, which has gradients anywhere."""
     from torch.nn.attention import flex_attention as flex
 
-    plain = steps_on_trees(tiny_model, store)
-    broken = steps_on_trees(tiny_model, store, compile="aot_eager")
+    def plain(q: Any, k: Any, v: Any, scaling: float, causal: bool) -> torch.Tensor:
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scaling, enable_gqa=gqa
+        )
+
+    def pattern_of(ends: np.ndarray, device: torch.device, dtype: torch.dtype) -> Any:
+        pattern: Any = attention.pattern_of(ends, device, dtype)
+        if isinstance(pattern, attention.Tree):
+            return attention_cuda.FlexTree(ends, device)
+        return attention_cuda.Rows(np.diff([0, *np.unique(ends)]).tolist(), device)
+
+    in_graph = attention.in_graph
+
+    def takes_all(hidden: torch.Tensor, options: dict[str, Any]) -> dict[str, Any] | None:
+        with monkeypatch.context() as patched:
+            patched.setattr(attention_cuda, "takes", lambda x: True)
+            return in_graph(hidden, options)
+
     monkeypatch.setattr(flex, "_validate_device", lambda *given: None)
     monkeypatch.setattr(attention_cuda, "_compiled_flex", lambda: flex.flex_attention)
-    monkeypatch.setattr(
-        learner_module,
-        "pattern_of",
-        lambda ends, device, dtype: attention_cuda.FlexTree(ends, device),
-    )
-    assert isinstance(attention.pattern_of(np.array([4, 2, 3, 4]), CPU), attention.Tree)
-    whole = steps_on_trees(tiny_model, store, compile="aot_eager", activation_checkpointing=True)
+    monkeypatch.setattr(attention_cuda, "_varlen", lambda: (by_mask, {}))
+    monkeypatch.setattr(attention, "in_graph", takes_all)
+    monkeypatch.setattr(attention_dense, "_cudnn", plain)
+    monkeypatch.setattr(attention_dense, "MIN_TOKENS", 1)
+    monkeypatch.setattr(attention_dense, "MAX_PADDED", 1e9)
+    monkeypatch.setattr(attention_dense, "PLANS", attention_dense.Plans())
+    monkeypatch.setattr(learner_module, "pattern_of", pattern_of)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("draw", [trees, rows])
+def test_on_a_gpu_a_block_is_one_graph(
+    tiny_model: Path, store: MediaStore, draw: Any, request: pytest.FixtureRequest
+) -> None:
+    plain = steps_of(draw, tiny_model, store, 8)
+    broken = steps_of(draw, tiny_model, store, 2, compile="aot_eager")
+    request.getfixturevalue("as_on_a_gpu")
+    compiled = {"compile": "aot_eager", "activation_checkpointing": True}
+    whole = steps_of(draw, tiny_model, store, 8, **compiled)
     assert [norm for norm, _ in whole] == pytest.approx([norm for norm, _ in plain], rel=1e-5)
-    assert 0 < sum(num for _, num in whole) < sum(num for _, num in broken)
-    assert sum(num for _, num in whole[4:]) <= 2, "shapes that come later find what they need"
+    graphs = [num for _, num in whole]
+    assert graphs[0] == 3 < broken[0][1], "blocks of text, blocks of the tower, and the loss"
+    assert sum(graphs) < 24, graphs
+    assert graphs[-1] == 0, "shapes that come later find what they need"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_images_of_one_size_are_in_the_graph_too(tiny_model: Path, store: MediaStore) -> None:
+    import torch._dynamo
+
+    family = load_family(tiny_model)
+    grids = [(1, 4, 6)] * 3
+    size = (sum(24 for _ in grids), 3 * family.patch**2)
+    patches = torch.from_numpy(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
+    found = []
+    for changes in ({}, {"compile": "aot_eager"}):
+        torch._dynamo.reset()
+        learner = build_learner(
+            making.model_config(tiny_model), making.trainer_config(**changes), store, 1
+        )
+        for _ in range(attention_dense.RETURNS):
+            before = num_compiled()
+            features = learner.forward.encode(patches, grids)
+        learner.forward.model.zero_grad()
+        features.square().sum().backward()
+        found.append([p.grad for _, p in learner.forward.vision_parameters()])
+    assert num_compiled() == before + 1, "the third micro-batch has another graph: cuDNN's"
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
