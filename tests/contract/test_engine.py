@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ import vllm_servers
 from PIL import Image
 from serving import GREEDY, Client, Reference, Together, live, next_turn
 
+from sightline.compute import weights
 from sightline.compute.weights import write_weights
 from sightline.errors import EngineError
 from sightline.families import load_family, load_renderer
@@ -349,7 +351,7 @@ def encodings(client: Client, settings: ServeSettings, slot: Slot) -> Iterator[C
 def publish(
     model: Path, root: Path, version: int, vision_version: int, scale: float, reference: Reference
 ) -> tuple[Path, Reference]:
-    """A version whose weights are `scale` times the checkpoint's, and its witness.
+    """A version with `scale` times the checkpoint's weights, in several files, and its witness.
 
     The vision tower changes only where `vision_version` says so.
     """
@@ -359,7 +361,10 @@ def publish(
         for name, parameter in changed.model.named_parameters():
             if not name.startswith(vision) or vision_version:
                 parameter.mul_(scale)
-    path, _ = write_weights(root, dict(changed.model.named_parameters()), version, vision_version)
+    parameters = dict(changed.model.named_parameters())
+    with mock.patch.object(weights, "MAX_FILE_BYTES", 1 << 18):
+        path, manifest = write_weights(root, parameters, version, vision_version)
+    assert len(manifest.files) > 2
     return path, changed
 
 

@@ -148,7 +148,9 @@ def test_images_of_one_size_that_come_back(width: int, monkeypatch: pytest.Monke
     went = []
     even = attention_dense.attend_even
     monkeypatch.setattr(
-        attention_dense, "attend_even", lambda *args: went.append(args) or even(*args)
+        attention_dense,
+        "attend_even",
+        lambda *args, **more: went.append(args) or even(*args, **more),
     )
 
     def plain(q, k, v):  # type: ignore[no-untyped-def]

@@ -30,14 +30,16 @@ def dtype_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
+def in_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Their names. Wide elements come first, so that each tensor of a file is aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
 def each_whole(
     tensors: Mapping[str, torch.Tensor], gather: Gather = as_it_is
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor, gathered, in the one order that all ranks keep to; one is held at a time.
-
-    Wide elements come first, so that each tensor of a file is aligned.
-    """
-    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+    """Every tensor, gathered, in the one order that all ranks keep to; one is held at a time."""
+    for name in in_order(tensors):
         with torch.no_grad():
             whole = gather(tensors[name]).detach()
         yield name, whole
@@ -51,17 +53,17 @@ def write_tensors(
     dtype: torch.dtype | None = None,
     metadata: dict[str, str] | None = None,
     turned: Collection[str] = (),
+    outlasts: bool = True,
 ) -> WeightFile:
-    """Writes `tensors`, floating ones as `dtype` where it is given, and syncs the file.
+    """Writes `tensors`, floating ones as `dtype` where it is given; it `outlasts` the machine.
 
     Stacks of matrices that `turned` names are written with each matrix transposed.
     """
     sizes = {name: _turn(name, tensor, turned).shape for name, tensor in tensors.items()}
     kinds = {name: dtype_of(tensor, dtype) for name, tensor in tensors.items()}
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     at = 0
-    for name in order:
+    for name in in_order(tensors):
         nbytes = sizes[name].numel() * kinds[name].itemsize
         header[name] = {
             "dtype": DTYPES[kinds[name]],
@@ -82,7 +84,8 @@ def write_tensors(
             file.write(data)
             del whole, data  # before the next one is gathered
         file.flush()
-        os.fsync(file.fileno())
+        if outlasts:
+            os.fsync(file.fileno())
         nbytes = file.tell()
     return WeightFile(path.name, nbytes, digest.hexdigest())
 

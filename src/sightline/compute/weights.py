@@ -1,6 +1,7 @@
 """Weight files: safetensors and a manifest that is written last.
 
-A reader sees a manifest only when all that it names is whole on the disk.
+A reader sees a manifest only when all that it names is written. A machine that goes down may take
+the newest versions with it: they are made again from the last checkpoint, which outlasts it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import hashlib
 import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,14 +20,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from sightline.compute.broadcast import receive
-from sightline.compute.tensor_file import Gather, as_it_is, write_tensors
+from sightline.compute.tensor_file import digest_of_file, dtype_of, in_order, write_tensors
 from sightline.compute.versions import epoch_of, folder_of
 from sightline.errors import Misaligned, WireError
-from sightline.wire.file import write_atomic
-from sightline.wire.weights import MANIFEST, Adapter, Manifest
+from sightline.wire.weights import MANIFEST, Adapter, Manifest, WeightFile
 
-WEIGHTS_FILE = "model.safetensors"
-ADAPTER_FILE = "adapter.safetensors"
+MAX_FILE_BYTES = 1 << 29
+"""A larger model is several files, beside each other: a core digests one of them at a time."""
+MAX_THREADS = 8
 
 
 def write_weights(
@@ -32,30 +35,77 @@ def write_weights(
     tensors: Mapping[str, torch.Tensor],
     version: int,
     vision_version: int,
-    gather: Gather = as_it_is,
     dtype: torch.dtype | None = None,
     adapter: Adapter | None = None,
 ) -> tuple[Path, Manifest]:
     """Publishes `tensors` as `root/v<version>` and returns its manifest's path.
 
     A version keeps its meaning: made again with the same bits it is the same version, with
-    other bits it becomes the next epoch of it. Sharded tensors are gathered one by one.
+    other bits it becomes the next epoch of it.
     """
     part = root / f".v{version:06d}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    name = WEIGHTS_FILE if adapter is None else ADAPTER_FILE
-    file = write_tensors(part / name, tensors, gather, dtype)
-    epoch = epoch_of(root, version, file.sha256)
-    manifest = Manifest(version, vision_version, [file], epoch, adapter=adapter)
+    shares = _shares(tensors, "model" if adapter is None else "adapter", dtype)
+    write = partial(_write, part, dtype)
+    with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
+        files = list(pool.map(write, shares, shares.values()))
+    epoch = epoch_of(root, version, _digest_of(files))
+    manifest = Manifest(version, vision_version, files, epoch, adapter=adapter)
     target = folder_of(root, version, epoch)
-    if (target / MANIFEST).is_file():
+    if _is_whole(target, manifest):
         shutil.rmtree(part)
         return target / MANIFEST, manifest
-    write_atomic(part / MANIFEST, msgspec.json.encode(manifest))
+    (part / MANIFEST).write_bytes(msgspec.json.encode(manifest))
     shutil.rmtree(target, ignore_errors=True)
     os.rename(part, target)
     return target / MANIFEST, manifest
+
+
+def _shares(
+    tensors: Mapping[str, torch.Tensor], stem: str, dtype: torch.dtype | None
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Which tensors each file gets, by its name; more than `MAX_FILE_BYTES` only for one tensor."""
+    shares: list[dict[str, torch.Tensor]] = [{}]
+    nbytes = 0
+    for name in in_order(tensors):
+        tensor = tensors[name]
+        size = tensor.numel() * dtype_of(tensor, dtype).itemsize
+        if shares[-1] and nbytes + size > MAX_FILE_BYTES:
+            shares.append({})
+            nbytes = 0
+        shares[-1][name] = tensor
+        nbytes += size
+    if len(shares) == 1:
+        return {f"{stem}.safetensors": shares[0]}
+    return {
+        f"{stem}-{place:05d}-of-{len(shares):05d}.safetensors": share
+        for place, share in enumerate(shares, 1)
+    }
+
+
+def _write(
+    folder: Path, dtype: torch.dtype | None, name: str, share: Mapping[str, torch.Tensor]
+) -> WeightFile:
+    return write_tensors(folder / name, share, dtype=dtype, outlasts=False)
+
+
+def _digest_of(files: list[WeightFile]) -> str:
+    if len(files) == 1:
+        return files[0].sha256
+    return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
+
+
+def _is_whole(target: Path, manifest: Manifest) -> bool:
+    """Whether the version stands there already, and is still what it was."""
+    path = target / MANIFEST
+    if not path.is_file() or path.read_bytes() != msgspec.json.encode(manifest):
+        return False
+    found = [target / file.name for file in manifest.files]
+    return all(
+        path.is_file() and digest_of_file(path) == file.sha256
+        for path, file in zip(found, manifest.files, strict=True)
+    )
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -73,22 +123,27 @@ def read_weights(manifest_path: Path) -> tuple[Manifest, dict[str, torch.Tensor]
     if manifest.broadcast is not None:
         return manifest, receive(manifest)
     tensors: dict[str, torch.Tensor] = {}
-    for file in manifest.files:
-        path = manifest_path.parent / file.name
-        data = path.read_bytes() if path.is_file() else b""
-        if len(data) != file.nbytes or hashlib.sha256(data).hexdigest() != file.sha256:
-            raise Misaligned(
-                f"{path} is not the file that its manifest names ({len(data)} bytes, "
-                f"not {file.nbytes}, or another checksum)",
-                "publish the version again; the engine keeps the weights it has",
-            )
-        try:
-            tensors |= load(data)  # from the bytes that were checked: the file may go meanwhile
-        except SafetensorError as error:
-            raise Misaligned(
-                f"{path} is no safetensors file: {error}", "publish the version again"
-            ) from error
+    with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
+        for found in pool.map(partial(_read, manifest_path.parent), manifest.files):
+            tensors |= found
     return manifest, tensors
+
+
+def _read(folder: Path, file: WeightFile) -> dict[str, torch.Tensor]:
+    path = folder / file.name
+    data = path.read_bytes() if path.is_file() else b""
+    if len(data) != file.nbytes or hashlib.sha256(data).hexdigest() != file.sha256:
+        raise Misaligned(
+            f"{path} is not the file that its manifest names ({len(data)} bytes, "
+            f"not {file.nbytes}, or another checksum)",
+            "publish the version again; the engine keeps the weights it has",
+        )
+    try:
+        return load(data)  # from the bytes that were checked: the file may go meanwhile
+    except SafetensorError as error:
+        raise Misaligned(
+            f"{path} is no safetensors file: {error}", "publish the version again"
+        ) from error
 
 
 def adopt_into(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:

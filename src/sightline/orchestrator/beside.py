@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sightline.monitor import EventLog
-from sightline.orchestrator.best import WEIGHTS, Best
+from sightline.orchestrator.best import Best
 from sightline.orchestrator.evaluate import Evaluator
 from sightline.orchestrator.policy import Policy
 from sightline.orchestrator.progress import Books
@@ -75,7 +75,7 @@ class Beside:
         measure = self.books.progress.evals.get(f"final_{step:06d}")
         published = self.policy.published
         if measure is not None and published is not None and published.version == step:
-            await self.best.consider(step, measure, Path(published.manifest).with_name(WEIGHTS))
+            await self.best.consider(step, measure, Path(published.manifest).parent)
 
     async def _evaluate(self, published: Published) -> None:
         step = published.version
@@ -84,8 +84,7 @@ class Beside:
         if measure is not None:
             self.books.progress.evals[_key(step)] = measure
             self.books.save()
-            weights = Path(published.manifest).with_name(WEIGHTS)
-            await self.best.consider(step, measure, weights)
+            await self.best.consider(step, measure, Path(published.manifest).parent)
         self.policy.held.discard(step)
 
 

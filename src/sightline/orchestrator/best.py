@@ -30,34 +30,37 @@ class Best:
     target: Path
     books: Books
 
-    async def consider(self, step: int, measure: float, weights: Path) -> None:
-        """Keeps the weights file of `step` unless an earlier step was as good."""
+    async def consider(self, step: int, measure: float, published: Path) -> None:
+        """Keeps the weights in the folder of `step` unless an earlier step was as good."""
         progress = self.books.progress
         if progress.best_step and measure <= progress.best_measure:
             return
         # In a thread: a large checkpoint takes a while to copy.
-        await asyncio.to_thread(self._write, weights)
+        await asyncio.to_thread(self._write, published)
         progress.best_step, progress.best_measure = step, measure
         self.books.save()
 
-    def _write(self, weights: Path) -> None:
+    def _write(self, published: Path) -> None:
         part = self.target.with_name(f".{self.target.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         for file in self.source.iterdir():
             if file.is_file() and file.suffix != ".safetensors" and "index.json" not in file.name:
                 shutil.copy2(file, part / file.name)
-        merge(weights, sorted(self.source.glob("*.safetensors")), part / WEIGHTS)
+        weights, others = (
+            sorted(folder.glob("*.safetensors")) for folder in (published, self.source)
+        )
+        merge(weights, others, part / WEIGHTS)
         # A reader finds the old one, none for a moment, or the new one; never a part.
         shutil.rmtree(self.target, ignore_errors=True)
         os.rename(part, self.target)
 
 
-def merge(weights: Path, others: list[Path], target: Path) -> None:
+def merge(weights: list[Path], others: list[Path], target: Path) -> None:
     """A file with all of `weights`, in the layout of `others`, and with what only those have."""
     taken: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     shapes: dict[str, list[int]] = {}
-    for path in (weights, *others):
+    for path in (*weights, *others):
         with open(path, "rb") as file:
             header, start = _read_header(file)
         for name, described in header.items():

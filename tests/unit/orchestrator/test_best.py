@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sightline.compute import weights
 from sightline.compute.weights import write_weights
 from sightline.families.registry import write_tiny
 from sightline.monitor import EventLog, RunDir
@@ -148,7 +149,7 @@ def test_rollouts_at_another_server_take_no_place_of_the_runs_own() -> None:
 
 
 def test_published_weights_with_the_rest_of_a_checkpoint_load_in_transformers(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kimi's router has a buffer that is no parameter: published weights do not hold it."""
     from transformers import AutoModelForImageTextToText
@@ -158,9 +159,12 @@ def test_published_weights_with_the_rest_of_a_checkpoint_load_in_transformers(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
+    monkeypatch.setattr(weights, "MAX_FILE_BYTES", 1 << 18)
     path, _ = write_weights(tmp_path / "weights", dict(model.named_parameters()), 3, 3)
     source = sorted((tmp_path / "model").glob("*.safetensors"))
-    merge(path.with_name("model.safetensors"), source, tmp_path / "merged.safetensors")
+    published = sorted(path.parent.glob("*.safetensors"))
+    assert len(published) > 2
+    merge(published, source, tmp_path / "merged.safetensors")
     kept, before = load_file(tmp_path / "merged.safetensors"), load_file(source[0])
     assert kept.keys() == before.keys()
     parameters = dict(model.named_parameters())
@@ -183,7 +187,7 @@ def test_the_best_checkpoint_holds_experts_as_its_source_does(tmp_path: Path) ->
     path, _ = write_weights(tmp_path / "weights", dict(model.named_parameters()), 3, 3)
     file = tmp_path / "model" / "model.safetensors"
     before = {name: tensor.shape for name, tensor in load_file(file).items()}
-    merge(path.with_name("model.safetensors"), [file], tmp_path / "merged.safetensors")
+    merge([path.with_name("model.safetensors")], [file], tmp_path / "merged.safetensors")
     (tmp_path / "merged.safetensors").replace(file)
     assert {name: tensor.shape for name, tensor in load_file(file).items()} == before
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", local_files_only=True)
