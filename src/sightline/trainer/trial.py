@@ -18,6 +18,7 @@ import torch.distributed as dist
 from sightline.compute.attention_dense import RETURNS
 from sightline.config import Model, Trainer
 from sightline.envs.screenshots import Screenshots, marked
+from sightline.errors import ConfigError
 from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, assistant, user
@@ -111,7 +112,15 @@ class Trial:
     def step(self, ready: ReadyBatch) -> float:
         """Takes the step; its seconds, of CPU time where the CPU computes."""
         began = self._now()
-        self.learner.step(ready)
+        try:
+            self.learner.step(ready)
+        except torch.OutOfMemoryError as error:
+            tokens = sum(len(one.batch.token_ids) for one in ready.micro_batches)
+            raise ConfigError(
+                f"a step of {tokens:,} tokens and {ready.num_images} images takes more memory than "
+                f"{self.learner.device} has",
+                "take a smaller --scale, a smaller model or a larger device",
+            ) from error
         return self._now() - began
 
     def _now(self) -> float:
