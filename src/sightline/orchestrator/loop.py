@@ -14,7 +14,6 @@ Rollouts run ahead in the background. `max_lag = 0` is the synchronous algorithm
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -23,7 +22,7 @@ from sightline.errors import NothingTrains
 from sightline.orchestrator.group import Group
 from sightline.orchestrator.judge import NO_SIGNAL, Judge, Judged
 from sightline.orchestrator.policy import Policy
-from sightline.orchestrator.progress import Books
+from sightline.orchestrator.progress import Books, Earned
 from sightline.orchestrator.rollouts import Rollouts
 from sightline.trace import Trace
 from sightline.wire.control import Announce
@@ -42,20 +41,6 @@ class Watcher(Protocol):
 
 class TrainerLink(Protocol):
     async def announce(self, announce: Announce) -> None: ...
-
-
-@dataclass
-class Earned:
-    """The rewards of this process's rollouts."""
-
-    lowest: float = math.inf
-    highest: float = -math.inf
-    is_mastered: bool = False
-    """Whether batch after batch earned the highest there is, where less was earned before."""
-
-    def add(self, rewards: list[float]) -> None:
-        self.lowest = min([self.lowest, *rewards])
-        self.highest = max([self.highest, *rewards])
 
 
 @dataclass
@@ -100,7 +85,6 @@ class Parts:
     """No group starts that could only train after it."""
     check_room: Callable[[], None]
     """Called before each step; raises when store or disk are full."""
-    earned: Earned = field(default_factory=Earned)
 
 
 async def run(parts: Parts, steps: range) -> None:
@@ -139,7 +123,7 @@ async def _collect(parts: Parts, step: int) -> Collected:
         if judged.counts:
             rewards = [trace.reward for trace in group.traces if trace.reward is not None]
             collected.earned.add(rewards)
-            parts.earned.add(rewards)
+            parts.books.progress.earned.add(rewards)
         _check_dropped(parts, step, collected, judged)
         collected.fresh |= bool(judged.lags) and max(judged.lags) == 0
     return collected
@@ -182,8 +166,8 @@ def _is_full(parts: Parts, collected: Collected, wants_fresh: bool, step: int) -
 def _trains_anyway(parts: Parts, collected: Collected) -> bool:
     """Whether a batch without signal trains all the same, on its KL term alone: the policy earns
     the highest reward everywhere, and has done so for as many batches as would end the run."""
-    earned = parts.earned
-    at_best = collected.earned.lowest >= earned.highest > earned.lowest
+    earned = parts.books.progress.earned
+    at_best = collected.earned.is_best_of(earned)
     if at_best and collected.num_empty + 1 >= parts.max_empty_batches:
         earned.is_mastered = True
     return at_best and earned.is_mastered and bool(collected.samples)

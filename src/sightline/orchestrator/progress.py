@@ -19,6 +19,26 @@ from sightline.wire.file import write_atomic
 from sightline.wire.sample import Batch, digest_of
 
 
+class Earned(msgspec.Struct, forbid_unknown_fields=True):
+    """The rewards of rollouts, and what they say of the policy."""
+
+    lowest: float | None = None
+    highest: float | None = None
+    is_mastered: bool = False
+    """Whether batch after batch earned the highest there is, where less was earned before."""
+
+    def add(self, rewards: list[float]) -> None:
+        for reward in rewards:
+            self.lowest = reward if self.lowest is None else min(self.lowest, reward)
+            self.highest = reward if self.highest is None else max(self.highest, reward)
+
+    def is_best_of(self, run: Earned) -> bool:
+        """Whether all of these were the highest of the run, which has seen lower ones."""
+        if self.lowest is None or run.lowest is None or run.highest is None:
+            return False
+        return self.lowest >= run.highest > run.lowest
+
+
 class Progress(msgspec.Struct, forbid_unknown_fields=True):
     step: int = 0
     """The last step whose batch is complete."""
@@ -41,6 +61,7 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     best_step: int = 0
     """Whose weights stand in checkpoints/best; 0 for none."""
     best_measure: float = 0.0
+    earned: Earned = msgspec.field(default_factory=Earned)
     seconds: float = 0.0
     """Spent so far, over all sittings."""
     schema: int = 1

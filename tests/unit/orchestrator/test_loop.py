@@ -184,6 +184,18 @@ def test_a_policy_that_has_mastered_its_tasks_goes_on_with_the_kl_term(
             play(world, range(1, 6))
 
 
+def test_a_run_that_goes_on_knows_that_its_policy_has_mastered_its_tasks(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=0)
+    world.keeps_all = True
+    play(world, range(1, 3))
+    for steps in (range(3, 5), range(5, 7)):
+        again = World(run_dir, max_lag=0)
+        again.keeps_all, again.policy.version = True, steps.start - 1
+        again.reward_of = lambda play: 1.0
+        play(again, steps)
+        assert [a.step for a in again.announced] == list(steps)
+
+
 def test_groups_that_all_break_end_the_run_with_the_last_error(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=0)
     world.error = "boom: no such level"
