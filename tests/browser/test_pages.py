@@ -152,6 +152,20 @@ def test_two_runs_are_compared(page: Page, serve: Serve, small_run: Path, tmp_pa
     )
 
 
+def test_keys_work_from_the_moment_that_rows_are_there(page: Page, small: str) -> None:
+    page.goto(f"{small}/")
+    expect(page.locator("h1")).to_have_text("shop-001")
+    page.evaluate(
+        """() => new MutationObserver((changes, observer) => {
+            if (!document.querySelector("table.rollouts tbody tr")) return;
+            observer.disconnect();
+            document.body.dispatchEvent(new KeyboardEvent("keydown", { key: "n", bubbles: true }));
+        }).observe(document.body, { childList: true, subtree: true })"""
+    )
+    page.keyboard.press("2")
+    expect(page).to_have_url(re.compile("page=1"))
+
+
 def test_the_keyboard_is_enough(page: Page, small: str) -> None:
     page.goto(f"{small}/")
     expect(page.locator("h1")).to_have_text("shop-001")

@@ -4,6 +4,7 @@ import { useEffect, useState } from "preact/hooks";
 import { Link, change, go, href, useAddress } from "./address.jsx";
 import { runColour } from "./chart.jsx";
 import { useAnswer, useLive } from "./data.js";
+import { useKeys } from "./keys.js";
 import { ImagePage, ImagesPage } from "./pages/images.jsx";
 import { MismatchPage } from "./pages/mismatch.jsx";
 import { OverviewPage } from "./pages/overview.jsx";
@@ -122,15 +123,9 @@ function Help({ close }) {
   );
 }
 
-function useKeys(theme, setHelp) {
-  useEffect(() => {
-    const listen = (event) => {
-      const field = event.target.closest?.("input, select, textarea");
-      if (event.metaKey || event.ctrlKey || event.altKey) return;
-      if (field) {
-        if (event.key === "Escape") field.blur();
-        return;
-      }
+function useFrameKeys(theme, setHelp) {
+  useKeys(
+    (event) => {
       const page = PAGES[Number(event.key) - 1];
       if (page) go(href(page[0]));
       else if (event.key === "?") setHelp((open) => !open);
@@ -141,11 +136,10 @@ function useKeys(theme, setHelp) {
           event.preventDefault();
           search.focus();
         }
-      } else return;
-    };
-    addEventListener("keydown", listen);
-    return () => removeEventListener("keydown", listen);
-  }, [theme.theme]);
+      }
+    },
+    (event, field) => event.key === "Escape" && field.blur(),
+  );
 }
 
 function App() {
@@ -153,7 +147,7 @@ function App() {
   const live = useLive();
   const theme = useTheme();
   const [help, setHelp] = useState(false);
-  useKeys(theme, setHelp);
+  useFrameKeys(theme, setHelp);
   const { answer: runs, error } = useAnswer("runs", {}, [JSON.stringify(live.revisions)]);
   const Page = HIDDEN[page] ?? PAGES.find(([path]) => path === page)?.[2];
   useEffect(() => {

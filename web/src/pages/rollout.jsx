@@ -2,6 +2,7 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { change, go, href } from "../address.jsx";
 import { ask, useAnswer } from "../data.js";
+import { useKeys } from "../keys.js";
 import { Bar, Fact, Failed, Link, Verdict } from "../parts.jsx";
 import { duration, fixed, plural, short, whole, words } from "../spell.js";
 import { Graph } from "./graph.jsx";
@@ -30,26 +31,21 @@ function branchOf(rollout, query) {
 }
 
 function useRolloutKeys(run, rollout, patches) {
-  useEffect(() => {
-    const { before, after } = rollout.neighbours;
-    const listen = (event) => {
-      if (event.target.closest?.("input, select, textarea") || event.metaKey || event.ctrlKey) return;
-      const to = (number) => number !== null && go(rolloutHref(run.key, { file: rollout.file, number }));
-      if (event.key === "n") to(after);
-      else if (event.key === "p") to(before);
-      else if (event.key === "Escape") go(href("rollouts", { run: run.key }));
-      else if (event.key === "g") change({ patches: patches ? "off" : null });
-      else if (event.key === "j" || event.key === "k") {
-        const cards = [...document.querySelectorAll("article.message")];
-        const at = cards.findIndex((card) => card.getBoundingClientRect().top > 60);
-        const now = at < 0 ? cards.length : at;
-        cards[Math.max(0, Math.min(cards.length - 1, event.key === "j" ? now + (cards[now]?.getBoundingClientRect().top < 90 ? 1 : 0) : now - 1))]
-          ?.scrollIntoView({ block: "start", behavior: "smooth" });
-      }
-    };
-    addEventListener("keydown", listen);
-    return () => removeEventListener("keydown", listen);
-  }, [rollout, patches]);
+  const { before, after } = rollout.neighbours;
+  useKeys((event) => {
+    const to = (number) => number !== null && go(rolloutHref(run.key, { file: rollout.file, number }));
+    if (event.key === "n") to(after);
+    else if (event.key === "p") to(before);
+    else if (event.key === "Escape") go(href("rollouts", { run: run.key }));
+    else if (event.key === "g") change({ patches: patches ? "off" : null });
+    else if (event.key === "j" || event.key === "k") {
+      const cards = [...document.querySelectorAll("article.message")];
+      const at = cards.findIndex((card) => card.getBoundingClientRect().top > 60);
+      const now = at < 0 ? cards.length : at;
+      cards[Math.max(0, Math.min(cards.length - 1, event.key === "j" ? now + (cards[now]?.getBoundingClientRect().top < 90 ? 1 : 0) : now - 1))]
+        ?.scrollIntoView({ block: "start", behavior: "smooth" });
+    }
+  });
 }
 
 function Rollout({ run, rollout, query }) {

@@ -2,6 +2,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { change, go, href } from "../address.jsx";
 import { useAnswer } from "../data.js";
+import { useKeys } from "../keys.js";
 import { Bar, Failed, Link, OneRun, Pager, Picture, Verdict } from "../parts.jsx";
 import { count, fixed, short, whole, words } from "../spell.js";
 
@@ -96,19 +97,14 @@ export function RolloutTable({ run, filters, page, revision }) {
   );
   const [at, setAt] = useState(-1);
   useEffect(() => setAt(-1), [page, JSON.stringify(filters)]);
-  useEffect(() => {
-    const listen = (event) => {
-      if (event.target.closest?.("input, select, textarea") || event.metaKey || event.ctrlKey) return;
-      const rows = answer?.rows ?? [];
-      if (event.key === "j") setAt((now) => Math.min(rows.length - 1, now + 1));
-      else if (event.key === "k") setAt((now) => Math.max(0, now - 1));
-      else if (event.key === "Enter" && rows[at]) go(rolloutHref(run.key, rows[at]));
-      else if (event.key === "n" && (page + 1) * LIMIT < answer?.total) change({ page: page + 1 }, { replace: false });
-      else if (event.key === "p" && page > 0) change({ page: page - 1 || null }, { replace: false });
-    };
-    addEventListener("keydown", listen);
-    return () => removeEventListener("keydown", listen);
-  }, [answer, at, page]);
+  useKeys((event) => {
+    const rows = answer?.rows ?? [];
+    if (event.key === "j") setAt((now) => Math.min(rows.length - 1, now + 1));
+    else if (event.key === "k") setAt((now) => Math.max(0, now - 1));
+    else if (event.key === "Enter" && rows[at]) go(rolloutHref(run.key, rows[at]));
+    else if (event.key === "n" && (page + 1) * LIMIT < answer?.total) change({ page: page + 1 }, { replace: false });
+    else if (event.key === "p" && page > 0) change({ page: page - 1 || null }, { replace: false });
+  });
   useEffect(() => {
     document.querySelector("tr.at")?.scrollIntoView({ block: "nearest" });
   }, [at]);
