@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned
+from sightline.errors import MediaRefused, Misaligned
 from sightline.families.gather import gather
+from sightline.families.items import check_made_by
 from sightline.families.protocol import TREE, Layout, Packing, PlacedSlot
 from sightline.families.qwen_vl.positions import NUM_AXES, positions
 from sightline.families.qwen_vl.settings import (
@@ -94,20 +95,7 @@ class QwenVL:
         return MediaItem(ref=ref, family=self.name, grid=grid, fingerprint=self.fingerprint)
 
     def check_item(self, item: MediaItem) -> None:
-        if item.family != self.name or item.fingerprint != self.fingerprint:
-            raise FingerprintMismatch(
-                f"the item of image {item.ref.digest[:12]} was made by {item.family} with settings "
-                f"{item.fingerprint}; here {self.name} has {self.fingerprint}: "
-                f"{json.dumps(self.settings, sort_keys=True)}",
-                "give both sides one checkpoint folder and one set of pixel limits",
-            )
-        layout = self.layout(item.ref.width, item.ref.height)
-        if item.grid != layout.grid:
-            raise Misaligned(
-                f"the item of image {item.ref.digest[:12]} has grid {item.grid}; "
-                f"{item.ref.width}x{item.ref.height} gives {layout.grid}",
-                "make items with family.item",
-            )
+        check_made_by(self, item)
 
     def num_tokens(self, item: MediaItem) -> int:
         return self._count(item.grid)
