@@ -64,6 +64,18 @@ def test_a_live_run_updates_without_a_reload(page: Page, serve: Serve, tmp_path:
     assert page.evaluate("window.untouched") is True
 
 
+def test_a_rollout_that_is_yet_to_be_read_shows_when_it_is(
+    page: Page, serve: Serve, tmp_path: Path
+) -> None:
+    run = Growing(tmp_path / "live-001")
+    run.step()
+    address = serve(tmp_path)
+    page.goto(f"{address}/rollout?run=live-001&file=step_000002.msgpack&number=3")
+    expect(page.locator("main")).to_contain_text("there is no such rollout")
+    run.step()
+    expect(page.locator("main h1")).to_be_visible()
+
+
 def test_a_run_that_appears_shows(page: Page, serve: Serve, tmp_path: Path) -> None:
     Growing(tmp_path / "first-001").step()
     address = serve(tmp_path)

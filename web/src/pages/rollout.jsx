@@ -13,7 +13,10 @@ import { rolloutHref } from "./rollouts.jsx";
 export function RolloutPage({ run, query, revisions }) {
   const file = query.get("file");
   const number = query.get("number");
-  const { answer, error } = useAnswer("rollout", { run: run.key, file, number }, []);
+  const lacks = useRef(true);
+  // Until it is there: an address may name what a run has yet to write, or what is yet to be read.
+  const { answer, error } = useAnswer("rollout", { run: run.key, file, number }, [lacks.current && revisions[run.key]]);
+  lacks.current = !answer;
   if (!answer) return error ? <Failed error={error} /> : <p class="loading">reading …</p>;
   return <Rollout key={`${file}/${number}`} run={run} rollout={answer} query={query} />;
 }

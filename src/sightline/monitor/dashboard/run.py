@@ -33,7 +33,8 @@ class RunView:
         self.index = Index(run_dir)
         self.revision = 0
         """Grows with whatever the run has written."""
-        self._left = 0
+        self.files_left = 0
+        """Of traces, that the index has yet to read."""
         self._sign: tuple[Any, ...] = ()
         self._present: set[str] = set()
         self.missing: dict[str, None] = {}
@@ -46,7 +47,7 @@ class RunView:
         """Takes in what the run has written since; whether there was anything."""
         changed = self.history.read()
         indexed: Refreshed = self.index.refresh(_FILES_AT_ONCE)
-        self._left = indexed.files_left
+        self.files_left = indexed.files_left
         if indexed.changed:
             changed = True
             self.__dict__.pop("store", None)
@@ -60,7 +61,7 @@ class RunView:
     def refresh_all(self) -> None:
         """Until the index lacks nothing."""
         self.refresh()
-        while self._left:
+        while self.files_left:
             self.refresh()
 
     def _look_for_images(self) -> bool:
@@ -204,7 +205,7 @@ class RunView:
             "last": self.history.last_time,
             "rollouts": num,
             "images": shown,
-            "files_left": self._left,
+            "files_left": self.files_left,
             "evals": self.history.evals,
             "dropped": dict(self.history.dropped),
             "probe": None if probe is None else {"step": probe.step, **probe.values},

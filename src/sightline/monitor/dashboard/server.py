@@ -185,9 +185,11 @@ class Dashboard:
             )
 
     def rollout(self, run: str, file: str, number: int) -> Response:
-        found = rollout.conversation(self._run(run), file, number)
+        view = self._run(run)
+        found = rollout.conversation(view, file, number)
         if found is None:
-            raise HTTPException(404, "there is no such rollout")
+            left = f": {view.files_left} files are yet to be read" if view.files_left else ""
+            raise HTTPException(404, f"there is no such rollout{left}")
         return _json(found)
 
     def tokens(
