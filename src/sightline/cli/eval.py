@@ -88,6 +88,7 @@ async def _score(args: argparse.Namespace, env: Any, base_url: str, media: Path)
     sampling = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     endpoint = Endpoint(base_url, args.model or "", args.api_key, sampling)
     try:
+        await endpoint.reach()
         if not endpoint.model:
             listed = await endpoint.models()
             if len(listed) != 1:

@@ -21,6 +21,8 @@ from sightline.errors import Misaligned
 
 # transformers hands the boundaries of images to attention functions with "flash" in their name.
 NAME = "sightline_flash"
+IN_GRAPH = (attention_cuda.FlexTree, attention_cuda.Rows)
+"""What a compiler takes into the graph of its block: what differs from pack to pack is data."""
 
 
 class Pattern(Protocol):
@@ -79,10 +81,6 @@ def _attend(
             "pass attention= to Forward.hidden",
         )
     return out.transpose(1, 2), None
-
-
-IN_GRAPH = (attention_cuda.FlexTree, attention_cuda.Rows)
-"""What a compiler takes into the graph of its block: what differs from pack to pack is data."""
 
 
 def in_graph(hidden: torch.Tensor, options: dict[str, Any]) -> dict[str, Any] | None:

@@ -55,7 +55,8 @@ def write_tensors(
     turned: Collection[str] = (),
     outlasts: bool = True,
 ) -> WeightFile:
-    """Writes `tensors`, floating ones as `dtype` where it is given; it `outlasts` the machine.
+    """Writes `tensors`, floating ones as `dtype` where it is given. It is synced if it `outlasts` a
+    crash of the machine.
 
     Stacks of matrices that `turned` names are written with each matrix transposed.
     """

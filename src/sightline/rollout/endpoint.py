@@ -28,6 +28,8 @@ MAY_HEAL = (408, 425, 429, 502, 503, 504)
 TOO_LONG = "context_length_exceeded"
 _FIRST_WAIT_S = 0.25
 _LONGEST_WAIT_S = 10.0
+FIRST_ANSWER_S = 10.0
+"""An address at which nothing answers for so long at the start is taken for a wrong one."""
 
 
 @dataclass
@@ -44,6 +46,18 @@ class Endpoint:
 
     def __post_init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
+        self._has_answered = False
+
+    async def reach(self) -> None:
+        """Returns when something answers, whatever it says; raises where nothing does."""
+        give_up = time.monotonic() + FIRST_ANSWER_S
+        while True:
+            found = await self._try("GET", "/models", None)
+            if self._has_answered:
+                return
+            if isinstance(found, EngineError) and time.monotonic() > give_up:
+                raise found
+            await asyncio.sleep(_FIRST_WAIT_S)
 
     async def complete(
         self, messages: list[dict[str, Any]], tools: Tools | None, seed: int
@@ -87,6 +101,7 @@ class Endpoint:
         headers = {"content-type": "application/json"}
         try:
             async with self._session.request(method, url, data=body, headers=headers) as answer:
+                self._has_answered = True
                 data = await answer.read()
                 if answer.status == 200:
                     decoded: dict[str, Any] = msgspec.json.decode(data, type=dict[str, Any])

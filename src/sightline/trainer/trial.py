@@ -119,7 +119,7 @@ class Trial:
             raise ConfigError(
                 f"a step of {tokens:,} tokens and {ready.num_images} images takes more memory than "
                 f"{self.learner.device} has",
-                "take a smaller --scale, a smaller model or a larger device",
+                "take smaller shapes (--scale of `bench cost`), a smaller model or a larger device",
             ) from error
         return self._now() - began
 

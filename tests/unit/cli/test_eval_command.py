@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from serving import Client, live
 from sightline.cli.main import main
 from sightline.inference.settings import ServeSettings
 from sightline.media import MediaStore
+from sightline.rollout import endpoint as endpoint_module
 
 WORDS = ["eval", "color_codeword", "--tasks", "6", "--max-tokens", "12", "--temperature", "0"]
 
@@ -56,3 +58,16 @@ def test_rollouts_that_break_are_counted_and_shown(
     assert main([*WORDS, "--endpoint", endpoint, "--model", "another"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "6 broken" in said and "is not served here" in said
+
+
+@pytest.mark.parametrize("named", [[], ["--model", "any"]])
+def test_an_address_at_which_nothing_answers_is_said_before_the_first_task(
+    named: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(endpoint_module, "FIRST_ANSWER_S", 0.5)
+    with socket.socket() as held:  # bound, and never listened on
+        held.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{held.getsockname()[1]}/v1"
+        assert main([*WORDS, "--endpoint", address, *named]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert address in said and "fix: check the address" in said
