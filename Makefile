@@ -15,13 +15,13 @@ BUNDLE := build/gpu-bundle
 TORCHVISION := build/torchvision
 TOKENIZERS := build/tokenizers
 TOKENIZER_VERSION := 3.7.2
-STATIC := src/sightline/monitor/dashboard/static
+STATIC := src/sightline/view/dashboard/static
 TRL_VERSION := 1.16.0
 EXAMPLE := examples/color_codeword
 SMOKE := build/smoke
 # The last ends a server that the others share.
 VLLM_TESTS := tests/contract/test_engine.py tests/contract/test_engine_adapters.py \
-	tests/contract/test_chat_door.py tests/contract/test_bans.py \
+	tests/contract/test_chat_endpoint.py tests/contract/test_bans.py \
 	tests/contract/test_fuzz.py tests/vllm/test_plugin.py tests/vllm/test_exact.py \
 	tests/vllm/test_stock.py tests/vllm/test_export.py tests/vllm/test_run.py \
 	tests/vllm/test_server.py
@@ -70,7 +70,7 @@ demo-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the demo half way, then on with v
 	$(BIN)/sightline model tiny models/tiny --seed $(SEED) --force
 	$(BIN)/sightline sft $(EXAMPLE)/warmup.toml run.seed=$(SEED)
 	$(BIN)/sightline rl $(EXAMPLE)/cpu.toml run.name=half run.seed=$(SEED) run.steps=16 \
-		trainer.schedule=constant eval.tasks=64
+		trainer.lr_schedule=constant eval.tasks=64
 	rm -rf models/half
 	cp -r "$$(ls -d runs/half-* | sort | tail -1)/checkpoints/final" models/half
 	$(BIN)/sightline rl $(EXAMPLE)/vllm.toml run.seed=$(SEED)
@@ -101,7 +101,7 @@ fuzz-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the same at vLLM
 	FUZZ=$(FUZZ) $(BIN)/python -m pytest -s --vllm $(VLLM_VENV)/bin/python tests/contract/test_fuzz.py
 
 test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
-	$(BIN)/python -m pytest tests/loop tests/unit/cli/test_bench_lag.py -n 2 --dist worksteal -m "loop and not gpu"
+	$(BIN)/python -m pytest tests/loop tests/unit/bench/test_lag.py -n 2 --dist worksteal -m "loop and not gpu"
 
 test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending together
 	$(BIN)/python -m pytest tests/ranks -n 2 --dist worksteal $(if $(THOROUGH),,-m "not thorough")
@@ -110,7 +110,7 @@ chaos: $(STAMP) ## SIGKILL at seeded moments of a run on 2 ranks (KILLS=5 SEED=0
 	$(BIN)/python bench/chaos.py --kills $(KILLS) --seed $(SEED)
 
 test-browser: $(STAMP) web ## runs as people see them: in Chromium, in a notebook, in sinks
-	$(BIN)/python -m pytest tests/browser tests/unit/monitor -m browser
+	$(BIN)/python -m pytest tests/browser tests/unit/view -m browser
 
 test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
 	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/processors

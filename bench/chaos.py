@@ -28,8 +28,8 @@ from pathlib import Path
 
 from watching import find_child, names_of
 
-from sightline.monitor import RunDir, read_events
-from sightline.monitor.events import by_step
+from sightline.run import RunDir, read_events
+from sightline.run.events import by_step
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_S = 10.0
@@ -59,8 +59,8 @@ ranks = 2
 checkpoint_every = 2
 micro_batch_tokens = 64
 [inference]
-max_rows = 16
-max_len = 128
+max_num_seqs = 16
+max_model_len = 128
 [eval]
 tasks = 0
 """

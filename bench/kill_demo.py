@@ -18,8 +18,8 @@ from pathlib import Path
 
 from watching import find_child
 
-from sightline.monitor import RunDir, read_events
-from sightline.monitor.events import by_step
+from sightline.run import RunDir, read_events
+from sightline.run.events import by_step
 
 RUN_FILE = "examples/color_codeword/cpu.toml"
 

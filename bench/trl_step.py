@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sightline.config import Model, Trainer
+from sightline.config import ModelConfig, TrainerConfig
 from sightline.families import load_renderer
 from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
 from sightline.message import user
-from sightline.pack import Cost
+from sightline.pack import PackSize
 from sightline.trainer.build import build_learner, build_materializer
-from sightline.trainer.feed import Preparer
+from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.learner import Learner
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
@@ -117,15 +117,17 @@ class Ours:
         prompts: list[dict[str, str]],
         first: dict[str, Any],
     ) -> None:
-        settings = Trainer(device="cpu", lr=1e-9, grad_norm=0.5, clip_low=0.2, clip_high=0.28)
-        self.learner = build_learner(Model(path=str(model)), settings, store, steps=1 << 30)
+        settings = TrainerConfig(
+            device="cpu", lr=1e-9, max_grad_norm=0.5, clip_low=0.2, clip_high=0.28
+        )
+        self.learner = build_learner(ModelConfig(path=str(model)), settings, store, steps=1 << 30)
         # TRL's logprobs are over the whole vocabulary.
         self.learner.banned = self.learner.banned[:0]
         self.renderer = load_renderer(model, store, self.learner.family)
-        self.preparer = Preparer(
+        self.preparer = BatchPreparer(
             self.learner.family,
             build_materializer(self.learner, store),
-            Cost(settings.micro_batch_tokens, settings.micro_batch_patches),
+            PackSize(settings.micro_batch_tokens, settings.micro_batch_patches),
             max_bad_fraction=0.0,
         )
         refs = {one["image"]: store.put(folder / one["image"]) for one in prompts}
@@ -178,7 +180,9 @@ class Ours:
                 self.norm = float(stepped.metrics["grad_norm"] or 0.0)
 
 
-def with_own_logprobs(samples: list[Sample], learner: Learner, preparer: Preparer) -> list[Sample]:
+def with_own_logprobs(
+    samples: list[Sample], learner: Learner, preparer: BatchPreparer
+) -> list[Sample]:
     """The same samples with the logprobs of the weights as they are: every ratio is 1, as TRL's."""
     import msgspec
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
+from sightline.bench.harness.synthetic_run import write_synthetic_run
 from sightline.envs.chromium import get_chromium
-from sightline.monitor import RunDir
-from sightline.monitor.dashboard.run import RunView
-from sightline.monitor.dashboard.synthetic import write_run
+from sightline.run import RunDir
 from sightline.trace import read_traces
+from sightline.view.dashboard.run_view import RunView
 
 SIZE = {"width": 1280, "height": 800}
 FOLDER = Path(__file__).parent / "screens"
@@ -67,7 +67,7 @@ def main() -> None:
     args = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     if not args.many.is_dir():
-        write_run(args.many)
+        write_synthetic_run(args.many)
     RunView("many", RunDir(args.many)).refresh_all()
     trace = next(read_traces(RunDir(args.demo).traces_of(1)))
     image = next(slot.item.ref.digest for node in trace.nodes for slot in node.slots)

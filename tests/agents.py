@@ -17,26 +17,26 @@ from aiohttp import web
 from openai import AsyncOpenAI
 from PIL import Image
 
+from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.envs import Chat, Environment, Task
 from sightline.families import load_family, load_renderer
-from sightline.media import Ingest, MediaRef, MediaStore
+from sightline.media import ImageIngestor, MediaRef, MediaStore
 from sightline.message import Message, ToolCall, text, user
 from sightline.render import Renderer
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.play import Player
-from sightline.rollout.scripted import ScriptedPolicy
-from sightline.trace import Trace, decode
-from sightline.wire.control import Play
+from sightline.rollout.player import RolloutPlayer
+from sightline.run.stages import NO_STAGE_RECORDER, StageRecorder
+from sightline.trace import Trace, decode_trace
+from sightline.wire.control import RolloutRequest
 from sightline.wire.generate import (
     Choice,
     GenerateRequest,
     GenerateResponse,
     Logprobs,
-    SightlineAnswer,
+    SightlineFields,
     TokenLogprob,
     VersionSpan,
 )
-from sightline.wire.stage import NO_STAGES, Stages
 
 LOOK = {
     "type": "function",
@@ -153,7 +153,7 @@ class Says(ScriptedPolicy):
             logprobs=Logprobs([TokenLogprob(token, -1.0) for token in said]),
             weight_versions=[VersionSpan("0", 0, len(said))],
         )
-        return GenerateResponse(request.request_id, [choice], SightlineAnswer(digests))
+        return GenerateResponse(request.request_id, [choice], SightlineFields(digests))
 
 
 def spelled(renderer: Renderer, message: Message) -> list[int]:
@@ -183,24 +183,24 @@ class Worker:
     max_tokens: int = MAX_TOKENS
     timeout_s: float = 60.0
     max_turns: int = 0
-    stages: Stages = NO_STAGES
-    door: Ingest | None = None
+    stages: StageRecorder = NO_STAGE_RECORDER
+    resolver: ImageIngestor | None = None
     """Left out, one that knows data: and media: only."""
 
     @contextmanager
-    def player(self, rollout: Rollout | Environment) -> Iterator[Player]:
-        door = self.door or Ingest(self.store)
+    def player(self, rollout: Rollout | Environment) -> Iterator[RolloutPlayer]:
+        resolver = self.resolver or ImageIngestor(self.store)
         family = load_family(self.model)
-        yield Player(
+        yield RolloutPlayer(
             env=rollout if isinstance(rollout, Environment) else Plays(rollout),
-            renderer=load_renderer(self.model, self.store, family, door),
+            renderer=load_renderer(self.model, self.store, family, resolver),
             store=self.store,
             client=GenerateClient(self.server, deadline_s=2.0),
             modality=family.modality,
             max_tokens=self.max_tokens,
             timeout_s=self.timeout_s,
             max_turns=self.max_turns,
-            door=door,
+            resolver=resolver,
             stages=self.stages,
         )
 
@@ -209,10 +209,12 @@ class Worker:
     ) -> Trace:
         with self.player(rollout) as player:
             try:
-                played = await player.play(Play("r1", "g", 0, "train", seed, temperature, **more))
+                played = await player.play(
+                    RolloutRequest("r1", "g", 0, "train", seed, temperature, **more)
+                )
             finally:
                 await player.close()
-        return decode(played.trace)
+        return decode_trace(played.trace)
 
 
 @asynccontextmanager

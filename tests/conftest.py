@@ -55,7 +55,11 @@ def settings(tiny_model: Path, media: MediaStore) -> ServeSettings:
     from sightline.inference.settings import ServeSettings
 
     return ServeSettings(
-        model=tiny_model, media_roots=(media.root,), device="cpu", max_rows=64, max_len=4096
+        model=tiny_model,
+        media_roots=(media.root,),
+        device="cpu",
+        max_num_seqs=64,
+        max_model_len=4096,
     )
 
 
@@ -66,9 +70,9 @@ def odd_settings(settings: ServeSettings) -> ServeSettings:
         settings,
         pixel_cache_bytes=0,
         feature_cache_bytes=0,
-        reuse_kv=False,
-        prefill_chunk=5,
-        max_rows=2,
+        enable_prefix_caching=False,
+        prefill_chunk_tokens=5,
+        max_num_seqs=2,
         max_waiting=30,
         max_body_bytes=20_000,
         keep_kv_over_updates=True,

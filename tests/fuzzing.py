@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from sightline.inference.errors import STATUS
+from sightline.inference.errors import STATUS_BY_TYPE
 from sightline.wire.generate import ErrorAnswer, GenerateResponse
 from sightline.wire.item import RAW_PREFIX
 
@@ -143,7 +143,7 @@ class Fuzzer:
             return
         error = msgspec.json.decode(data, type=ErrorAnswer).error
         self.types[error.type] += 1
-        assert STATUS[error.type] == error.code == answer.status and error.fix, note
+        assert STATUS_BY_TYPE[error.type] == error.code == answer.status and error.fix, note
         assert ("retry-after" in answer.headers) == (answer.status == 503), note
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.media import MediaStore
 from sightline.render import Renderer
 from sightline.rollout.chat import RolloutChat
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.puts import PendingPuts, Puts
-from sightline.rollout.scripted import ScriptedPolicy
+from sightline.rollout.put_pool import PendingPuts, PutPool
 from sightline.trace import Node, Trace
 from sightline.wire import Slot
 from sightline.wire.generate import (
@@ -22,7 +22,7 @@ from sightline.wire.generate import (
     GenerateRequest,
     GenerateResponse,
     Logprobs,
-    SightlineAnswer,
+    SightlineFields,
     TokenLogprob,
     VersionSpan,
 )
@@ -86,7 +86,7 @@ class LoggingPolicy(ScriptedPolicy):
             logprobs=Logprobs([TokenLogprob(*pair) for pair in pairs]),
             weight_versions=[VersionSpan("3", 0, len(said))],
         )
-        return GenerateResponse(request.request_id, [choice], SightlineAnswer(digests))
+        return GenerateResponse(request.request_id, [choice], SightlineFields(digests))
 
 
 def line_of(node: Node) -> int:
@@ -127,7 +127,7 @@ def chat_to(
         trace=Trace(id="t", reward=1.0, temperature=temperature),
         renderer=renderer,
         store=store,
-        pending=PendingPuts(Puts(store)),
+        pending=PendingPuts(PutPool(store)),
         client=client,
         modality=modality,
         temperature=temperature,

@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sightline.compute.attention import Flat
+from sightline.compute.attention import PackedPattern
 from sightline.compute.host_copy import HostCopy
-from sightline.config import Model, Trainer
+from sightline.config import ModelConfig, TrainerConfig
 from sightline.families import Family, PlacedSlot, load_family, load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, assistant, user
 from sightline.pixels import Materializer
 from sightline.render import Rendered
 from sightline.trainer.learner import Learner
-from sightline.trainer.lora import outgoing
-from sightline.trainer.publish import Files
-from sightline.trainer.sft import sample_of
+from sightline.trainer.lora import select_published
+from sightline.trainer.publish import FilePublisher
+from sightline.trainer.sft import build_sample
 from sightline.wire.array import Array
 from sightline.wire.sample import Sample, SampleSlot
 from sightline.wire.weights import Adapter, Manifest
@@ -68,7 +68,7 @@ def samples(
     made = []
     for i in range(count):
         talk = conversation(rng, store, pool, turns=rng.randint(1, 3))
-        plain = sample_of(talk, renderer, f"t{seed}.{i}")
+        plain = build_sample(talk, renderer, f"t{seed}.{i}")
         made.append(_trainable(plain, f"g{i // 4}", seed * 1000 + i, version, materializer))
     materializer.close()
     return made
@@ -89,7 +89,9 @@ def group(
         said = assistant(" ".join(rng.choices(WORDS[:2], k=rng.randint(1, 3))))
         talks.append([*kept, said, *conversation(rng, store, pool, turns=1)])
     made = [
-        _trainable(sample_of(talk, renderer, f"{name}.{i}"), name, seed * 1000 + i, 0, materializer)
+        _trainable(
+            build_sample(talk, renderer, f"{name}.{i}"), name, seed * 1000 + i, 0, materializer
+        )
         for i, talk in enumerate(talks)
     ]
     materializer.close()
@@ -123,12 +125,12 @@ def family(model: Path) -> Family:
     return load_family(model)
 
 
-def model_config(path: Path, **changes: object) -> Model:
-    return Model.model_validate({"path": str(path), **changes})
+def model_config(path: Path, **changes: object) -> ModelConfig:
+    return ModelConfig.model_validate({"path": str(path), **changes})
 
 
-def trainer_config(**changes: object) -> Trainer:
-    return Trainer.model_validate(
+def trainer_config(**changes: object) -> TrainerConfig:
+    return TrainerConfig.model_validate(
         {"device": "cpu", "lr": 1e-3, "clip_low": 100.0, "clip_high": 100.0, **changes}
     )
 
@@ -146,7 +148,7 @@ def trainer_logprobs(
     patches = np.concatenate([family.patches(store.image(i.ref), i) for i in items])
     features = forward.encode(torch.from_numpy(patches), [i.grid for i in items])
     places = torch.cat([torch.arange(s.offset, s.end) for s in rendered.slots])
-    pattern = Flat([len(ids)], torch.device("cpu"))
+    pattern = PackedPattern([len(ids)], torch.device("cpu"))
     hidden = forward.hidden(torch.tensor([ids]), positions, features, places, pattern)[0]
     logits = forward.logits(hidden[len(rendered.token_ids) - 1 : -1])
     logits[:, list(learner.pad_ids)] = float("-inf")
@@ -160,5 +162,5 @@ def publish(
 ) -> tuple[Path, Manifest]:
     """A version as the trainer publishes it: copied, then written."""
     copy = HostCopy()
-    copy.take(*outgoing(model, stand, dtype))
-    return Files(root, stand).publish(copy.tensors(), step, step)
+    copy.take(*select_published(model, stand, dtype))
+    return FilePublisher(root, stand).publish(copy.tensors(), step, step)

@@ -20,7 +20,7 @@ import uvicorn
 import vllm_servers
 
 from sightline.families import Family, load_family, load_renderer
-from sightline.inference.serve import bind, build_server
+from sightline.inference.serve import bind_socket, build_server
 from sightline.inference.settings import ServeSettings
 from sightline.media import MediaStore
 from sightline.render import Bridged
@@ -133,7 +133,7 @@ def embedded(
     settings: ServeSettings, wrap: Callable[[Any], Any] = lambda app: app
 ) -> Iterator[Client]:
     """The same with the embedded engine, always."""
-    listening = bind(settings.host, 0)
+    listening = bind_socket(settings.host, 0)
     server = build_server(settings)
     config = uvicorn.Config(wrap(server.app), access_log=False, log_level="warning", lifespan="on")
     running = uvicorn.Server(config)

@@ -79,17 +79,17 @@ class Server:
 
 def start(settings: ServeSettings) -> Server:
     """A server with `settings`, the one that is there or one that begins to load."""
-    from sightline.inference.vllm_plugin import BAN, MIDDLEWARE
+    from sightline.inference.vllm_plugin import LOGITS_PROCESSOR, MIDDLEWARE
     from sightline.launch.processes import find_port
-    from sightline.launch.vllm_server import vllm_command, vllm_environment
+    from sightline.launch.vllm_server import build_vllm_command, build_vllm_environ
 
     name = json.dumps(settings.to_json(), sort_keys=True)
     if name not in _servers:
         settings = replace(settings, port=find_port("127.0.0.1", 0, "port"))
         folder = Path(tempfile.mkdtemp(prefix="sightline-vllm-"))
-        words = vllm_command(settings, os.path.abspath(python))
+        words = build_vllm_command(settings, os.path.abspath(python))
         # Beside our own, one that writes down what the vision tower gets.
-        words.insert(words.index(BAN) + 1, "seen_by_tower:Watch")
+        words.insert(words.index(LOGITS_PROCESSOR) + 1, "seen_by_tower:Watch")
         # Inside our own, one that writes down what vLLM's application gets.
         at = words.index(MIDDLEWARE) - 1
         words[at:at] = ["--middleware", "reached.Watch"]
@@ -101,7 +101,7 @@ def start(settings: ServeSettings) -> Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
-                env=vllm_environment(1) | {"PYTHONPATH": path},
+                env=build_vllm_environ(1) | {"PYTHONPATH": path},
             )
         _servers[name] = Server(settings, process, folder)
     return _servers[name]

@@ -2,7 +2,7 @@
 import { build } from "esbuild";
 import { cp, mkdir, rm } from "node:fs/promises";
 
-const out = "../src/sightline/monitor/dashboard/static";
+const out = "../src/sightline/view/dashboard/static";
 await rm(out, { recursive: true, force: true });
 await mkdir(out, { recursive: true });
 await build({

@@ -14,14 +14,14 @@ A_TENSOR_S = 0.004
 def _slow() -> None:
     from sightline.compute import tensor_file
 
-    quick = tensor_file.each_whole
+    quick = tensor_file.iterate_gathered
 
     def slow(*args: Any) -> Iterator[Any]:
         for found in quick(*args):
             time.sleep(A_TENSOR_S)
             yield found
 
-    tensor_file.each_whole = slow  # type: ignore[assignment]
+    tensor_file.iterate_gathered = slow  # type: ignore[assignment]
 
 
 if "process" in sys.orig_argv and any(word.startswith("trainer") for word in sys.orig_argv):

@@ -30,7 +30,7 @@ from sightline.trace import Trace
 from sightline.wire import MediaItem
 
 if TYPE_CHECKING:
-    from sightline.monitor.notebook import Run
+    from sightline.view.notebook import Run
 
 __version__ = "0.1.0"
 
@@ -62,6 +62,6 @@ __all__ = [
 
 def open_run(path: str | Path) -> Run:
     """The run in a run directory, for a notebook: metrics, rollouts, traces, images."""
-    from sightline.monitor import notebook
+    from sightline.view import notebook
 
     return notebook.open_run(path)

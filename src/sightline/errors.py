@@ -18,17 +18,18 @@
     ├── EngineError               an inference server refused or failed a request
     ├── EnvironmentFailed         user code of an environment failed
     ├── JudgeFailed               a judge model gave no verdict
-    ├── Truncated                 a rollout was cut short: there is no room left
-    │   └── TurnsUsedUp           a rollout was cut short: there are no turns left
-    ├── NothingTrains             batch after batch without a trainable sample
+    ├── RolloutTruncated          a rollout was cut short: there is no room left
+    │   └── TurnLimitReached      a rollout was cut short: there are no turns left
+    ├── NoTrainableSamples        batch after batch without a trainable sample
+    ├── TrainingDiverged          the loss or its gradient is no longer finite
     ├── ResumeRefused             a run that cannot go on exactly
     ├── UploadFailed              a store refused a file, or did not take it in several tries
     ├── DiskFull                  the disk cannot hold what the run will write
     └── ProcessFailed             a process of the run died; names it and its last words
 
 An error is raised where the cause is known and carries what the user should do next.
-`except Exception` belongs to few places: around an environment's own code, in a monitor's
-sink, at a server's door, around a rank's step and in the CLI's main.
+`except Exception` belongs to few places: around an environment's own code, in a sink of
+`view`, at the edge of a server, around a rank's step and in the CLI's main.
 """
 
 from __future__ import annotations
@@ -148,16 +149,20 @@ class JudgeFailed(SightlineError):
     """The endpoint of a judge model did not answer, or its answer holds no verdict."""
 
 
-class Truncated(SightlineError):
+class RolloutTruncated(SightlineError):
     """The next prompt would not fit. It ends the rollout."""
 
 
-class TurnsUsedUp(Truncated):
+class TurnLimitReached(RolloutTruncated):
     """The rollout has made as many model calls as it may."""
 
 
-class NothingTrains(SightlineError):
+class NoTrainableSamples(SightlineError):
     """Batch after batch had no sample to learn from."""
+
+
+class TrainingDiverged(SightlineError):
+    """The loss of a step, or the norm of its gradient, is not a finite number."""
 
 
 class ResumeRefused(SightlineError):

@@ -86,7 +86,7 @@ class AssistantMessage(Message, frozen=True, forbid_unknown_fields=True, omit_de
 _encoder = msgspec.msgpack.Encoder()
 
 
-class Door(Protocol):
+class ImageResolver(Protocol):
     """What turns the url of an image into a ref; `media.Ingest` is one."""
 
     def resolve(self, url: str, path: str) -> MediaRef: ...
@@ -98,7 +98,7 @@ def text(content: str) -> tuple[Part, ...]:
 
 def user(*parts: str | MediaRef) -> Message:
     """A user message from texts and refs, in order."""
-    return Message(role="user", content=join_texts([_part_of(part) for part in parts]))
+    return Message(role="user", content=join_texts([_build_part(part) for part in parts]))
 
 
 def system(content: str) -> Message:
@@ -109,7 +109,7 @@ def assistant(content: str, reasoning: str | None = None) -> Message:
     return Message(role="assistant", content=text(content), reasoning=reasoning)
 
 
-def _part_of(part: str | MediaRef) -> Part:
+def _build_part(part: str | MediaRef) -> Part:
     return TextPart(part) if isinstance(part, str) else ImagePart(part)
 
 
@@ -127,11 +127,13 @@ def join_texts(parts: Sequence[Part]) -> tuple[Part, ...]:
     return tuple(joined)
 
 
-def to_messages(messages: Sequence[Message | dict[str, Any]], door: Door) -> list[Message]:
+def to_messages(
+    messages: Sequence[Message | dict[str, Any]], resolver: ImageResolver
+) -> list[Message]:
     """All of `messages` in our form; the path of an error starts at `messages[i]`."""
     if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Sequence):
         raise MessageError.at("messages", f"a {type(messages).__name__}", "pass a list of messages")
-    return [to_message(m, door, f"messages[{i}]") for i, m in enumerate(messages)]
+    return [to_message(m, resolver, f"messages[{i}]") for i, m in enumerate(messages)]
 
 
 _KNOWN_KEYS = {
@@ -140,7 +142,7 @@ _KNOWN_KEYS = {
 }  # fmt: skip
 
 
-def to_message(message: Message | dict[str, Any], door: Door, path: str) -> Message:
+def to_message(message: Message | dict[str, Any], resolver: ImageResolver, path: str) -> Message:
     if isinstance(message, Message):
         _check_parts(message.content, f"{path}.content")
         return message.as_message() if isinstance(message, AssistantMessage) else message
@@ -162,9 +164,9 @@ def to_message(message: Message | dict[str, Any], door: Door, path: str) -> Mess
         raise MessageError.at(f"{path}.tool_call_id", "not a string", "pass the id of a call")
     return Message(
         role=role,
-        content=_content(message.get("content"), door, f"{path}.content"),
+        content=_read_content(message.get("content"), resolver, f"{path}.content"),
         reasoning=reasoning or None,
-        tool_calls=_tool_calls(message.get("tool_calls"), f"{path}.tool_calls"),
+        tool_calls=_read_tool_calls(message.get("tool_calls"), f"{path}.tool_calls"),
         tool_call_id=tool_call_id,
     )
 
@@ -180,21 +182,23 @@ def _check_parts(parts: Any, path: str) -> None:
             )
 
 
-def _content(content: Any, door: Door, path: str) -> tuple[Part, ...]:
+def _read_content(content: Any, resolver: ImageResolver, path: str) -> tuple[Part, ...]:
     if content is None:
         return ()
     if isinstance(content, str):
         return text(content)
     if not isinstance(content, (list, tuple)):
         raise MessageError.at(path, f"a {type(content).__name__}", "pass a string or a list")
-    return join_texts([_part(part, door, f"{path}[{i}]") for i, part in enumerate(content)])
+    return join_texts(
+        [_read_part(part, resolver, f"{path}[{i}]") for i, part in enumerate(content)]
+    )
 
 
-def _part(part: Any, door: Door, path: str) -> Part:
+def _read_part(part: Any, resolver: ImageResolver, path: str) -> Part:
     if isinstance(part, (TextPart, ImagePart)):
         return part
     if isinstance(part, (str, MediaRef)):
-        return _part_of(part)
+        return _build_part(part)
     if not isinstance(part, dict):
         raise MessageError.at(path, f"a {type(part).__name__}", "pass a dict with a type")
     # The type decides, and nothing else: some programs write every key of every kind of part.
@@ -204,8 +208,8 @@ def _part(part: Any, door: Door, path: str) -> Part:
             raise MessageError.at(f"{path}.text", "missing or not a string", "pass the text")
         return TextPart(part["text"])
     if kind in IMAGE_KINDS:
-        image, where = image_source(part, path)
-        return ImagePart(image if isinstance(image, MediaRef) else door.resolve(image, where))
+        image, where = get_image_source(part, path)
+        return ImagePart(image if isinstance(image, MediaRef) else resolver.resolve(image, where))
     raise MessageError.at(
         f"{path}.type",
         f"{kind!r} is not a part that we know" if "type" in part else "missing",
@@ -213,7 +217,7 @@ def _part(part: Any, door: Door, path: str) -> Part:
     )
 
 
-def image_source(part: dict[str, Any], path: str) -> tuple[str | MediaRef, str]:
+def get_image_source(part: dict[str, Any], path: str) -> tuple[str | MediaRef, str]:
     """The url or ref that an image part holds, and where in the part it stands.
 
     A url stands under `image_url`, `image` or `url`, plain or in an object; base64 without a url
@@ -235,15 +239,15 @@ def image_source(part: dict[str, Any], path: str) -> tuple[str | MediaRef, str]:
     )
 
 
-def _tool_calls(calls: Any, path: str) -> tuple[ToolCall, ...]:
+def _read_tool_calls(calls: Any, path: str) -> tuple[ToolCall, ...]:
     if calls is None:
         return ()
     if not isinstance(calls, (list, tuple)):
         raise MessageError.at(path, f"a {type(calls).__name__}", "pass a list of tool calls")
-    return tuple(_tool_call(call, f"{path}[{i}]") for i, call in enumerate(calls))
+    return tuple(_read_tool_call(call, f"{path}[{i}]") for i, call in enumerate(calls))
 
 
-def _tool_call(call: Any, path: str) -> ToolCall:
+def _read_tool_call(call: Any, path: str) -> ToolCall:
     if isinstance(call, ToolCall):
         return call
     function = call.get("function", call) if isinstance(call, dict) else None

@@ -18,11 +18,11 @@ import pytest
 
 from sightline.envs import Environment
 from sightline.families import load_family, load_renderer
-from sightline.media import Ingest, MediaStore
+from sightline.media import ImageIngestor, MediaStore
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.play import Player
-from sightline.trace import Trace, decode
-from sightline.wire.control import Play
+from sightline.rollout.player import RolloutPlayer
+from sightline.trace import Trace, decode_trace
+from sightline.wire.control import RolloutRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = ROOT / "examples" / "counting" / "warmup.toml"
@@ -41,7 +41,7 @@ def command(*words: str | Path) -> list[str]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that answers with a digit from 1 to 5, as warmed up for `counting`."""
     home = tmp_path_factory.mktemp("home")
-    words = ["run.steps=60", "env.args.spelled_share=0.0", "sft.output=models/warm"]
+    words = ["run.steps=60", "env.args.spelled_share=0.0", "sft.output_dir=models/warm"]
     for line in (command("model", "tiny", "models/tiny"), command("sft", WARM_UP, *words)):
         done = subprocess.run(line, cwd=home, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -56,7 +56,7 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(model: Path, media: Path) -> Iterator[str]:
     """The address of the embedded engine, in a process of the other environment."""
-    line = command("serve", model, "--media", media, "--port", "0", "--max-len", "4096")
+    line = command("serve", model, "--media", media, "--port", "0", "--max-model-len", "4096")
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
     said = ""
@@ -81,16 +81,16 @@ def play(model: Path, media: Path, server: str) -> Callable[..., list[Trace]]:
         env: Environment, num: int = 1, max_tokens: int = 8, split: str = "train"
     ) -> list[Trace]:
         async def all_of_them() -> list[Trace]:
-            door = Ingest(store)
-            player = Player(
-                env, load_renderer(model, store, family, door), store, GenerateClient(server),
-                family.modality, max_tokens=max_tokens, timeout_s=240, door=door,
+            resolver = ImageIngestor(store)
+            player = RolloutPlayer(
+                env, load_renderer(model, store, family, resolver), store, GenerateClient(server),
+                family.modality, max_tokens=max_tokens, timeout_s=240, resolver=resolver,
             )  # fmt: skip
             await player.client.wait_healthy()
-            plays = [Play(f"r{i}", "g", i, split, i, 1.0) for i in range(num)]
+            plays = [RolloutRequest(f"r{i}", "g", i, split, i, 1.0) for i in range(num)]
             played = await asyncio.gather(*(player.play(one) for one in plays))
             await player.close()
-            return [decode(one.trace) for one in played]
+            return [decode_trace(one.trace) for one in played]
 
         return asyncio.run(all_of_them())
 

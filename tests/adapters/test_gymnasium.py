@@ -160,10 +160,10 @@ groups_per_step = 2
 group_size = 4
 
 [trainer]
-kl_weight = 0.01
+kl_coef = 0.01
 
 [inference]
-max_len = 4096
+max_model_len = 4096
 
 [eval]
 tasks = 4

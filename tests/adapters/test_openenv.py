@@ -17,7 +17,7 @@ import pytest
 from adapters.conftest import ROOT, check_trace
 
 from sightline.envs import load_environment
-from sightline.envs.openenv import picture_of
+from sightline.envs.openenv import decode_image
 from sightline.errors import ConfigError, EnvironmentFailed
 from sightline.media import MediaStore
 from sightline.trace import Trace
@@ -96,7 +96,7 @@ def test_a_server_that_is_not_there_breaks_the_rollout(play: Callable[..., list[
 @pytest.mark.parametrize("value", [b"raw", None, "not base64!", "data:image/png;base64,?"])
 def test_what_is_no_picture_is_refused(value: Any) -> None:
     with pytest.raises(EnvironmentFailed, match="picture"):
-        picture_of(value)
+        decode_image(value)
 
 
 @pytest.mark.parametrize("args", [{"image_field": ""}, {"actions": {}}, {"on_malformed": "shout"}])

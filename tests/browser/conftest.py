@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
+from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.envs.chromium import get_chromium
-from sightline.monitor.dashboard.synthetic import Size, write_run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -88,7 +88,9 @@ def serve() -> Iterator[Serve]:
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("small") / "shop-001"
-    write_run(path, Size(steps=6, rollouts_per_step=40, images=20, conversations=40))
+    write_synthetic_run(
+        path, SyntheticSize(steps=6, rollouts_per_step=40, images=20, conversations=40)
+    )
     return path
 
 

@@ -13,9 +13,9 @@ from playwright.sync_api import Page, expect
 
 from sightline.media import MediaRef, MediaStore
 from sightline.message import ImagePart, Message, TextPart, ToolCall
-from sightline.monitor import EventLog, RunDir
+from sightline.run import EventLog, RunDir
 from sightline.trace import Node, NodeSlot, PolicySpan, Trace, read_traces, write_traces
-from sightline.trace.node import float32, int32
+from sightline.trace.node import float32_array, int32_array
 from sightline.wire import MediaItem
 from tests.browser.conftest import Serve
 
@@ -99,7 +99,7 @@ def hostile(tmp_path: Path) -> Path:
         message=Message(
             role="user", content=(ImagePart(good), TextPart(HARM), ImagePart(posing)),
         ),
-        token_ids=int32([1, 2, 3, 4]),
+        token_ids=int32_array([1, 2, 3, 4]),
         sampled_start=4,
         slots=(NodeSlot(0, 1, item[0], HARM), NodeSlot(2, 1, item[1])),
     )  # fmt: skip
@@ -112,9 +112,9 @@ def hostile(tmp_path: Path) -> Path:
             reasoning=HARM,
             tool_calls=(ToolCall(name=HARM, arguments=HARM),),
         ),
-        token_ids=int32([5, 6]),
+        token_ids=int32_array([5, 6]),
         sampled_start=0,
-        logprobs=float32([-0.1, -0.2]),
+        logprobs=float32_array([-0.1, -0.2]),
         versions=(PolicySpan(0, 0, 0, 2),),
         finish_reason=HARM,
     )

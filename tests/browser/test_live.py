@@ -7,13 +7,13 @@ from pathlib import Path
 
 from playwright.sync_api import Page, expect
 
+from sightline.bench.harness import synthetic_run as synthetic
+from sightline.bench.harness.synthetic_run import SyntheticSize
 from sightline.media import MediaStore
-from sightline.monitor import RunDir
-from sightline.monitor.dashboard import synthetic
-from sightline.monitor.dashboard.synthetic import Size
+from sightline.run import RunDir
 from tests.browser.conftest import Serve
 
-SIZE = Size(steps=30, rollouts_per_step=20, images=8, conversations=12)
+SIZE = SyntheticSize(steps=30, rollouts_per_step=20, images=8, conversations=12)
 
 
 class Growing:
@@ -22,17 +22,17 @@ class Growing:
     def __init__(self, path: Path) -> None:
         self.run_dir = RunDir(path)
         self.run_dir.make()
-        self.chance = random.Random(0)
+        self.rng = random.Random(0)
         synthetic._write_config(self.run_dir, SIZE)
         store = MediaStore(self.run_dir.media)
-        refs = [store.put(synthetic._picture(self.chance, i)) for i in range(SIZE.images)]
-        self.talks = [synthetic._conversation(self.chance, refs) for _ in range(12)]
+        refs = [store.put(synthetic._draw_image(self.rng, i)) for i in range(SIZE.images)]
+        self.talks = [synthetic._build_conversation(self.rng, refs) for _ in range(12)]
         self.totals: dict[str, int] = {}
         self.steps = 0
 
     def step(self) -> None:
         self.steps += 1
-        synthetic._write_step(self.run_dir, self.steps, SIZE, self.talks, self.chance, self.totals)
+        synthetic._write_step(self.run_dir, self.steps, SIZE, self.talks, self.rng, self.totals)
 
 
 def test_a_live_run_updates_without_a_reload(page: Page, serve: Serve, tmp_path: Path) -> None:

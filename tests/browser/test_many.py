@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, Response, expect
 
-from sightline.monitor import RunDir
-from sightline.monitor.dashboard.run import RunView
-from sightline.monitor.dashboard.synthetic import Size, write_run
+from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
+from sightline.run import RunDir
+from sightline.view.dashboard.run_view import RunView
 from tests.browser.conftest import Serve
 
 MOST_JSON = 60_000
@@ -21,7 +21,7 @@ MOST_JSON = 60_000
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("many") / "many-001"
-    write_run(path, Size(steps=200, rollouts_per_step=500))
+    write_synthetic_run(path, SyntheticSize(steps=200, rollouts_per_step=500))
     return path
 
 

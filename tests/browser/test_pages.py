@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from sightline.monitor import RunDir
+from sightline.run import RunDir
 from sightline.trace import read_traces
 from tests.browser.conftest import Serve
 

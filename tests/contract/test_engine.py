@@ -356,7 +356,7 @@ def publish(
     The vision tower changes only where `vision_version` says so.
     """
     changed = Reference(model, reference.store)
-    vision = load_serving(model, reference.family).VISION
+    vision = load_serving(model, reference.family).VISION_PREFIXES
     with torch.no_grad():
         for name, parameter in changed.model.named_parameters():
             if not name.startswith(vision) or vision_version:
@@ -475,8 +475,8 @@ def test_a_request_that_an_update_finds_waiting_has_no_token_on_old_keys_and_val
 ) -> None:
     manifest, _ = publish(tiny_model, tmp_path, 1, 1, 1.2, reference)
     together, long = Together(odd), SamplingParams(max_tokens=400, seed=1)
-    running = [together.generate(*prompts[0], long) for _ in range(odd_settings.max_rows)]
-    odd.wait_for("now", "running", odd_settings.max_rows)
+    running = [together.generate(*prompts[0], long) for _ in range(odd_settings.max_num_seqs)]
+    odd.wait_for("now", "running", odd_settings.max_num_seqs)
     odd.wait_for("totals", "sampled_tokens", 20)
     waiting = together.generate(*prompts[1], SamplingParams(max_tokens=10, seed=1))
     odd.wait_for("now", "waiting", 1)
@@ -773,7 +773,7 @@ def test_a_full_queue_is_a_503_that_may_heal(
     odd: Client, odd_settings: ServeSettings, prompts: list[Prompt]
 ) -> None:
     together = Together(odd)
-    rows, most = odd_settings.max_rows, odd_settings.max_waiting
+    rows, most = odd_settings.max_num_seqs, odd_settings.max_waiting
     params = SamplingParams(max_tokens=400, seed=1)
     running = [together.generate(*prompts[0], params) for _ in range(rows)]
     odd.wait_for("now", "running", rows)
@@ -788,7 +788,7 @@ def test_a_full_queue_is_a_503_that_may_heal(
 def test_a_request_with_more_choices_than_may_wait_is_taken_where_none_waits(
     odd: Client, odd_settings: ServeSettings, prompts: list[Prompt]
 ) -> None:
-    num = odd_settings.max_rows + odd_settings.max_waiting + 1
+    num = odd_settings.max_num_seqs + odd_settings.max_waiting + 1
     choices = odd.generate(*prompts[3], SamplingParams(max_tokens=1, seed=1, n=num)).choices
     assert len(choices) == num
 

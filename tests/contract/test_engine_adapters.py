@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from serving import Client, Reference, live
 
-from sightline.compute.adapters import digest_of
+from sightline.compute.lora_weights import digest_tensors
 from sightline.compute.weights import write_weights
 from sightline.inference.settings import ServeSettings
 from sightline.media import MediaStore
@@ -68,7 +68,7 @@ def made_up(
         elif trains and trains in name:
             tensors[name] = whole[name] = weight * 1.1
     still = ((name, weight) for name, weight in base.items() if name not in tensors)
-    return tensors, Adapter(digest_of(still, torch.float32), "F32", scales), whole
+    return tensors, Adapter(digest_tensors(still, torch.float32), "F32", scales), whole
 
 
 def said(answer: GenerateResponse) -> tuple[list[int], list[float]]:

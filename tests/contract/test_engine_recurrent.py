@@ -21,10 +21,10 @@ from sightline.families.registry import write_tiny
 from sightline.inference.settings import ServeSettings
 from sightline.media import MediaStore
 from sightline.message import ImagePart, Message, user
-from sightline.pack import Cost
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
-from sightline.trainer.feed import Preparer
+from sightline.trainer.feed import BatchPreparer
 from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingParams
@@ -50,7 +50,7 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
 @pytest.fixture(scope="module")
 def settings(model: Path, media: MediaStore) -> ServeSettings:
     return ServeSettings(
-        model=model, media_roots=(media.root,), device="cpu", max_rows=64, max_len=2048
+        model=model, media_roots=(media.root,), device="cpu", max_num_seqs=64, max_model_len=2048
     )
 
 
@@ -114,7 +114,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass_whatever_the_chunks(
     temperature: float,
 ) -> None:
     params = SamplingParams(max_tokens=12, temperature=temperature, seed=3)
-    with live(replace(settings, prefill_chunk=chunk)) as chunked:
+    with live(replace(settings, prefill_chunk_tokens=chunk)) as chunked:
         answers = all_of(chunked, prompts, params)
     for (tokens, slots), answer in zip(prompts, answers, strict=True):
         expected = reference.logprobs(tokens, answer.choices[0].token_ids, slots, temperature)
@@ -151,7 +151,7 @@ def test_more_requests_than_rows_are_all_answered(
     settings: ServeSettings, client: Client, prompts: list[Prompt]
 ) -> None:
     wanted = [client.generate(*prompt).choices[0].token_ids for prompt in prompts]
-    with live(replace(settings, max_rows=2)) as small:
+    with live(replace(settings, max_num_seqs=2)) as small:
         answers = all_of(small, prompts * 2, GREEDY)
         assert [answer.choices[0].token_ids for answer in answers] == wanted * 2
         assert small.now()["rows_free"] == 2 and small.now()["rows_cached"] == 0
@@ -188,7 +188,9 @@ def test_turns_are_prefilled_anew_and_are_what_the_trainer_computes(
     samples = [sample(*talk, said[i], name=f"t{i}") for i, talk in enumerate(talks)]
     learner = build_learner(making.model_config(model), making.trainer_config(), media, steps=10)
     materializer = Materializer(learner.family, media, 1 << 24)
-    preparer = Preparer(learner.family, materializer, Cost(4096, 4096), 0.0, allows_unproven=True)
+    preparer = BatchPreparer(
+        learner.family, materializer, PackSize(4096, 4096), 0.0, allows_unverified_pixels=True
+    )
     stepped = learner.step(preparer.prepare(Batch(1, samples), digest=""))
     gap = np.abs(np.log(stepped.scores.ratios.numpy())).max()
     kl = stepped.metrics["mismatch_kl"]

@@ -22,23 +22,23 @@ import pytest
 import torch
 from serving import live, next_turn
 
-from sightline.compute.attention import Flat, Tree
+from sightline.compute.attention import PackedPattern, TreePattern
 from sightline.compute.model import load_model
 from sightline.families import Forward, PlacedSlot
 from sightline.families.registry import write_tiny
 from sightline.inference.settings import ServeSettings
 from sightline.message import user
-from sightline.pack import Cost
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
-from sightline.trainer.feed import Preparer, ReadyBatch
-from sightline.trainer.learner import hidden_of
+from sightline.trainer.feed import BatchPreparer, ReadyBatch
+from sightline.trainer.learner import compute_hidden
 from sightline.wire import MediaItem, Slot
 from sightline.wire.generate import SamplingParams
 from sightline.wire.sample import Batch
 
 CPU = torch.device("cpu")
-WHOLE, ALONE = Cost(1 << 20, 1 << 20), Cost(1, 1)
+WHOLE, ALONE = PackSize(1 << 20, 1 << 20), PackSize(1, 1)
 TOLERANCE = 1e-5
 
 
@@ -47,9 +47,9 @@ def forward(computing: Any) -> Forward:
     return load_model(computing.path, computing.family, "cpu", "float32")
 
 
-def prepare(computing: Any, samples: Sequence[Any], limit: Cost) -> ReadyBatch:
+def prepare(computing: Any, samples: Sequence[Any], limit: PackSize) -> ReadyBatch:
     materializer = Materializer(computing.family, computing.store, max_bytes=1 << 24)
-    preparer = Preparer(computing.family, materializer, limit, max_bad_fraction=0.0)
+    preparer = BatchPreparer(computing.family, materializer, limit, max_bad_fraction=0.0)
     ready = preparer.prepare(Batch(1, list(samples)), digest="")
     materializer.close()
     return ready
@@ -77,7 +77,7 @@ def hidden(
         positions(computing, len(tokens), slots),
         features,
         places_of(slots),
-        Flat([len(tokens)], CPU),
+        PackedPattern([len(tokens)], CPU),
     )[0]
 
 
@@ -114,7 +114,7 @@ def gradients(computing: Any, forward: Forward, batch: ReadyBatch) -> dict[str, 
     """Of the summed logprobs of what trains."""
     forward.model.zero_grad(set_to_none=True)
     for ready in batch.micro_batches:
-        logits = forward.logits(hidden_of(forward, ready, computing.family, CPU))
+        logits = forward.logits(compute_hidden(forward, ready, computing.family, CPU))
         trained = ready.batch.trained.numpy()
         chosen = torch.from_numpy(ready.batch.token_ids.numpy()[trained].astype(np.int64))
         torch.log_softmax(logits, dim=-1).gather(-1, chosen[:, None]).sum().backward()
@@ -139,7 +139,7 @@ def test_a_tree_computes_what_its_paths_compute(computing: Any, forward: Forward
             torch.cat([along[0], along[1][:, :, fork:]], dim=-1),
             features,
             places_of(slots),
-            Tree(ends, CPU),
+            TreePattern(ends, CPU),
         )[0]
         for path, answer in zip(paths, answers, strict=True):
             alone = hidden(computing, forward, [*prompt, *answer], slots, features)
@@ -209,8 +209,8 @@ def test_the_engine_says_the_logprobs_of_one_forward_pass(computing: Any, forwar
         model=computing.path,
         media_roots=(computing.store.root,),
         device="cpu",
-        max_rows=4,
-        max_len=1024,
+        max_num_seqs=4,
+        max_model_len=1024,
     )
     rendered = renderer.render([user("Look.", refs[2])])
     tokens, slots = rendered.token_ids, rendered.slots
@@ -281,7 +281,7 @@ def test_blocks_are_apart_and_the_smallest_image_reaches_the_whole_tower(
     held = [id(parameter) for block in blocks for parameter in block.parameters()]
     assert len(blocks) > 1 and len(held) == len(set(held))
     assert set(held) < {id(parameter) for parameter in forward.model.parameters()}
-    smallest = forward.blank()
+    smallest = forward.blank_image()
     assert smallest is not None
     patches, grid = smallest
     assert patches.dtype == torch.uint8 and len(patches) == np.prod(grid)

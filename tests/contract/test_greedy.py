@@ -91,8 +91,8 @@ def test_greedy_is_what_transformers_generates(
     talks = [[user("What is it?", *shown[:1])], [user(*shown, "Both of them?")], [user("Hello.")]]
     prompts = [renderer.render(talk) for talk in talks]
     settings = ServeSettings(
-        model=tmp_path / "model", media_roots=(store.root,), device="cpu", max_len=1024,
-        prefill_chunk=7,
+        model=tmp_path / "model", media_roots=(store.root,), device="cpu", max_model_len=1024,
+        prefill_chunk_tokens=7,
     )  # fmt: skip
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
     with live(settings) as served:

@@ -42,7 +42,11 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> CountingStore:
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, media: CountingStore) -> Iterator[Client]:
     settings = ServeSettings(
-        model=tiny_model, media_roots=(media.root,), device="cpu", max_rows=16, max_len=4096
+        model=tiny_model,
+        media_roots=(media.root,),
+        device="cpu",
+        max_num_seqs=16,
+        max_model_len=4096,
     )
     with live(settings) as client:
         yield client
@@ -217,7 +221,7 @@ def test_a_model_that_calls_tools_sees_their_pictures(caller: Path, media: Count
         return 1.0
 
     settings = ServeSettings(
-        model=caller, media_roots=(media.root,), device="cpu", max_rows=16, max_len=4096
+        model=caller, media_roots=(media.root,), device="cpu", max_num_seqs=16, max_model_len=4096
     )
     with live(settings) as server:
         worker = Worker(caller, media, url_of(server), max_tokens=60)

@@ -37,7 +37,11 @@ NUM_ROLLOUTS, NUM_TURNS = 6, 3
 @pytest.fixture
 def settings(tiny_model: Path, store: MediaStore) -> ServeSettings:
     return ServeSettings(
-        model=tiny_model, media_roots=(store.root,), device="cpu", max_rows=16, max_len=1024
+        model=tiny_model,
+        media_roots=(store.root,),
+        device="cpu",
+        max_num_seqs=16,
+        max_model_len=1024,
     )
 
 
@@ -87,7 +91,9 @@ def play_all(servers: list[Client], model: Path, store: MediaStore) -> list[Trac
 def test_two_servers_without_affinity_and_one_without_caches_say_what_one_cached_server_says(
     settings: ServeSettings, tiny_model: Path, store: MediaStore
 ) -> None:
-    bare = replace(settings, pixel_cache_bytes=0, feature_cache_bytes=0, reuse_kv=False)
+    bare = replace(
+        settings, pixel_cache_bytes=0, feature_cache_bytes=0, enable_prefix_caching=False
+    )
     with ExitStack() as stack:
         cached, one, two, none = (
             stack.enter_context(live(each)) for each in (settings, settings, settings, bare)
@@ -192,7 +198,7 @@ def test_requests_that_wait_are_bounded_by_their_bytes_too(
     """A picture of 64x64 takes 12,288 bytes once it is decoded."""
     renderer = load_renderer(tiny_model, store)
     rendered = [renderer.render([user(store.put(picture(n, 64, 64)))]) for n in range(4)]
-    small = replace(settings, max_rows=1, max_waiting_bytes=30_000)
+    small = replace(settings, max_num_seqs=1, max_waiting_bytes=30_000)
     with live(small) as server:
         together = Together(server)
         long = SamplingParams(max_tokens=900, seed=1)

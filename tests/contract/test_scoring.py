@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.cli.main import main
 from sightline.envs import Conversation, last_images
 from sightline.errors import EngineError
@@ -22,9 +23,15 @@ from sightline.media import MediaStore
 from sightline.message import Message, system, user
 from sightline.render import Renderer
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.replay import ServerScorer
-from sightline.rollout.scripted import ScriptedPolicy
-from sightline.trace import Replayed, Trace, decode, encode, write_traces
+from sightline.rollout.prompt_scorer import ServerPromptScorer
+from sightline.trace import (
+    ReplayReport,
+    Trace,
+    decode_trace,
+    encode_trace,
+    replay_trace,
+    write_traces,
+)
 from sightline.wire.generate import (
     GenerateRequest,
     GenerateResponse,
@@ -94,7 +101,11 @@ def log() -> Log:
 def settings(tiny_model: Path, media: MediaStore) -> ServeSettings:
     # Chunks that split images and sampled runs: a scored prompt must not depend on them.
     return ServeSettings(
-        model=tiny_model, media_roots=(media.root,), device="cpu", max_len=2048, prefill_chunk=37
+        model=tiny_model,
+        media_roots=(media.root,),
+        device="cpu",
+        max_model_len=2048,
+        prefill_chunk_tokens=37,
     )
 
 
@@ -203,18 +214,21 @@ def test_the_trace_of_a_live_engine_is_the_log_of_its_server(trace: Trace, log: 
 
 def replayed(
     trace: Trace, client: Client, renderer: Renderer, tolerance: float = TOLERANCE
-) -> Replayed:
-    return run(client, lambda speaking: trace.replay(renderer, ServerScorer(speaking), tolerance))
+) -> ReplayReport:
+    return run(
+        client,
+        lambda speaking: replay_trace(trace, renderer, ServerPromptScorer(speaking), tolerance),
+    )
 
 
 def test_a_saved_trace_replays_without_a_difference(
     trace: Trace, client: Client, renderer: Renderer
 ) -> None:
-    report = replayed(decode(encode(trace)), client, renderer)
+    report = replayed(decode_trace(encode_trace(trace)), client, renderer)
     assert report.differences == []
     assert report.max_logprob_change is not None and report.max_logprob_change < TOLERANCE
     assert [turn.node for turn in report.turns] == [node.id for node in trace.turns]
-    assert {turn.how for turn in report.turns} == {"bridged", "rendered"}
+    assert {turn.prompt_origin for turn in report.turns} == {"bridged", "rendered"}
     assert report.versions == {"0"} and report.num_digests > 5
 
 
@@ -239,7 +253,7 @@ def test_the_command_replays_a_file(
 
 
 def damaged(trace: Trace, node: int, **changes: object) -> Trace:
-    copy = decode(encode(trace))
+    copy = decode_trace(encode_trace(trace))
     nodes = list(copy.nodes)
     nodes[node] = msgspec.structs.replace(nodes[node], **changes)
     return msgspec.structs.replace(copy, nodes=nodes)
@@ -267,7 +281,9 @@ def test_a_replay_names_what_differs_and_where(
     array = msgspec.structs.replace(first.token_ids, data=ids.tobytes())
     found = replayed(damaged(trace, 0, token_ids=array), client, renderer)
     # Turns that were bridged go on from what is recorded; those that were rendered whole differ.
-    rendered = [t.node for t in replayed(trace, client, renderer).turns if t.how == "rendered"]
+    rendered = [
+        t.node for t in replayed(trace, client, renderer).turns if t.prompt_origin == "rendered"
+    ]
     differ = [node for node in rendered if 0 in trace.path(node)]
     assert [d.node for d in found.differences if d.what == "ids"] == differ
     assert f"token {len(ids) - 3} of " in found.differences[0].detail
@@ -287,7 +303,7 @@ def test_a_missing_image_is_a_difference_and_a_dead_server_an_error(
 
     async def main() -> None:
         try:
-            await trace.replay(renderer, ServerScorer(speaking))
+            await replay_trace(trace, renderer, ServerPromptScorer(speaking))
         finally:
             await speaking.close()
 
@@ -296,7 +312,7 @@ def test_a_missing_image_is_a_difference_and_a_dead_server_an_error(
 
 
 def test_without_a_server_a_trace_is_rendered_again_only(trace: Trace, renderer: Renderer) -> None:
-    report = asyncio.run(trace.replay(renderer, None))
+    report = asyncio.run(replay_trace(trace, renderer, None))
     assert report.differences == [] and report.max_logprob_change is None
 
 
@@ -305,7 +321,7 @@ def test_a_server_that_scores_nothing_is_refused(
 ) -> None:
     async def main() -> None:
         async with talking(ScriptedPolicy(), renderer, media) as chat:
-            await trace.replay(renderer, ServerScorer(chat.client))
+            await replay_trace(trace, renderer, ServerPromptScorer(chat.client))
 
     with pytest.raises(EngineError, match="no logprobs of the prompt"):
         asyncio.run(main())

@@ -9,9 +9,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sightline.compute import attention_cuda, attention_dense  # noqa: E402
-from sightline.compute.attention import Flat, Tree, pattern_of  # noqa: E402
-from sightline.compute.attention_cuda import FlexTree, Images, Rows, is_served  # noqa: E402
+from sightline.compute import attention_cuda
+from sightline.compute import attention_cudnn as attention_dense
+from sightline.compute.attention import PackedPattern, TreePattern, build_attention_pattern  # noqa: E402
+from sightline.compute.attention_cuda import (  # noqa: E402
+    FlexTreePattern,
+    ImagePattern,
+    VarlenPattern,
+    is_cudnn_usable,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,10 +52,10 @@ def compare(ours, plain, inputs, dtype) -> None:  # type: ignore[no-untyped-def]
 def test_rows_of_any_lengths() -> None:
     device, lengths = torch.device("cuda"), [5, 300, 1, 77, 128]
     ends = np.repeat(np.cumsum(lengths), lengths)
-    pattern = pattern_of(ends, device, torch.bfloat16)
-    assert isinstance(pattern, Rows)
+    pattern = build_attention_pattern(ends, device, torch.bfloat16)
+    assert isinstance(pattern, VarlenPattern)
     inputs = draw(sum(lengths), torch.bfloat16)
-    plain = Flat(lengths, device)
+    plain = PackedPattern(lengths, device)
     compare(
         lambda q, k, v: pattern.attend(0, q, k, v, 0.125),
         lambda q, k, v: plain.attend(0, q, k, v, 0.125),
@@ -73,7 +79,7 @@ def test_images_see_all_of_themselves() -> None:
         return torch.cat(parts, dim=2)
 
     compare(
-        lambda q, k, v: Images(False).attend(q, k, v, 0.125, bounds, 256),
+        lambda q, k, v: ImagePattern(False).attend(q, k, v, 0.125, bounds, 256),
         plain, inputs, torch.bfloat16,
     )  # fmt: skip
 
@@ -94,9 +100,9 @@ def test_trees(size: int, dtype: torch.dtype) -> None:
 
     grow(0, size)
     device = torch.device("cuda")
-    pattern = pattern_of(ends, device, dtype)
-    assert isinstance(pattern, FlexTree)
-    plain = Tree(ends, device)
+    pattern = build_attention_pattern(ends, device, dtype)
+    assert isinstance(pattern, FlexTreePattern)
+    plain = TreePattern(ends, device)
     compare(
         lambda q, k, v: pattern.attend(0, q, k, v, 0.125),
         lambda q, k, v: plain.attend(0, q, k, v, 0.125),
@@ -108,31 +114,31 @@ def test_trees(size: int, dtype: torch.dtype) -> None:
 def test_heads_that_share_keys_are_not_repeated_where_torch_knows_them() -> None:
     attend, options = attention_cuda._varlen()
     device = torch.device("cuda", torch.cuda.current_device())
-    found = attention_cuda.shares_heads(attend, device, torch.bfloat16, **options)
+    found = attention_cuda.supports_gqa(attend, device, torch.bfloat16, **options)
     assert found or not options, "a function with enable_gqa takes few heads"
 
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_dense, "PLANS", attention_dense.Plans())
+    monkeypatch.setattr(attention_dense, "SHAPES", attention_dense.ShapeCounter())
 
 
 @pytest.mark.parametrize("lengths", [[2043, 2040, 1900], [2048, 2048], [1500, 700, 680]], ids=str)
 def test_rows_whose_shapes_come_back_are_padded(lengths: list[int]) -> None:
     device = torch.device("cuda")
     ends = np.repeat(np.cumsum(lengths), lengths)
-    for _ in range(attention_dense.RETURNS):
-        pattern = pattern_of(ends, device, torch.bfloat16)
-    assert isinstance(pattern, Rows) and pattern._padded is not None
+    for _ in range(attention_dense.MIN_SHAPE_REPEATS):
+        pattern = build_attention_pattern(ends, device, torch.bfloat16)
+    assert isinstance(pattern, VarlenPattern) and pattern._padded is not None
     inputs = draw(sum(lengths), torch.bfloat16)
-    plain = Flat(lengths, device)
+    plain = PackedPattern(lengths, device)
     compare(
         lambda q, k, v: pattern.attend(0, q, k, v, 0.125),
         lambda q, k, v: plain.attend(0, q, k, v, 0.125),
         inputs,
         torch.bfloat16,
     )
-    assert is_served((8, 2), 64, True, inputs[0].device, torch.bfloat16)
+    assert is_cudnn_usable((8, 2), 64, True, inputs[0].device, torch.bfloat16)
 
 
 @pytest.mark.usefixtures("plans")
@@ -146,10 +152,10 @@ def test_images_of_one_size_that_come_back(width: int, monkeypatch: pytest.Monke
     ]
     scaling = width**-0.5
     went = []
-    even = attention_dense.attend_even
+    even = attention_dense.attend_equal_rows
     monkeypatch.setattr(
         attention_dense,
-        "attend_even",
+        "attend_equal_rows",
         lambda *args, **more: went.append(args) or even(*args, **more),
     )
 
@@ -158,15 +164,15 @@ def test_images_of_one_size_that_come_back(width: int, monkeypatch: pytest.Monke
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling)
         return out.transpose(1, 2).flatten(2, 3)
 
-    for micro_batch in range(1, attention_dense.RETURNS + 1):
+    for micro_batch in range(1, attention_dense.MIN_SHAPE_REPEATS + 1):
         bounds = torch.arange(0, 3073, 1024, dtype=torch.int32, device="cuda")
         for x in inputs:
             x.grad = None
-        images = attention_cuda.images_of(3072, bounds, 1024)
+        images = attention_cuda.get_image_pattern(3072, bounds, 1024)
         compare(
             lambda q, k, v, images=images, bounds=bounds: images.attend(
                 q, k, v, scaling, bounds, 1024
             ),
             plain, inputs, torch.bfloat16,
         )  # fmt: skip
-        assert bool(went) == (micro_batch == attention_dense.RETURNS)
+        assert bool(went) == (micro_batch == attention_dense.MIN_SHAPE_REPEATS)

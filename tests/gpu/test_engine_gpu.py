@@ -32,7 +32,11 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 @pytest.fixture
 def client(model: Path, store: MediaStore) -> Iterator[Client]:
     settings = ServeSettings(
-        model=model, media_roots=(store.root,), device="cuda", max_rows=32, prefill_chunk=16
+        model=model,
+        media_roots=(store.root,),
+        device="cuda",
+        max_num_seqs=32,
+        prefill_chunk_tokens=16,
     )
     with live(settings) as made:
         yield made

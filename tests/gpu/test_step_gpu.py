@@ -9,21 +9,21 @@ import numpy as np
 import pytest
 import torch
 
+from sightline.algo.losses import mismatch_kl
 from sightline.compute import attention_cuda
-from sightline.compute.attention import pattern_of
+from sightline.compute.attention import build_attention_pattern
 from sightline.compute.host_copy import HostCopy
-from sightline.compute.transfer import send
+from sightline.compute.transfer import copy_to_device
 from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
-from sightline.pack import Cost
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
-from sightline.trainer.feed import Preparer, ReadyBatch
-from sightline.trainer.laps import Laps
-from sightline.trainer.learner import SUMS, Learner, _measure
-from sightline.trainer.loss import mismatch_kl
-from sightline.trainer.score import Scored
-from sightline.trainer.tally import Tally
+from sightline.trainer.feed import BatchPreparer, ReadyBatch
+from sightline.trainer.learner import SUM_NAMES, Learner, _measure_tokens
+from sightline.trainer.metric_sums import MetricSums
+from sightline.trainer.step_timer import StepTimer
+from sightline.trainer.token_scores import TokenScores
 from sightline.wire.sample import Batch
 
 pytestmark = [
@@ -49,11 +49,11 @@ def test_a_copy_is_page_locked_and_keeps_what_the_device_held() -> None:
 
 
 def test_laps_are_times_of_the_device() -> None:
-    laps = Laps(torch.device("cuda"))
+    step_timer = StepTimer(torch.device("cuda"))
     torch.cuda._sleep(100_000_000)
-    laps.end("forward")
-    laps.end("backward")
-    found = laps.seconds()
+    step_timer.end("forward")
+    step_timer.end("backward")
+    found = step_timer.seconds()
     assert found["forward"] > 10 * found["backward"]
 
 
@@ -62,18 +62,18 @@ def test_measuring_a_micro_batch_does_not_wait_for_the_device() -> None:
     num = 5000
     rng = np.random.default_rng(0)
     own = rng.random(num) < 0.5
-    logprobs, old = (send(-rng.random(num, dtype=np.float32), device) for _ in range(2))
-    scored = Scored(logprobs, -logprobs, None)
-    tally, laps = Tally(SUMS), Laps(device)
+    logprobs, old = (copy_to_device(-rng.random(num, dtype=np.float32), device) for _ in range(2))
+    scored = TokenScores(logprobs, -logprobs, None)
+    metric_sums, step_timer = MetricSums(SUM_NAMES), StepTimer(device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        pattern_of(np.full(num, num), device, torch.bfloat16)
-        _measure(tally, scored, old, own)
-        laps.end("forward")
+        build_attention_pattern(np.full(num, num), device, torch.bfloat16)
+        _measure_tokens(metric_sums, scored, old, own)
+        step_timer.end("forward")
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    found = tally.read()
+    found = metric_sums.read()
     kl = mismatch_kl(logprobs, old).cpu().double().numpy()
     assert found["fresh_tokens"] == own.sum() and found["tokens"] == num
     assert found["fresh_kl"] == pytest.approx(kl[own].sum(), rel=1e-5)
@@ -93,7 +93,7 @@ def learner_of(model: Path, store: MediaStore, **changes: object) -> Learner:
 
 def batch_of(learner: Learner, model: Path, store: MediaStore) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = Preparer(learner.family, materializer, Cost(1 << 20, 1 << 20), 0.0)
+    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20), 0.0)
     ready = preparer.prepare(Batch(1, making.samples(model, store, count=3)), digest="")
     materializer.close()
     return ready
@@ -103,14 +103,14 @@ def test_a_micro_batch_asks_nothing_of_the_device(model: Path, store: MediaStore
     learner = learner_of(model, store)
     ready = batch_of(learner, model, store)
     learner.step(ready)  # what is found out once, and kernels that are loaded
-    tally, laps = Tally(SUMS), Laps(learner.device)
+    metric_sums, step_timer = MetricSums(SUM_NAMES), StepTimer(learner.device)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        learner._backward(ready.micro_batches[0], 1, tally, laps)
+        learner._backward(ready.micro_batches[0], 1, metric_sums, step_timer)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert np.isfinite(tally.read()["loss"])
+    assert np.isfinite(metric_sums.read()["loss"])
 
 
 def test_kernels_are_tried_while_activations_are_computed_again(
@@ -118,8 +118,8 @@ def test_kernels_are_tried_while_activations_are_computed_again(
 ) -> None:
     norms = []
     for again in (True, False):
-        attention_cuda._tried.cache_clear()
-        attention_cuda.shares_heads.cache_clear()
+        attention_cuda._try_cudnn.cache_clear()
+        attention_cuda.supports_gqa.cache_clear()
         learner = learner_of(model, store, activation_checkpointing=again)
         norms.append(learner.step(batch_of(learner, model, store)).metrics["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=2e-2)
@@ -133,12 +133,14 @@ def test_compiled_blocks_give_what_plain_ones_give(
     torch._dynamo.reset()
     norms = []
     for backend in ("", "inductor"):
-        learner = learner_of(tiny_model, store, compile=backend, activation_checkpointing=again)
+        learner = learner_of(
+            tiny_model, store, compile_backend=backend, activation_checkpointing=again
+        )
         found = []
         for seed in range(4):
             draw = making.samples if kind == "flat" else making.group
             materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-            preparer = Preparer(learner.family, materializer, Cost(1 << 20, 1 << 20), 0.0)
+            preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20), 0.0)
             samples = draw(tiny_model, store, 4 + seed, seed=seed)
             ready = preparer.prepare(Batch(1 + seed, samples), digest="")
             materializer.close()

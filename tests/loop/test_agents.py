@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loop.jobs import sightline, summary
-from sightline.monitor import RunDir, read_events
+from sightline.run import RunDir, read_events
 from sightline.trace import read_traces
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]

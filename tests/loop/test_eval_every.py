@@ -11,7 +11,7 @@ import pytest
 from loop.jobs import sightline
 from sightline.families import load_family
 from sightline.families.registry import write_tiny
-from sightline.monitor import RunDir, read_events
+from sightline.run import RunDir, read_events
 from sightline.trace import read_traces
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(300)]
@@ -36,8 +36,8 @@ lr = 2e-3
 tasks = 4
 every = 1
 [inference]
-max_rows = 32
-max_len = 256
+max_num_seqs = 32
+max_model_len = 256
 """
 
 

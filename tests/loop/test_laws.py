@@ -12,10 +12,10 @@ import pytest
 from loop.conftest import SMALL
 from loop.jobs import EXAMPLES, sightline, summary
 from sightline.media import MediaStore
-from sightline.monitor import RunDir, read_events
-from sightline.monitor.events import by_step
-from sightline.monitor.inspect import files_without_images, inspect_run, num_images_in
+from sightline.run import RunDir, read_events
+from sightline.run.events import by_step
 from sightline.trace import read_traces
+from sightline.view.inspect import count_images_in, inspect_run, list_image_free_files
 from sightline.wire.score import StepScores
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
@@ -35,15 +35,15 @@ def test_no_pixels_outside_the_store(run_dir: RunDir) -> None:
     stored = [path.read_bytes() for path in run_dir.media.rglob("*") if path.is_file()]
     samples = [base64.b64encode(data[:48])[:60] for data in stored if len(data) > 48]
     assert samples
-    for path in files_without_images(run_dir):
+    for path in list_image_free_files(run_dir):
         data = path.read_bytes()
-        assert num_images_in(path) == 0, path
+        assert count_images_in(path) == 0, path
         assert not any(sample in data for sample in samples), path
 
 
 def test_no_float_pixels_outside_the_store(run_dir: RunDir) -> None:
     """A plain square is one value a channel; as floats it would be a long run of equal words."""
-    for path in files_without_images(run_dir):
+    for path in list_image_free_files(run_dir):
         if path.suffix == ".safetensors":
             continue
         assert not re.search(rb"([^\x00]{4})\1{63}", path.read_bytes()), path

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loop.jobs import EXAMPLES, sightline, summary
-from sightline.monitor import RunDir
+from sightline.run import RunDir
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(900)]
 

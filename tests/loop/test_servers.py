@@ -13,8 +13,8 @@ import pytest
 
 from loop.jobs import ledger, sightline, summary
 from sightline.families.registry import write_tiny
-from sightline.launch.served import served
-from sightline.monitor import RunDir
+from sightline.launch.temporary_server import temporary_server
+from sightline.run import RunDir
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(300)]
 
@@ -39,7 +39,7 @@ lr = 2e-3
 [eval]
 tasks = 0
 [inference]
-max_len = 256
+max_model_len = 256
 servers = SERVERS
 """
 
@@ -54,8 +54,11 @@ def servers(tmp_path: Path) -> Iterator[list[str]]:
     shutil.copy(Path(__file__).with_name("vowels.py"), tmp_path)
     model, media = tmp_path / "models" / "tiny", tmp_path / "media"
     write_tiny("qwen_vl", model, seed=0)
-    more = ["--max-len", "256", "--max-rows", "32"]
-    with served(model, media, more) as first, served(model, media, more) as second:
+    more = ["--max-model-len", "256", "--max-num-seqs", "32"]
+    with (
+        temporary_server(model, media, more) as first,
+        temporary_server(model, media, more) as second,
+    ):
         yield [first, second]
 
 
@@ -90,7 +93,7 @@ def test_a_server_that_would_serve_another_way_is_refused(
         return done.stderr
 
     assert "has fingerprint" in refused("model.max_pixels=4096")
-    assert "takes 256 tokens" in refused("inference.max_len=512")
+    assert "takes 256 tokens" in refused("inference.max_model_len=512")
     assert "has engine 'torch', the run 'vllm'" in refused("inference.engine=vllm")
     assert "of no version" in refused("inference.engine=stock_vllm")
     assert "without [media] root" in refused("media.root=")

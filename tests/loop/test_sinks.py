@@ -16,8 +16,8 @@ import pytest
 
 from loop.jobs import ledger
 from sightline.families.registry import write_tiny
-from sightline.monitor import RunDir, read_events
-from sightline.monitor.events import by_step
+from sightline.run import RunDir, read_events
+from sightline.run.events import by_step
 from sightline.trace import read_traces
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
@@ -45,11 +45,11 @@ lr = 2e-3
 [eval]
 tasks = 0
 [inference]
-max_rows = 8
-max_len = 256
-[monitor]
+max_num_seqs = 8
+max_model_len = 256
+[logging]
 samples_every = 2
-offline = true
+wandb_offline = true
 """
 
 
@@ -92,8 +92,8 @@ def learnt(run_dir: RunDir) -> dict[int, dict[str, Any]]:
 
 
 def test_every_sink_is_fed_by_a_run_that_is_the_same_without(home: Path, plain: RunDir) -> None:
-    sinks = 'monitor.sinks=["tensorboard","wandb","trackio"]'
-    run_dir, said = play(home, sinks, "monitor.otel=file", TRACKIO_DIR=str(home / "trackio"))
+    sinks = 'logging.sinks=["tensorboard","wandb","trackio"]'
+    run_dir, said = play(home, sinks, "logging.otel=file", TRACKIO_DIR=str(home / "trackio"))
     assert "sink " not in said
     assert ledger(run_dir) == ledger(plain) and learnt(run_dir) == learnt(plain)
     lines = (run_dir.logs / "sinks.log").read_text().splitlines()
@@ -146,8 +146,8 @@ def test_a_sink_that_hangs_and_one_that_fails_are_named_and_cost_nothing(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         run_dir, said = play(
             home,
-            'monitor.sinks=["wandb","tensorboard","trackio"]',
-            "monitor.offline=false",
+            'logging.sinks=["wandb","tensorboard","trackio"]',
+            "logging.wandb_offline=false",
             WANDB_BASE_URL=f"http://127.0.0.1:{silent.getsockname()[1]}",
             WANDB_API_KEY="0" * 40,
             TRACKIO_DIR=str(home / "trackio"),

@@ -9,7 +9,7 @@ import pytest
 
 from loop.conftest import SMALL
 from loop.jobs import EXAMPLES, sightline, summary
-from sightline.monitor import RunDir
+from sightline.run import RunDir
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
 THIRD_FAMILY = Path(__file__).parents[1] / "contract" / "third_family"

@@ -10,8 +10,8 @@ import pytest
 
 from loop.jobs import sightline, summary
 from sightline.families.registry import write_tiny
-from sightline.monitor import RunDir, read_events
-from sightline.monitor.events import by_step
+from sightline.run import RunDir, read_events
+from sightline.run.events import by_step
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(300)]
 
@@ -25,7 +25,7 @@ path = "models/tiny"
 [env]
 name = "vowels:Vowels"
 [sft]
-output = "models/warm"
+output_dir = "models/warm"
 batch_size = 4
 """
 RUN = """
@@ -42,14 +42,14 @@ groups_per_step = 3
 group_size = 4
 max_lag = 1
 # Every step has tokens of the trainer's own version, to measure the mismatch on.
-probe_every = 1
+diagnostics_every = 1
 [trainer]
 lr = 2e-3
 [eval]
 tasks = 4
 [inference]
-max_rows = 32
-max_len = 256
+max_num_seqs = 32
+max_model_len = 256
 """
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from loop.jobs import sightline, summary
-from sightline.monitor import RunDir, read_events
-from sightline.monitor.events import by_step
+from sightline.run import RunDir, read_events
+from sightline.run.events import by_step
 from sightline.trace import read_traces
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
@@ -76,8 +76,8 @@ name = "NAME"
 [rollout]
 workers = 1
 max_tokens = 4
-hang_s = 4
-worker_max_gb = 0.7
+worker_hang_timeout_s = 4
+worker_max_memory_gb = 0.7
 [orchestrator]
 groups_per_step = 2
 group_size = 4

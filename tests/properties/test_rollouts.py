@@ -26,7 +26,7 @@ from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, ToolCall, assistant, system, text, user
 from sightline.render import Renderer
 from sightline.rollout.chat import RolloutChat
-from sightline.trace import Trace, decode, encode, flatten
+from sightline.trace import Trace, decode_trace, encode_trace, flatten
 from tests.contract.case import Case
 from tests.contract.cases import read_cases
 from tests.logged_chat import Line, LoggingPolicy, line_of, talking
@@ -291,7 +291,7 @@ def test_the_trace_of_a_random_agent_is_the_log_of_the_server(case: Case, world_
         check_shared(trace)
         check_trained(trace, policy.log)
         check_asked(agent)
-        assert decode(encode(trace)) == trace
+        assert decode_trace(encode_trace(trace)) == trace
 
     play()
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, assistant, system, user
 from sightline.render import Renderer
-from sightline.trace import Node, PolicySpan, Trace, Turn, decode, encode, flatten
+from sightline.trace import Node, PolicySpan, Trace, Turn, decode_trace, encode_trace, flatten
 from sightline.trace.node import ROOT
 from sightline.wire import Slot
 from tests.unit.trace.toy import END, LETTER, TOOL, ToyRenderer, digests, picture
@@ -98,10 +98,10 @@ class Agent:
             self.answer(turn, self.history(leaf) + new)
 
     def give_up(self) -> None:
-        before = encode(self.trace)
+        before = encode_trace(self.trace)
         leaf = self.leaf()
         self.trace.extend(leaf, self.new_messages(leaf == ROOT), self.world.renderer, self.tools())
-        assert encode(self.trace) == before
+        assert encode_trace(self.trace) == before
 
     def answer(self, turn: Turn, history: list[Message]) -> None:
         ids = self.draw(st.lists(st.sampled_from(self.world.words), min_size=1, max_size=5))
@@ -144,7 +144,7 @@ def check(agent: Agent) -> None:
     trace = agent.trace
     check_calls(agent)
     check_samples(trace, agent.calls)
-    back = decode(encode(trace))
+    back = decode_trace(encode_trace(trace))
     assert back == trace
     assert flatten(back, lambda node: 1.0) == flatten(trace, lambda node: 1.0)
 

@@ -26,8 +26,8 @@ ranks = 2
 checkpoint_every = 2
 micro_batch_tokens = 64
 [inference]
-max_rows = 16
-max_len = 128
+max_num_seqs = 16
+max_model_len = 128
 [eval]
 tasks = 0
 """

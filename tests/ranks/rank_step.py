@@ -21,38 +21,38 @@ torch.set_num_threads(1)
 
 import making  # noqa: E402
 
-from sightline.compute.tensor_file import each_whole  # noqa: E402
-from sightline.config import Lora  # noqa: E402
+from sightline.compute.tensor_file import iterate_gathered  # noqa: E402
+from sightline.config import LoraConfig  # noqa: E402
 from sightline.media import MediaStore  # noqa: E402
 from sightline.message import assistant, user  # noqa: E402
-from sightline.pack import Cost  # noqa: E402
+from sightline.pack import PackSize  # noqa: E402
 from sightline.pixels import Materializer  # noqa: E402
 from sightline.trainer.build import build_learner  # noqa: E402
-from sightline.trainer.feed import Preparer, ReadyBatch  # noqa: E402
-from sightline.trainer.lora import merging, plain_parameters  # noqa: E402
-from sightline.trainer.price import price_of  # noqa: E402
-from sightline.trainer.probe import choose  # noqa: E402
-from sightline.trainer.ranks import Follow, Lead, Ranks  # noqa: E402
-from sightline.trainer.sft import sample_of  # noqa: E402
-from sightline.trainer.shard import whole_tensor  # noqa: E402
-from sightline.trainer.spread import ShareFeed, Spread  # noqa: E402
+from sightline.trainer.distribute import BatchDistributor, ShareFeed  # noqa: E402
+from sightline.trainer.feed import BatchPreparer, ReadyBatch  # noqa: E402
+from sightline.trainer.lora import build_merge_gather, plain_parameters  # noqa: E402
+from sightline.trainer.price import estimate_price  # noqa: E402
+from sightline.trainer.probe import pick_probe_micro_batch  # noqa: E402
+from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo  # noqa: E402
+from sightline.trainer.sft import build_sample  # noqa: E402
+from sightline.trainer.shard import full_tensor  # noqa: E402
 from sightline.wire.sample import Batch  # noqa: E402
 
 
 def main() -> None:
     rank, size = int(sys.argv[1]), int(sys.argv[2])
-    ranks = Ranks(rank, size, sys.argv[3], sys.argv[4], "secret")
+    ranks = RankInfo(rank, size, sys.argv[3], sys.argv[4], "secret")
     model, store, out = Path(sys.argv[5]), MediaStore(Path(sys.argv[6])), Path(sys.argv[7])
     frozen = "frozen" in sys.argv[8:]
     words = sys.argv[8:]
     trainer = making.trainer_config(
-        kl_weight=0.1,
+        kl_coef=0.1,
         lr=1e-2,
-        grad_norm=1e9,
+        max_grad_norm=1e9,
         activation_checkpointing="recompute" in words,
-        compile="aot_eager" if "compile" in words else "",
+        compile_backend="aot_eager" if "compile" in words else "",
     )
-    lora = Lora(rank=4, vision_targets=("*",)) if "lora" in words else Lora()
+    lora = LoraConfig(rank=4, vision_targets=("*",)) if "lora" in words else LoraConfig()
     dtype = "bfloat16" if "mixed" in words else "float32"
     settings = making.model_config(model, train_vision=not frozen, dtype=dtype)
     learner = build_learner(settings, trainer, store, 10, ranks, lora=lora)
@@ -70,7 +70,7 @@ def main() -> None:
             m if m.patches is None else replace(m, patches=np.full_like(m.patches, 127))
             for m in ready.micro_batches
         ]
-    asked = choose(ready.micro_batches)
+    asked = pick_probe_micro_batch(ready.micro_batches)
     patches = [m.patches for m in ready.micro_batches if m.patches is not None]
     found: dict[str, torch.Tensor] = {}
     norms: list[float] = []
@@ -79,19 +79,22 @@ def main() -> None:
     def note(step: int) -> float:
         for name, parameter in learner.forward.model.named_parameters():
             if parameter.grad is not None:
-                found[name] = whole_tensor(parameter.grad).detach().clone()
+                found[name] = full_tensor(parameter.grad).detach().clone()
         norms.append(update(step))
         return norms[-1]
 
     learner.update = note  # type: ignore[method-assign]
-    learner.probe_every = int("probe" in words)
+    learner.diagnostics_every = int("probe" in words)
     stepped = learner.step(ready)
     passes = [counts["outer"]]
     if frozen:
         learner.step(replace(ready, step=2))
         passes.append(counts["outer"] - passes[0])
-    plain, gather = plain_parameters(learner.forward.model), merging(learner.forward.model)
-    after = {f"after.{name}": whole for name, whole in each_whole(plain, gather)}
+    plain, gather = (
+        plain_parameters(learner.forward.model),
+        build_merge_gather(learner.forward.model),
+    )
+    after = {f"after.{name}": whole for name, whole in iterate_gathered(plain, gather)}
     local = sum(_local_bytes(p) for p in learner.forward.model.parameters())
     note_rank = {
         "bytes": local,
@@ -154,20 +157,22 @@ def _local_bytes(parameter: torch.Tensor) -> int:
 def feed(learner, ranks, model, store, materializer):  # type: ignore[no-untyped-def]
     family = learner.family
     if not ranks.is_lead:
-        follow = Follow(ranks)
-        follow.hello()
+        follow = FollowerChannel(ranks)
+        follow.report_ready()
         return ShareFeed(follow, materializer, len(family.positions(1, ())[0]), 1)
     batch = Batch(1, with_loss(samples(model, store), store))
-    limit = Cost(1 << 20, 1 << 20) if "one" in sys.argv else Cost(160, 4096)
-    ready = Preparer(family, materializer, limit, 0.5).prepare(batch, "digest")
+    limit = PackSize(1 << 20, 1 << 20) if "one" in sys.argv else PackSize(160, 4096)
+    ready = BatchPreparer(family, materializer, limit, 0.5).prepare(batch, "digest")
     assert len(ready.dropped) == ("lost" in sys.argv) * 1
     num = len(ready.micro_batches)
     assert num == 1 if "one" in sys.argv else num >= 3, num
     if ranks.size == 1:
         return [ready]
-    lead = Lead(ranks)
+    lead = LeadChannel(ranks)
     lead.gather()
-    given: ReadyBatch = Spread(lead, ranks.size, price_of(learner.forward), 1 << 24)(ready)
+    given: ReadyBatch = BatchDistributor(
+        lead, ranks.size, estimate_price(learner.forward), 1 << 24
+    )(ready)
     return [given]
 
 
@@ -189,7 +194,7 @@ def samples(model: Path, store: MediaStore):  # type: ignore[no-untyped-def]
     renderer = load_renderer(model, store)
     shown = making.samples(model, store, 5)
     talks = [[user(f"say {word} again"), assistant(word * 9)] for word in ("yes", "no", "maybe")]
-    return [*shown, *(sample_of(talk, renderer, f"text.{i}") for i, talk in enumerate(talks))]
+    return [*shown, *(build_sample(talk, renderer, f"text.{i}") for i, talk in enumerate(talks))]
 
 
 if __name__ == "__main__":

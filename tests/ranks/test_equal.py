@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from sightline.families.registry import write_tiny
 from sightline.launch.processes import find_port
-from sightline.trainer.probe import Probe
+from sightline.trainer.probe import ImageSwapProbe
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 PROGRAM = Path(__file__).parent / "rank_step.py"
@@ -279,5 +279,5 @@ def test_the_probe_leaves_the_step_of_all_ranks_as_it_is(step: Callable[..., Fou
 
 def test_ranks_that_train_blind_say_so(step: Callable[..., Found]) -> None:
     for size in (1, 2):
-        found = Probe(**step("qwen_vl", {}, size, "probe", "blind").metrics["probe"])
+        found = ImageSwapProbe(**step("qwen_vl", {}, size, "probe", "blind").metrics["probe"])
         assert found.is_blind and found.words.startswith("Blind: exchanging the images")

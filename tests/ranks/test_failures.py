@@ -60,7 +60,7 @@ def test_a_fault_on_a_rank_ends_all_with_one_cause(
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("VICTIM", victim)
-    job = Job(quick_home, *RUN, "trainer.stuck_after_s=20", *SETTINGS.get(fault, ()))
+    job = Job(quick_home, *RUN, "trainer.stall_timeout_s=20", *SETTINGS.get(fault, ()))
     runs = quick_home / "runs"
     job.wait_until(lambda: any(runs.glob("job-*")) and bool(live_processes(job.run_dir)), 240)
     while live_processes(job.run_dir):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from loop.jobs import Job, live_processes
 
-from sightline.monitor import read_events
-from sightline.monitor.events import by_step
+from sightline.run import read_events
+from sightline.run.events import by_step
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
     "victim", [pytest.param("trainer", marks=pytest.mark.thorough), "trainer-1"]
 )
 def test_a_stopped_rank_is_found_and_the_run_ends(quick_home: Path, victim: str) -> None:
-    job = Job(quick_home, "run.toml", "trainer.stuck_after_s=10", "run.steps=1000")
+    job = Job(quick_home, "run.toml", "trainer.stall_timeout_s=10", "run.steps=1000")
     job.wait_for_step(2)
     os.kill(job.pid_of(victim), signal.SIGSTOP)
     said = job.output(timeout_s=240)
@@ -31,7 +31,9 @@ def test_a_stopped_rank_is_found_and_the_run_ends(quick_home: Path, victim: str)
 
 
 def test_weights_that_are_sent_are_those_that_sample(quick_home: Path) -> None:
-    job = Job(quick_home, "run.toml", "trainer.publish=broadcast", "orchestrator.probe_every=1")
+    job = Job(
+        quick_home, "run.toml", "trainer.publish=broadcast", "orchestrator.diagnostics_every=1"
+    )
     said = job.output(timeout_s=600)
     assert job.process.returncode == 0, said[-3000:]
     assert not list(job.run_dir.weights.rglob("*.safetensors")), "no file between them"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from loop.jobs import ledger, sightline
 
-from sightline.monitor import RunDir, read_events
-from sightline.monitor.events import by_step
+from sightline.run import RunDir, read_events
+from sightline.run.events import by_step
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 STEPS = 4

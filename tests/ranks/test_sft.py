@@ -18,8 +18,8 @@ import torch
 from loop.jobs import live_processes, sightline
 from safetensors.torch import load_file
 
-from sightline.monitor import RunDir, read_events
-from sightline.monitor.events import by_step
+from sightline.run import RunDir, read_events
+from sightline.run.events import by_step
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 STEPS = 8
@@ -48,9 +48,9 @@ steps = {STEPS}
 path = "tiny"
 [data]
 path = "talks.jsonl"
-eval = 0.25
+eval_fraction = 0.25
 [sft]
-output = "out"
+output_dir = "out"
 batch_size = 4
 eval_every = 4
 [trainer]
@@ -73,13 +73,13 @@ def trained(home: Path, *words: str) -> tuple[RunDir, dict[str, torch.Tensor]]:
 
 @pytest.fixture(scope="module")
 def together(sft_home: Path) -> tuple[RunDir, dict[str, torch.Tensor]]:
-    return trained(sft_home, "trainer.ranks=2", "sft.output=two")
+    return trained(sft_home, "trainer.ranks=2", "sft.output_dir=two")
 
 
 def test_two_ranks_train_what_one_trains(
     sft_home: Path, together: tuple[RunDir, dict[str, torch.Tensor]]
 ) -> None:
-    alone = trained(sft_home, "sft.output=one")
+    alone = trained(sft_home, "sft.output_dir=one")
     for kind in ("sft", "sft_eval"):
         ours, theirs = (by_step(read_events(r.metrics), kind) for r, _ in (together, alone))
         assert ours.keys() == theirs.keys() and len(ours) == {"sft": STEPS, "sft_eval": 3}[kind]
@@ -97,7 +97,7 @@ def test_a_killed_rank_ends_all_and_the_run_resumes_bit_equal(
     before = set((sft_home / "runs").iterdir())
     process = subprocess.Popen(
         [sys.executable, "-m", "sightline", "sft", "run.toml", "trainer.ranks=2",
-         f"sft.output={victim}.out"],
+         f"sft.output_dir={victim}.out"],
         cwd=sft_home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 300

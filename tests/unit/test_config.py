@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sightline.config import RunFile, SftFile, check, check_resume, dump, load, settings
+from sightline.config import (
+    RunFile,
+    SftFile,
+    check_resume,
+    dump_toml,
+    iter_settings,
+    load_config,
+    validate_config,
+)
 from sightline.errors import ConfigError, ResumeRefused
 
 SMALL = """
@@ -34,14 +42,14 @@ def values(**sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_small_file_is_filled_with_defaults(run_file: Path) -> None:
-    found = load(RunFile, run_file)
+    found = load_config(RunFile, run_file)
     assert found.model.path == "models/tiny"
     assert found.run.seed == 0 and found.orchestrator.group_size == 8
 
 
 def test_an_override_wins_over_the_file(run_file: Path) -> None:
     overrides = ["run.seed=3", "trainer.lr=2e-3", "model.path=models/other", "env.args.turns=2"]
-    found = load(RunFile, run_file, overrides)
+    found = load_config(RunFile, run_file, overrides)
     assert (found.run.seed, found.trainer.lr) == (3, 2e-3)
     assert found.model.path == "models/other"
     assert found.env.args == {"turns": 2}
@@ -56,46 +64,48 @@ def test_an_override_wins_over_the_file(run_file: Path) -> None:
         ("run.sed=3", "[run] sed", "'seed'"),
         ("run.seed=many", "[run] seed = 'many'", "value"),
         ("orchestrator.group_size=0", "[orchestrator] group_size = 0", "value"),
-        ("trainer.schedule=square", "[trainer] schedule = 'square'", "value"),
+        ("trainer.lr_schedule=square", "[trainer] lr_schedule = 'square'", "value"),
     ],
 )
 def test_a_bad_override_is_refused_by_name(
     run_file: Path, override: str, problem: str, fix: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        load(RunFile, run_file, [override])
+        load_config(RunFile, run_file, [override])
     assert problem in refused.value.problem
     assert fix in refused.value.fix
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
     with pytest.raises(ConfigError) as refused:
-        check(RunFile, values(trainer={"learning_rate": 1.0, "weight_deca": 0.1}), "run.toml")
+        validate_config(
+            RunFile, values(trainer={"learning_rate": 1.0, "weight_deca": 0.1}), "run.toml"
+        )
     assert refused.value.problem.startswith("run.toml: unknown key [trainer] ")
     with pytest.raises(ConfigError, match="did you mean 'weight_decay'"):
-        check(RunFile, values(trainer={"weight_deca": 0.1}), "run.toml")
+        validate_config(RunFile, values(trainer={"weight_deca": 0.1}), "run.toml")
 
 
 def test_an_unknown_section_is_refused_with_the_nearest_known_one() -> None:
     with pytest.raises(ConfigError, match="did you mean 'trainer'"):
-        check(RunFile, values(trainr={}), "run.toml")
+        validate_config(RunFile, values(trainr={}), "run.toml")
 
 
 def test_a_key_like_no_other_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="known here: dir, name, seed, steps"):
-        check(RunFile, values(run={"xyzzy": 1}), "run.toml")
+        validate_config(RunFile, values(run={"xyzzy": 1}), "run.toml")
 
 
 def test_a_missing_key_is_named() -> None:
     with pytest.raises(ConfigError, match=r"\[env\] name is missing"):
-        check(RunFile, {"model": {"path": "m"}, "env": {}}, "run.toml")
+        validate_config(RunFile, {"model": {"path": "m"}, "env": {}}, "run.toml")
     with pytest.raises(ConfigError, match=r"\[env\] is missing"):
-        check(RunFile, {"model": {"path": "m"}}, "run.toml")
+        validate_config(RunFile, {"model": {"path": "m"}}, "run.toml")
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no run file at .*nothing\.toml"):
-        load(RunFile, tmp_path / "nothing.toml")
+        load_config(RunFile, tmp_path / "nothing.toml")
 
 
 @pytest.mark.parametrize("content", [b"[run\n", b"\xff\xfe"])
@@ -103,26 +113,29 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path: Path, content: bytes) -> No
     path = tmp_path / "run.toml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="is not TOML"):
-        load(RunFile, path)
+        load_config(RunFile, path)
 
 
 def test_a_folder_in_the_place_of_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
-        load(RunFile, tmp_path)
+        load_config(RunFile, tmp_path)
 
 
 def test_a_warm_up_file_needs_its_own_section(run_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"\[sft\] is missing"):
-        load(SftFile, run_file)
-    assert load(SftFile, run_file, ["sft.output=models/warm"]).sft.output == "models/warm"
+        load_config(SftFile, run_file)
+    assert (
+        load_config(SftFile, run_file, ["sft.output_dir=models/warm"]).sft.output_dir
+        == "models/warm"
+    )
 
 
 def test_what_is_dumped_loads_as_the_same_file(tmp_path: Path, run_file: Path) -> None:
     overrides = ['media.file_roots=["/a b", "/c\\"d"]', "model.min_pixels=1024", "env.args.k=[1,2]"]
-    first = load(RunFile, run_file, overrides)
+    first = load_config(RunFile, run_file, overrides)
     again = tmp_path / "again.toml"
-    again.write_text(dump(first))
-    assert load(RunFile, again) == first
+    again.write_text(dump_toml(first))
+    assert load_config(RunFile, again) == first
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -134,30 +147,30 @@ tables = st.dictionaries(texts.filter(bool), scalars | st.lists(scalars, max_siz
 def test_any_arguments_of_an_environment_survive_the_round_trip(
     args: dict[str, Any], name: str
 ) -> None:
-    first = check(RunFile, values(env={"name": name, "args": args}), "first")
-    assert check(RunFile, tomllib.loads(dump(first)), "again") == first
+    first = validate_config(RunFile, values(env={"name": name, "args": args}), "first")
+    assert validate_config(RunFile, tomllib.loads(dump_toml(first)), "again") == first
 
 
 def test_a_free_setting_may_change_when_a_run_is_resumed() -> None:
-    old = check(RunFile, values(run={"steps": 10}), "old")
-    new = check(RunFile, values(run={"steps": 20}, media={"max_gb": 1.0}), "new")
+    old = validate_config(RunFile, values(run={"steps": 10}), "old")
+    new = validate_config(RunFile, values(run={"steps": 20}, media={"max_gb": 1.0}), "new")
     check_resume(old, new)
 
 
 def test_any_other_setting_is_refused_by_name_when_a_run_is_resumed() -> None:
-    old = check(RunFile, values(), "old")
-    new = check(RunFile, values(trainer={"lr": 0.5}), "new")
+    old = validate_config(RunFile, values(), "old")
+    new = validate_config(RunFile, values(trainer={"lr": 0.5}), "new")
     with pytest.raises(ResumeRefused, match=r"\[trainer\] lr was 1e-05 and is now 0\.5"):
         check_resume(old, new)
 
 
 def test_a_loaded_file_cannot_be_changed(run_file: Path) -> None:
-    found = load(RunFile, run_file)
+    found = load_config(RunFile, run_file)
     with pytest.raises(ValueError, match="frozen"):
         found.run.seed = 4  # type: ignore[misc]
 
 
 def test_settings_lists_every_key_of_every_section() -> None:
-    found = [(section, name) for section, name, _ in settings(RunFile)]
+    found = [(section, name) for section, name, _ in iter_settings(RunFile)]
     assert ("trainer", "lr") in found and ("env", "args") in found
     assert len(found) == len(set(found))

@@ -13,14 +13,19 @@ from typing import Any
 import pytest
 
 from sightline import config
-from sightline.cli.config import kind_of
+from sightline.cli.config import detect_file_kind
 from sightline.compute.model import load_model
 from sightline.config import RunFile, SftFile
 from sightline.envs.mix import build_environment
 from sightline.errors import FamilyError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny
-from sightline.launch.preflight import check_checkpoint, check_fit, check_model, resolve_model
+from sightline.launch.preflight import (
+    check_checkpoint,
+    check_compatible_settings,
+    check_model,
+    resolve_model,
+)
 from sightline.media import MediaStore
 from sightline.trainer.lora import add_adapters
 
@@ -32,7 +37,9 @@ TYPES: dict[str, tuple[str, dict[str, str]]] = {
     "moonshotai/Kimi-K2.5": ("kimi_k25", {}),
 }
 NAMES = [f"{path.parent.name}/{path.stem}" for path in FILES]
-PUBLISHED = [path for path in FILES if config.load(kind_of(path), path).model.path in TYPES]
+PUBLISHED = [
+    path for path in FILES if config.load_config(detect_file_kind(path), path).model.path in TYPES
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +58,10 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_an_example_loads_and_its_settings_go_together(path: Path) -> None:
-    file = config.load(kind_of(path), path)
-    assert file == config.check(type(file), config_values(file), str(path))
+    file = config.load_config(detect_file_kind(path), path)
+    assert file == config.validate_config(type(file), config_values(file), str(path))
     if isinstance(file, RunFile):
-        check_fit(file)
+        check_compatible_settings(file)
     if file.env is not None:
         environment = build_environment(file.env)
         assert environment.task(0, "train") != environment.task(1, "train")
@@ -63,11 +70,11 @@ def test_an_example_loads_and_its_settings_go_together(path: Path) -> None:
 def config_values(file: RunFile | SftFile) -> dict[str, Any]:
     import tomllib
 
-    return tomllib.loads(config.dump(file))
+    return tomllib.loads(config.dump_toml(file))
 
 
 def test_there_are_examples_of_each_published_model() -> None:
-    named = {config.load(kind_of(path), path).model.path for path in PUBLISHED}
+    named = {config.load_config(detect_file_kind(path), path).model.path for path in PUBLISHED}
     assert named == set(TYPES)
     sizes = {p.stem for p in PUBLISHED if p.parent.name == "qwen3_vl_4b"}
     assert {"one_gpu", "eight_gpus"} <= sizes
@@ -75,7 +82,7 @@ def test_there_are_examples_of_each_published_model() -> None:
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_a_model_that_is_not_there_is_named_with_the_cure(path: Path) -> None:
-    file = config.load(kind_of(path), path)
+    file = config.load_config(detect_file_kind(path), path)
     with pytest.raises(FamilyError, match=f"'{file.model.path}' is no folder"):
         resolve_model(file)
 
@@ -84,7 +91,7 @@ def test_a_model_that_is_not_there_is_named_with_the_cure(path: Path) -> None:
 def test_it_holds_on_a_small_model_of_the_same_type(
     path: Path, tiny: Any, store: MediaStore
 ) -> None:
-    file = config.load(kind_of(path), path)
+    file = config.load_config(detect_file_kind(path), path)
     model = tiny(file.model.path)
     settings = file.model.model_copy(update={"path": str(model)})
     if file.env is not None:
@@ -99,7 +106,7 @@ def test_it_holds_on_a_small_model_of_the_same_type(
         assert bool(vision) == settings.train_vision
     if isinstance(file, RunFile):
         longest = longest_conversation(file, model, store)
-        assert longest + file.rollout.max_tokens <= file.inference.max_len
+        assert longest + file.rollout.max_tokens <= file.inference.max_model_len
         gpus = {f"cuda:{rank}" for rank in range(file.trainer.ranks)}
         assert file.inference.device not in gpus, "a GPU of its own, where there are several"
 

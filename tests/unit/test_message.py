@@ -12,10 +12,10 @@ from PIL import Image
 
 from sightline.errors import MessageError
 from sightline.families import load_renderer
-from sightline.media import Ingest, MediaRef, MediaStore
+from sightline.media import ImageIngestor, MediaRef, MediaStore
 from sightline.message import ImagePart, Message, TextPart, ToolCall, to_message, to_messages
-from sightline.render.reading import image_paths
-from sightline.rollout.dialect.images import take_images
+from sightline.render.message_fields import list_image_paths
+from sightline.rollout.openai_api.images import resolve_images
 
 UNKNOWN_KINDS: list[Any] = [
     "video", "video_url", "input_video", "audio", "audio_url", "input_audio", "file", "input_file",
@@ -62,12 +62,12 @@ def spellings(url: str, ref: MediaRef) -> list[Any]:
 def test_every_spelling_of_an_image_becomes_one_form(
     store: MediaStore, url: str, ref: MediaRef
 ) -> None:
-    door = Ingest(store)
+    resolver = ImageIngestor(store)
     for part in spellings(url, ref):
         message = {"role": "user", "content": ["a", part, "b"]}
-        read = to_message(message, door, "messages[0]")
+        read = to_message(message, resolver, "messages[0]")
         assert read.content == (TextPart("a"), ImagePart(ref), TextPart("b")), part
-        assert image_paths(message, "messages[0]") == ["messages[0].content[1]"]
+        assert list_image_paths(message, "messages[0]") == ["messages[0].content[1]"]
 
 
 def test_the_door_takes_every_spelling_before_anything_is_parsed(
@@ -77,7 +77,7 @@ def test_the_door_takes_every_spelling_before_anything_is_parsed(
         if not isinstance(part, dict):
             continue
         message = {"role": "user", "content": [{"type": "text", "text": "a"}, part]}
-        (taken,) = take_images([message], Ingest(store).resolve)
+        (taken,) = resolve_images([message], ImageIngestor(store).resolve)
         assert taken["content"] == [{"type": "text", "text": "a"}, {"type": "image", "ref": ref}]
         assert message["content"][1] is part, "what came in is not changed"
 
@@ -94,9 +94,9 @@ def test_the_door_takes_every_spelling_before_anything_is_parsed(
 def test_a_part_of_the_type_text_is_text_whatever_else_it_holds(
     store: MediaStore, part: dict[str, Any]
 ) -> None:
-    read = to_message({"role": "user", "content": [part]}, Ingest(store), "messages[0]")
+    read = to_message({"role": "user", "content": [part]}, ImageIngestor(store), "messages[0]")
     assert read.content == (TextPart("a"),)
-    assert image_paths({"role": "user", "content": [part]}, "m") == []
+    assert list_image_paths({"role": "user", "content": [part]}, "m") == []
 
 
 @pytest.mark.parametrize("kind", UNKNOWN_KINDS, ids=str)
@@ -104,14 +104,14 @@ def test_any_other_type_is_refused_by_its_path(store: MediaStore, url: str, kind
     part = {"type": kind, "text": "a", "image_url": {"url": url}}
     messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": ["a", part]}]
     with pytest.raises(MessageError, match=r"^messages\[1\]\.content\[1\]\.type: ") as caught:
-        to_messages(messages, Ingest(store))
+        to_messages(messages, ImageIngestor(store))
     assert "image_url" in caught.value.fix
     assert store.count() == 1, "nothing but the fixture's image was put"
 
 
 def test_a_part_without_a_type_is_refused(store: MediaStore) -> None:
     with pytest.raises(MessageError, match=r"^messages\[0\]\.content\[0\]\.type: missing"):
-        to_messages([{"role": "user", "content": [{"text": "a"}]}], Ingest(store))
+        to_messages([{"role": "user", "content": [{"text": "a"}]}], ImageIngestor(store))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_an_image_part_without_a_url_is_refused_where_the_url_should_be(
     store: MediaStore, part: Any, where: str
 ) -> None:
     with pytest.raises(MessageError) as caught:
-        to_messages([{"role": "user", "content": [part]}], Ingest(store))
+        to_messages([{"role": "user", "content": [part]}], ImageIngestor(store))
     assert str(caught.value).startswith(f"messages[0].content[0]{where}: ")
 
 
@@ -152,19 +152,19 @@ def test_a_struct_made_of_other_things_is_refused_too(
     store: MediaStore, content: Any, where: str
 ) -> None:
     with pytest.raises(MessageError, match=rf"^messages\[0\]{where}: "):
-        to_messages([Message(role="user", content=content)], Ingest(store))
+        to_messages([Message(role="user", content=content)], ImageIngestor(store))
 
 
 def test_training_data_passes_the_same_checks(
     tiny_model: Path, store: MediaStore, url: str
 ) -> None:
-    from sightline.trainer.sft import sample_of
+    from sightline.trainer.sft import build_sample
 
     renderer = load_renderer(tiny_model, store)
     said = {"role": "assistant", "content": "ok"}
     good = {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
-    assert len(sample_of([good, said], renderer, "t").slots) == 1
+    assert len(build_sample([good, said], renderer, "t").slots) == 1
     for kind in ("video", "input_audio", "unheard_of"):
         bad = {"role": "user", "content": [{"type": kind, kind: url}]}
         with pytest.raises(MessageError, match=r"^messages\[2\]\.content\[0\]\.type: "):
-            sample_of([good, said, bad, said], renderer, "t")
+            build_sample([good, said, bad, said], renderer, "t")

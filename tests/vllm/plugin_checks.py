@@ -27,12 +27,12 @@ from sightline.compute.model import empty_parameters
 from sightline.errors import EngineError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import load_serving, write_tiny
-from sightline.inference.door import item_key
 from sightline.inference.settings import ServeSettings
+from sightline.inference.validator import item_key
 from sightline.inference.vllm_plugin.engine import VllmEngine
-from sightline.inference.vllm_plugin.items import Items, engine_key
-from sightline.inference.vllm_plugin.request import Request
-from sightline.inference.vllm_plugin.update import Updates, Wanted
+from sightline.inference.vllm_plugin.multimodal_items import MultiModalItems, engine_key
+from sightline.inference.vllm_plugin.request import VllmRequest
+from sightline.inference.vllm_plugin.weight_updater import CheckedWeights, WeightUpdater
 from sightline.media import MediaRef, MediaStore
 from sightline.message import user
 from sightline.pixels import Materializer
@@ -78,7 +78,7 @@ class Bench:
         self.cache = LruKeyReplicatedSenderCache(config) if cache_bytes else None
         self.receiver = LruKeyReplicatedReceiverCache(config)
         self.materializer = Materializer(self.family, self.store, 1 << 20)
-        self.items = Items(
+        self.items = MultiModalItems(
             family=self.family,
             serving=load_serving(self.model, self.family, takes_updates=False),
             materializer=self.materializer,
@@ -92,12 +92,12 @@ class Bench:
         refs = [self.store.put(Image.new("RGB", (64, 64), (n, n, n))) for n in shades]
         return list(self.renderer.render([user(*refs)]).slots)
 
-    def request(self, *shades: int, **params: Any) -> Request:
+    def request(self, *shades: int, **params: Any) -> VllmRequest:
         refs = [self.store.put(Image.new("RGB", (64, 64), (n, n, n))) for n in shades]
         rendered = self.renderer.render([user("What?", *refs)])
         keys = [item_key(slot.item) for slot in rendered.slots]
         prompt = np.array(rendered.token_ids, dtype=np.int32)
-        return Request(prompt, list(rendered.slots), keys, SamplingParams(**params), None)
+        return VllmRequest(prompt, list(rendered.slots), keys, SamplingParams(**params), None)
 
     async def send(self, slots: list[Slot]) -> list[bool]:
         """Hands the slots over, to the receiver too; whether each was sent, or is held there."""
@@ -105,7 +105,7 @@ class Bench:
         handed, makes_all = None, False
         while handed is None:
             prepared = await self.items.prepare(slots, keys, makes_all)
-            handed = self.items.hand_over(keys, prepared.made, anew=False)
+            handed = self.items.hand_over(keys, prepared.made, bypass_cache=False)
             makes_all = True
         for key in keys:
             self.receiver.touch_receiver_cache_item(key)
@@ -124,12 +124,12 @@ class Updating:
         return done
 
 
-def updates_of(bench: Bench) -> Updates:
-    return Updates(
+def updates_of(bench: Bench) -> WeightUpdater:
+    return WeightUpdater(
         client=Updating(),
         model=bench.model,
         parameters=empty_parameters(bench.model, bench.family),
-        vision=bench.items.serving.VISION,
+        vision=bench.items.serving.VISION_PREFIXES,
         manifest=Manifest(0, 0, []),
         vision_digest="first",
     )
@@ -166,12 +166,12 @@ def output(
 
 def engine_of(
     bench: Bench, client: Any, max_image_tokens: int = 10**6, **settings: Any
-) -> tuple[VllmEngine, list[Request]]:
+) -> tuple[VllmEngine, list[VllmRequest]]:
     """An engine that has started, and what it has delivered."""
-    updates: Any = SimpleNamespace(vision_label="0.0", salt="0", manifest=None, moments=[])
+    updates: Any = SimpleNamespace(vision_label="0.0", salt="0", manifest=None, update_times=[])
     wanted = ServeSettings(model=bench.model, media_roots=(bench.store.root,), **settings)
     engine = VllmEngine(client, bench.items, updates, wanted, max_image_tokens, lambda: 0.0)
-    delivered: list[Request] = []
+    delivered: list[VllmRequest] = []
     engine.start(delivered.extend)
     return engine, delivered
 
@@ -251,7 +251,7 @@ def check_images_whose_refs_differ_in_their_mime_alone_share_what_was_made(folde
         both = [msgspec.structs.replace(slots[0], item=item), slots[1]]
         keys = [engine_key(item_key(slot.item), "0.0") for slot in both]
         for _ in range(2):
-            prepared = asyncio.run(bench.items.prepare(both, keys, anew=False))
+            prepared = asyncio.run(bench.items.prepare(both, keys, bypass_cache=False))
             assert len(set(prepared.digests)) == 1 and len(prepared.digests) == 2
 
 
@@ -278,8 +278,8 @@ def counted_on_old_kv(
 
     async def main() -> VllmEngine:
         def answered() -> Any:
-            got_at = request.handed_at
-            engine._updates.moments += [got_at + 5, got_at + 8]
+            got_at = request.submitted_at
+            engine._updater.update_times += [got_at + 5, got_at + 8]
             return output(10, spans, got_at + scheduled_at, got_at + first_token_at, num_cached)
 
         engine, delivered = engine_of(bench, Answering(answered), keep_kv_over_updates=True)
@@ -313,7 +313,7 @@ def check_an_image_is_handed_over_under_the_vision_weights_in_use(folder: Path) 
     async def main() -> None:
         engine, delivered = engine_of(bench, client)
         for label in ("0.0", "0.0", "0.1"):
-            engine._updates.vision_label = label  # type: ignore[misc]
+            engine._updater.vision_label = label  # type: ignore[misc]
             engine.submit([bench.request(9)])
             await until(lambda: not engine._live)
         assert not any(request.error for request in delivered)
@@ -327,7 +327,7 @@ def check_vision_weights_have_a_label_of_their_own(folder: Path) -> None:
     updates = updates_of(Bench(folder))
 
     def adopt(version: int, vision_version: int, digest: str) -> tuple[str, str]:
-        wanted = Wanted(Manifest(version, vision_version, []), {}, digest)
+        wanted = CheckedWeights(Manifest(version, vision_version, []), {}, digest)
         asyncio.run(updates.apply(wanted, keep_kv=False))
         return updates.vision_label, updates.salt
 

@@ -18,10 +18,10 @@ from sightline.errors import MediaError
 from sightline.inference.settings import ServeSettings
 from sightline.media import MediaStore
 from sightline.message import user
-from sightline.pack import Cost
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
-from sightline.trainer.feed import Preparer
+from sightline.trainer.feed import BatchPreparer
 from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.generate import GenerateResponse, SamplingParams
@@ -110,9 +110,11 @@ def talks(client: Client, reference: Reference, media: MediaStore) -> list[Talk]
     return [Talk(tokens, slots, answer.result()) for tokens, slots, answer in asked]
 
 
-def preparer(learner: Any, media: MediaStore) -> Preparer:
+def preparer(learner: Any, media: MediaStore) -> BatchPreparer:
     materializer = Materializer(learner.family, media, max_bytes=1 << 24)
-    return Preparer(learner.family, materializer, Cost(1 << 20, 1 << 20), max_bad_fraction=0.0)
+    return BatchPreparer(
+        learner.family, materializer, PackSize(1 << 20, 1 << 20), max_bad_fraction=0.0
+    )
 
 
 def trained_logprobs(

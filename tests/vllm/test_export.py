@@ -14,17 +14,17 @@ from serving import live
 from vllm_servers import START_S
 
 from sightline.cli.main import main
-from sightline.compute.model import DTYPES
-from sightline.config import SftFile, dump
+from sightline.compute.model import MODEL_DTYPES
+from sightline.config import SftFile, dump_toml
 from sightline.families import load_renderer
 from sightline.families.registry import write_tiny
 from sightline.inference.settings import ServeSettings
-from sightline.launch.vllm_server import vllm_environment
+from sightline.launch.vllm_server import build_vllm_environ
 from sightline.media import MediaStore
 from sightline.message import user
-from sightline.monitor import RunDir
 from sightline.render import Rendered
-from sightline.rollout.stock import one_pad_each
+from sightline.rollout.stock_vllm_client import collapse_pads
+from sightline.run import RunDir
 from sightline.trainer import sft
 from sightline.trainer.learner import Learner
 from sightline.wire.generate import SamplingParams
@@ -47,11 +47,11 @@ def exported(model: Path, home: Path, lora: dict[str, Any]) -> tuple[Learner, Pa
             "env": {"name": "color_codeword"},
             "sft": {"output": str(home / "output"), "batch_size": 4},
             "run": {"steps": 3},
-            "trainer": {"lr": 2e-2, "device": "cpu", "checkpoint_every": 3, "stuck_after_s": 0},
+            "trainer": {"lr": 2e-2, "device": "cpu", "checkpoint_every": 3, "stall_timeout_s": 0},
             "lora": lora,
         }
     )
-    run_dir.config.write_text(dump(config))
+    run_dir.config.write_text(dump_toml(config))
     parts = sft.build(config, run_dir)
     sft.run(parts)
     assert main(["export", str(run_dir.path), str(home / "exported")]) == 0
@@ -70,7 +70,7 @@ def test_vllm_as_it_comes_says_what_the_trainer_says(
     rendered = prompt_of(tiny_model, media)
     made = [exported(tiny_model, tmp_path / kind, lora) for kind, lora in KINDS.items()]
     banned = list(made[0][0].pad_ids)
-    short = one_pad_each(rendered.token_ids, rendered.slots)
+    short = collapse_pads(rendered.token_ids, rendered.slots)
     questions = [
         {
             "model": str(folder),
@@ -84,7 +84,7 @@ def test_vllm_as_it_comes_says_what_the_trainer_says(
     (tmp_path / "questions").write_text(json.dumps(questions))
     words = [python, str(OFFLINE), str(tmp_path / "questions"), str(tmp_path / "answers")]
     # One process for all of it: each that vLLM starts reads its libraries anew.
-    variables = vllm_environment(1) | {
+    variables = build_vllm_environ(1) | {
         "VLLM_PLUGINS": "none",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
@@ -109,7 +109,7 @@ def test_experts_are_exported_and_published_as_vllm_reads_them(
     learner, folder = exported(tmp_path / "tiny", tmp_path / "moe", {})
     rendered = prompt_of(folder, media)
     settings = ServeSettings(
-        model=folder, media_roots=(media.root,), device="cpu", max_rows=4, max_len=512
+        model=folder, media_roots=(media.root,), device="cpu", max_num_seqs=4, max_model_len=512
     )
     params = SamplingParams(max_tokens=COUNT, seed=5)
     with live(settings) as client:
@@ -121,7 +121,7 @@ def test_experts_are_exported_and_published_as_vllm_reads_them(
             before, making.trainer_logprobs(learner, media, rendered, [1, 2, 3]), atol=1e-2
         )
         model = learner.forward.model
-        path, _ = making.publish(model, tmp_path / "weights", 4, DTYPES["float32"])
+        path, _ = making.publish(model, tmp_path / "weights", 4, MODEL_DTYPES["float32"])
         client.adopt(path)
         check_logprobs(client, learner, media, rendered, params)
 

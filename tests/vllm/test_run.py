@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from sightline.monitor import RunDir
+from sightline.run import RunDir
 from tests.loop.jobs import EXAMPLES, sightline, summary
 
 

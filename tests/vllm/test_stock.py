@@ -22,15 +22,15 @@ from serving import Reference
 from sightline.errors import EngineError, MediaError
 from sightline.inference.settings import ServeSettings
 from sightline.launch.processes import find_port
-from sightline.launch.vllm_server import vllm_environment
+from sightline.launch.vllm_server import build_vllm_environ
 from sightline.media import MediaStore
 from sightline.message import user
-from sightline.monitor import RunDir, read_events
-from sightline.monitor.events import by_step
-from sightline.pack import Cost
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.rollout.stock import StockClient, one_pad_each
-from sightline.trainer.feed import Preparer
+from sightline.rollout.stock_vllm_client import StockVLLMClient, collapse_pads
+from sightline.run import RunDir, read_events
+from sightline.run.events import by_step
+from sightline.trainer.feed import BatchPreparer
 from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingParams
 from sightline.wire.sample import Batch
 from tests.loop.jobs import ROOT, sightline, summary
@@ -52,7 +52,7 @@ def address(
     words += ["--limit-mm-per-prompt", '{"image": 4, "video": 0}']
     words += ["--allowed-local-media-path", str(media.root)]
     settings = ServeSettings(model=tiny_model, media_roots=(media.root,), port=port)
-    variables = vllm_environment(1) | {"VLLM_PLUGINS": "none", "VLLM_SERVER_DEV_MODE": "1"}
+    variables = build_vllm_environ(1) | {"VLLM_PLUGINS": "none", "VLLM_SERVER_DEV_MODE": "1"}
     with open(folder / "server.log", "wb") as log:
         process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=variables)
     server = vllm_servers.Server(settings, process, folder)
@@ -64,7 +64,7 @@ def address(
         process.wait(60)
 
 
-def ask(client: StockClient, request: GenerateRequest) -> GenerateResponse:
+def ask(client: StockVLLMClient, request: GenerateRequest) -> GenerateResponse:
     async def main() -> GenerateResponse:
         try:
             return await client.generate(request)
@@ -74,9 +74,13 @@ def ask(client: StockClient, request: GenerateRequest) -> GenerateResponse:
     return asyncio.run(main())
 
 
-def stock(address: str, media: MediaStore, reference: Reference, reads_files: bool) -> StockClient:
-    banned = reference.renderer.pad_token_ids
-    return StockClient(address, 5, store=media, banned=banned, reads_files=reads_files)
+def stock(
+    address: str, media: MediaStore, reference: Reference, shares_store: bool
+) -> StockVLLMClient:
+    banned_token_ids = reference.renderer.pad_token_ids
+    return StockVLLMClient(
+        address, 5, store=media, banned_token_ids=banned_token_ids, shares_store=shares_store
+    )
 
 
 def request_of(reference: Reference, media: MediaStore, seed: int = 3) -> GenerateRequest:
@@ -90,11 +94,11 @@ def request_of(reference: Reference, media: MediaStore, seed: int = 3) -> Genera
 
 @pytest.mark.parametrize("reads_files", [True, False], ids=["files", "data urls"])
 def test_its_ids_are_ours_and_its_logprobs_are_close(
-    address: str, reference: Reference, media: MediaStore, reads_files: bool
+    address: str, reference: Reference, media: MediaStore, shares_store: bool
 ) -> None:
     """The images fit the grid as they are, so that its processor does not resize them."""
     request = request_of(reference, media)
-    answer = ask(stock(address, media, reference, reads_files), request)
+    answer = ask(stock(address, media, reference, shares_store), request)
     assert answer.sightline is None
     choice = answer.choices[0]
     assert choice.logprobs is not None
@@ -125,7 +129,7 @@ def test_other_ids_are_an_error_that_shows_both(
 def test_one_pad_stands_for_each_image(reference: Reference, media: MediaStore) -> None:
     request = request_of(reference, media)
     slots = request.slots()
-    short = one_pad_each(request.token_ids, slots)
+    short = collapse_pads(request.token_ids, slots)
     pads = [token for token in short if token in reference.family.slot_token_ids]
     assert len(pads) == len(slots) == 2
     assert len(short) == len(request.token_ids) - sum(slot.length - 1 for slot in slots)
@@ -147,11 +151,13 @@ def test_samples_without_proof_are_counted_and_refused_unless_allowed(
 
     def prepare(budget: float, allowed: bool) -> object:
         materializer = Materializer(family, store, 1 << 24)
-        limit = Cost(1 << 20, 1 << 20)
-        preparer = Preparer(family, materializer, limit, budget, allows_unproven=allowed)
+        limit = PackSize(1 << 20, 1 << 20)
+        preparer = BatchPreparer(
+            family, materializer, limit, budget, allows_unverified_pixels=allowed
+        )
         return preparer.prepare(Batch(1, samples), "")
 
-    with pytest.raises(MediaError, match="allow_unproven"):
+    with pytest.raises(MediaError, match="allow_unverified_pixels"):
         prepare(0.0, False)
     assert prepare(1.0, False).bad == {"PixelsUnproven": unproven}  # type: ignore[attr-defined]
     assert prepare(0.0, True).bad == {}  # type: ignore[attr-defined]
@@ -167,7 +173,7 @@ path = "MODEL"
 name = "vowels:Vowels"
 [media]
 root = "MEDIA"
-allow_unproven = true
+allow_unverified_pixels = true
 [rollout]
 max_tokens = 8
 [orchestrator]
@@ -180,7 +186,7 @@ tasks = 0
 [inference]
 engine = "stock_vllm"
 servers = ["ADDRESS"]
-max_len = 512
+max_model_len = 512
 """
 
 
@@ -194,7 +200,12 @@ def test_a_run_samples_from_it_and_gives_it_weights(
         text = text.replace(word, value)
     (tmp_path / "run.toml").write_text(text)
     refused = sightline(
-        "rl", "--plain", "run.toml", "media.allow_unproven=false", cwd=tmp_path, check=False
+        "rl",
+        "--plain",
+        "run.toml",
+        "media.allow_unverified_pixels=false",
+        cwd=tmp_path,
+        check=False,
     )
     assert refused.returncode == 2
     assert "no sample with an image would be trained on" in refused.stderr

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import pkgutil
 from typing import Any
 
-from sightline.cli.main import attach, command_names
-
-PREFIX = "bench_"
+import sightline.bench as benchmarks
+from sightline.cli.main import add_command
 
 
 def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="measure a part and print the figures")
     nested = parser.add_subparsers(metavar="NAME", required=True)
-    for name in command_names(PREFIX):
-        attach(importlib.import_module(f"sightline.cli.{name}"), nested)
+    for name in sorted(module.name for module in pkgutil.iter_modules(benchmarks.__path__)):
+        module = importlib.import_module(f"sightline.bench.{name}")
+        if hasattr(module, "add"):
+            add_command(module, nested)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,8 +22,8 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from sightline.monitor import RunDir
-    from sightline.monitor.compare import compare_runs, print_comparison, to_markdown
+    from sightline.run import RunDir
+    from sightline.view.compare import compare_runs, print_comparison, to_markdown
 
     found = compare_runs(RunDir(args.first), RunDir(args.second))
     if args.markdown:

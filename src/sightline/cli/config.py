@@ -23,7 +23,7 @@ INTRODUCTION = """\
 Made by `sightline config schema`. A run file is TOML; each key stands in the section of its
 heading. On the command line, `section.key=value` after the file wins over it. `sightline rl`
 reads every section but {only_sft}; `sightline sft` reads {sft}.
-A key marked "free" may change when a run is resumed; any other is refused by name.
+A key marked "yes" under resume may change when a run is resumed; any other is refused by name.
 """
 
 
@@ -44,7 +44,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    print(config.dump(config.load(kind_of(args.file), args.file, args.overrides)), end="")
+    print(
+        config.dump_toml(
+            config.load_config(detect_file_kind(args.file), args.file, args.overrides)
+        ),
+        end="",
+    )
     return 0
 
 
@@ -53,66 +58,68 @@ def run_schema(args: argparse.Namespace) -> int:
         either: TypeAdapter[Any] = TypeAdapter(config.RunFile | config.SftFile)
         print(json.dumps(either.json_schema(), indent=2))
     else:
-        print(markdown(), end="")
+        print(format_markdown(), end="")
     return 0
 
 
-def kind_of(path: Path) -> type[config.RunFile] | type[config.SftFile]:
+def detect_file_kind(path: Path) -> type[config.RunFile] | type[config.SftFile]:
     """The kind of a run file, by its [sft] section; `config.load` says what is wrong with it."""
     try:
-        sections = tomllib.loads(path.read_text())
+        list_sections = tomllib.loads(path.read_text())
     except (OSError, ValueError):
         return config.RunFile
-    return config.SftFile if "sft" in sections else config.RunFile
+    return config.SftFile if "sft" in list_sections else config.RunFile
 
 
-def markdown() -> str:
+def format_markdown() -> str:
     """Every setting, a table for each section."""
     sft = ", ".join(f"[{section}]" for section in config.SftFile.model_fields)
     only = config.SftFile.model_fields.keys() - config.RunFile.model_fields.keys()
     only_sft = " and ".join(f"[{section}]" for section in sorted(only))
     lines = [INTRODUCTION.format(sft=sft, only_sft=only_sft).rstrip()]
-    for section, kind in sections():
+    for section, kind in list_sections():
         lines += ["", f"## [{section}]", "", "| key | type | default | resume | meaning |"]
         lines.append("|---|---|---|---|---|")
         for name, field in kind.model_fields.items():
             extra = field.json_schema_extra
-            free = "free" if isinstance(extra, dict) and extra.get("free") else ""
-            cells = [f"`{name}`", spell_type(field), spell_default(field), free]
+            mutable = "yes" if isinstance(extra, dict) and extra.get("mutable") else ""
+            cells = [f"`{name}`", format_type(field), format_default(field), mutable]
             lines.append(f"| {' | '.join(cells)} | {field.description} |")
     return "\n".join(lines) + "\n"
 
 
-def sections() -> Iterator[tuple[str, type[BaseModel]]]:
+def list_sections() -> Iterator[tuple[str, type[BaseModel]]]:
     fields = {**config.RunFile.model_fields, **config.SftFile.model_fields}
     for name, field in fields.items():
-        yield name, config.section_of(field.annotation)
+        yield name, config.get_section_class(field.annotation)
 
 
-def spell_type(field: FieldInfo) -> str:
+def format_type(field: FieldInfo) -> str:
     bounds = [
         f"{sign} {getattr(bound, name):g}"
         for bound in field.metadata
         for name, sign in BOUNDS.items()
         if hasattr(bound, name)
     ]
-    return " ".join([_spell(field.annotation), ", ".join(bounds)]).strip()
+    return " ".join([_format_annotation(field.annotation), ", ".join(bounds)]).strip()
 
 
-def _spell(kind: Any) -> str:
+def _format_annotation(kind: Any) -> str:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
         return " or ".join(json.dumps(value) for value in inner)
     if origin in (Union, types.UnionType):
-        return " or ".join("none" if part is type(None) else _spell(part) for part in inner)
+        return " or ".join(
+            "none" if part is type(None) else _format_annotation(part) for part in inner
+        )
     if origin is tuple:
-        return f"list of {_spell(inner[0])}"
+        return f"list of {_format_annotation(inner[0])}"
     if kind is dict or origin is dict:
         return "table"
     return str(kind.__name__)
 
 
-def spell_default(field: FieldInfo) -> str:
+def format_default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.default

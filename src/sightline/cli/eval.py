@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sightline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sightline.rollout.score import Scored
+    from sightline.rollout.endpoint_evaluator import EvalResult
 
 
 def add(subparsers: Any) -> None:
@@ -37,7 +37,9 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--split", default="eval", choices=("eval", "train"))
     parser.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=64, help="a turn; default: %(default)s")
-    parser.add_argument("--max-len", type=int, default=4096, help="of a served checkpoint's rows")
+    parser.add_argument(
+        "--max-model-len", type=int, default=4096, help="of a served checkpoint's rows"
+    )
     parser.add_argument("--at-once", type=int, default=32, help="rollouts; default: %(default)s")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of one rollout")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     env = load_environment(args.env, args.args)
     with tempfile.TemporaryDirectory(prefix="sightline-eval-") as scratch:
         media = args.media or Path(scratch)
-        with _endpoint(args, media) as base_url:
+        with _open_endpoint(args, media) as base_url:
             began = time.monotonic()
             scored = asyncio.run(_score(args, env, base_url, media))
     if args.output:
@@ -69,26 +71,35 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _endpoint(args: argparse.Namespace, media: Path) -> Iterator[str]:
+def _open_endpoint(args: argparse.Namespace, media: Path) -> Iterator[str]:
     if args.endpoint:
         yield args.endpoint
         return
-    from sightline.launch.served import served
+    from sightline.launch.temporary_server import temporary_server
 
-    more = ["--max-len", str(args.max_len), "--device", args.device, "--dtype", args.dtype]
-    with served(args.checkpoint, media, more, args.threads) as address:
+    more = [
+        "--max-model-len",
+        str(args.max_model_len),
+        "--device",
+        args.device,
+        "--dtype",
+        args.dtype,
+    ]
+    with temporary_server(args.checkpoint, media, more, args.threads) as address:
         yield f"{address}/v1"
 
 
-async def _score(args: argparse.Namespace, env: Any, base_url: str, media: Path) -> list[Scored]:
+async def _score(
+    args: argparse.Namespace, env: Any, base_url: str, media: Path
+) -> list[EvalResult]:
     from sightline.media import MediaStore
-    from sightline.rollout.endpoint import Endpoint
-    from sightline.rollout.score import Scorer
+    from sightline.rollout.endpoint_evaluator import EndpointEvaluator
+    from sightline.rollout.openai_client import OpenAIClient
 
     sampling = {"temperature": args.temperature, "max_tokens": args.max_tokens}
-    endpoint = Endpoint(base_url, args.model or "", args.api_key, sampling)
+    endpoint = OpenAIClient(base_url, args.model or "", args.api_key, sampling)
     try:
-        await endpoint.reach()
+        await endpoint.wait_reachable()
         if not endpoint.model:
             listed = await endpoint.models()
             if len(listed) != 1:
@@ -97,7 +108,7 @@ async def _score(args: argparse.Namespace, env: Any, base_url: str, media: Path)
                     "choose one with --model",
                 )
             endpoint.model = listed[0]
-        scorer = Scorer(
+        scorer = EndpointEvaluator(
             env,
             endpoint,
             MediaStore(media),
@@ -107,22 +118,22 @@ async def _score(args: argparse.Namespace, env: Any, base_url: str, media: Path)
             at_once=args.at_once,
             timeout_s=args.timeout_s,
         )
-        return await scorer.score_all(args.tasks)
+        return await scorer.evaluate_all(args.tasks)
     finally:
         await endpoint.close()
 
 
-def print_table(scored: list[Scored], name: str, seconds: float) -> None:
+def print_table(scored: list[EvalResult], name: str, seconds: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from sightline.monitor.interval import interval
+    from sightline.run.confidence import confidence_interval
 
     table = Table(title=f"{name}: {len(scored)} held-out tasks")
     for column in ("", "mean", "95% interval", "rollouts"):
         table.add_column(column, justify="left" if not column else "right")
-    for label, values in measures(scored):
-        low, high = interval(values)
+    for label, values in collect_measures(scored):
+        low, high = confidence_interval(values)
         table.add_row(
             label, f"{statistics.fmean(values):.3f}", f"{low:.3f} to {high:.3f}", str(len(values))
         )
@@ -139,7 +150,7 @@ def print_table(scored: list[Scored], name: str, seconds: float) -> None:
         console.print(f"the first that broke, task {broken[0].task}: {broken[0].error.strip()}")
 
 
-def measures(scored: list[Scored]) -> list[tuple[str, list[float]]]:
+def collect_measures(scored: list[EvalResult]) -> list[tuple[str, list[float]]]:
     """Reward and parts; of each environment too, where several were played."""
     whole = [one for one in scored if one.reward is not None]
     envs = sorted({one.env for one in whole})

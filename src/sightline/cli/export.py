@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from sightline import config
-from sightline.cli.config import kind_of
+from sightline.cli.config import detect_file_kind
 from sightline.errors import ConfigError
-from sightline.monitor import RunDir
+from sightline.run import RunDir
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,7 +24,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    from sightline.trainer.export import export_saved, find_checkpoint
+    from sightline.trainer.export import export_training_checkpoint, get_newest_checkpoint
 
     if args.target.exists() and not args.force:
         raise ConfigError(f"{args.target} is there already", "name another, or say --force")
@@ -35,9 +35,9 @@ def run(args: argparse.Namespace) -> int:
             f"{args.source} is neither a run nor a checkpoint of one",
             "name the folder that holds config.toml, or its checkpoints/step_N",
         )
-    checkpoint = find_checkpoint(run_dir.checkpoints) if is_run else args.source
-    settings = config.load(kind_of(run_dir.config), run_dir.config)
+    checkpoint = get_newest_checkpoint(run_dir.checkpoints) if is_run else args.source
+    settings = config.load_stored_config(detect_file_kind(run_dir.config), run_dir.config)
     args.target.parent.mkdir(parents=True, exist_ok=True)
-    export_saved(checkpoint, settings, args.target)
+    export_training_checkpoint(checkpoint, settings, args.target)
     print(f"{checkpoint} -> {args.target}")
     return 0

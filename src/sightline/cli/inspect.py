@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from sightline.monitor import RunDir
-    from sightline.monitor.inspect import inspect_run, print_inspection
+    from sightline.run import RunDir
+    from sightline.view.inspect import inspect_run, print_inspection
 
     found = inspect_run(RunDir(args.run_dir))
     if args.json:

@@ -76,22 +76,22 @@ def build_parser(words: Sequence[str] = ()) -> Parser:
     parser = Parser(prog="sightline", description="Trains vision-language models with RL.")
     parser.add_argument("--version", action="version", version=f"sightline {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    names = command_names()
+    names = list_commands()
     wanted = next((word for word in words if not word.startswith("-")), None)
     for name in [wanted] if wanted in names else names:
         module = importlib.import_module(f"{commands_package.__name__}.{name}")
-        attach(module, subparsers)
+        add_command(module, subparsers)
     return parser
 
 
-def command_names(prefix: str = "") -> list[str]:
+def list_commands(prefix: str = "") -> list[str]:
     """Names of the command files that begin with `prefix`; those of benchmarks only on request."""
     found = sorted(module.name for module in pkgutil.iter_modules(commands_package.__path__))
     names = [name for name in found if name != "main" and name.startswith(prefix)]
     return names if prefix else [name for name in names if not name.startswith("bench_")]
 
 
-def attach(module: ModuleType, subparsers: Any) -> None:
+def add_command(module: ModuleType, subparsers: Any) -> None:
     """Adds the command of `module`, whose `run` serves unless a subcommand names its own."""
     before = set(subparsers.choices)
     module.add(subparsers)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sightline.errors import MediaCorrupt, MediaError
-from sightline.media.references import find_digests, is_run_dir
+from sightline.media.references import collect_digests, is_run_dir
 from sightline.media.store import MediaStore
 
 _PROGRESS_EVERY_S = 2.0
@@ -113,7 +113,7 @@ def _gc(store: MediaStore, args: argparse.Namespace) -> int:
             "name all of them with --run RUN_DIR...",
         )
     print(f"searching {len(runs)} run(s) for images in use", file=sys.stderr)
-    in_use = find_digests(*runs)
+    in_use = collect_digests(*runs)
     report = store.gc(in_use, args.min_age_s, dry_run=args.dry_run, progress=_Progress("looked at"))
     verb = "would remove" if report.dry_run else "removed"
     if report.dry_run:

@@ -19,7 +19,7 @@ def add(subparsers: Any) -> None:
     tiny = actions.add_parser("tiny", help="write a small checkpoint with random weights")
     tiny.add_argument("folder", type=Path, metavar="DIR", help="folder to write it to")
     names = registry.family_names()
-    first = registry.first_family()
+    first = registry.get_default_family()
     tiny.add_argument("--family", choices=names, default=first, help="default: %(default)s")
     tiny.add_argument("--type", help="model type of the family; an unknown one is told the known")
     tiny.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
@@ -29,8 +29,8 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     check_target(args.folder, args.force)
     options = {} if args.type is None else {"type": args.type}
-    write_whole(args.family, args.folder, args.seed, **options)
-    count = num_parameters(args.folder)
+    write_atomically(args.family, args.folder, args.seed, **options)
+    count = count_parameters(args.folder)
     print(f"{args.family}: {count:,} parameters, seed {args.seed}\nmodel: {args.folder}")
     return 0
 
@@ -45,7 +45,7 @@ def check_target(folder: Path, force: bool) -> None:
         raise ConfigError(f"{folder} already holds a checkpoint", "add --force to replace it")
 
 
-def write_whole(family: str, folder: Path, seed: int, **options: Any) -> None:
+def write_atomically(family: str, folder: Path, seed: int, **options: Any) -> None:
     """Writes beside `folder` and renames, so that no one finds half a checkpoint."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
@@ -56,7 +56,7 @@ def write_whole(family: str, folder: Path, seed: int, **options: Any) -> None:
         made.rename(folder)
 
 
-def num_parameters(folder: Path) -> int:
+def count_parameters(folder: Path) -> int:
     """Counted from the headers of the weight files."""
     from safetensors import safe_open
 

@@ -18,11 +18,11 @@ import uvloop
 from sightline import config
 from sightline.config import RunFile, SftFile
 from sightline.errors import SightlineError
-from sightline.launch.processes import SECRET, die_with_parent, leave_error
-from sightline.monitor import RunDir
+from sightline.launch.processes import SECRET_VARIABLE, die_with_parent, write_error_file
+from sightline.run import RunDir
 
 if TYPE_CHECKING:
-    from sightline.trainer.ranks import Ranks
+    from sightline.trainer.ranks import RankInfo
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,29 +45,29 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 def run(args: argparse.Namespace) -> int:
     run_dir = RunDir(args.run_dir)
     if args.parent:
-        _end_with(args.parent)
+        _end_with_parent(args.parent)
     if args.name.startswith(("trainer", "worker")):
         # A signal to the whole run is for launcher and orchestrator, who end it in order.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     try:
         if args.name.startswith("worker"):
-            _play(args, run_dir)
+            _run_worker(args, run_dir)
         else:
-            _run(args, run_dir)
+            _run_process(args, run_dir)
     except SightlineError as error:
         traceback.print_exc()
-        leave_error(run_dir, args.name, error.problem, error.fix)
-        return _end_failed(args.name)
+        write_error_file(run_dir, args.name, error.problem, error.fix)
+        return _exit_failed(args.name)
     except Exception as error:  # the launcher reports it as the run's one cause
         traceback.print_exc()
         problem = f"{type(error).__name__}: {error}"
-        leave_error(run_dir, args.name, problem, f"see {run_dir.logs / args.name}.log")
-        return _end_failed(args.name)
+        write_error_file(run_dir, args.name, problem, f"see {run_dir.logs / args.name}.log")
+        return _exit_failed(args.name)
     return 0
 
 
-def _end_failed(name: str) -> int:
+def _exit_failed(name: str) -> int:
     """Native threads of a trainer may be at work still: where the interpreter takes them down they
     abort the process, and its status would be theirs."""
     if name.startswith(("trainer", "sft")):
@@ -77,60 +77,64 @@ def _end_failed(name: str) -> int:
     return 1
 
 
-def _run(args: argparse.Namespace, run_dir: RunDir) -> None:
+def _run_process(args: argparse.Namespace, run_dir: RunDir) -> None:
     name, hub, servers = args.name, args.hub, args.server
     if name.startswith("sft"):
         from sightline.trainer import process as trainer
 
-        trainer.imitate(config.load(SftFile, run_dir.config), run_dir, _ranks(args))
+        trainer.run_supervised(
+            config.load_config(SftFile, run_dir.config), run_dir, _build_ranks(args)
+        )
         return
-    file = config.load(RunFile, run_dir.config)
+    file = config.load_config(RunFile, run_dir.config)
     media_root = Path(file.media.root or run_dir.media)
     if name in ("server", "evaluator"):
-        _serve(args, file, run_dir, media_root)
+        _run_server(args, file, run_dir, media_root)
     elif name.startswith("trainer"):
-        _train(args, file, run_dir)
+        _run_trainer(args, file, run_dir)
     else:
         from sightline.orchestrator import process as orchestrator
 
         uvloop.run(orchestrator.main(file, run_dir, media_root, hub, servers, args.evaluator))
 
 
-def _play(args: argparse.Namespace, run_dir: RunDir) -> None:
-    from sightline.launch.workers import beat_file
-    from sightline.monitor.otel import open_stages
+def _run_worker(args: argparse.Namespace, run_dir: RunDir) -> None:
+    from sightline.launch.worker_supervisor import get_heartbeat_file
     from sightline.rollout import worker
+    from sightline.run.otel import open_stages
 
-    file = config.load(RunFile, run_dir.config)
+    file = config.load_config(RunFile, run_dir.config)
     media_root = Path(file.media.root or run_dir.media)
-    place = worker.Place(args.name, args.hub, args.server, beat_file(run_dir.logs, args.name))
-    stages = open_stages(_spans_to(file, run_dir), args.name, run_dir.path.resolve().name)
+    place = worker.WorkerContext(
+        args.name, args.hub, args.server, get_heartbeat_file(run_dir.logs, args.name)
+    )
+    stages = open_stages(_get_spans_target(file, run_dir), args.name, run_dir.path.resolve().name)
     with contextlib.closing(stages):
         uvloop.run(worker.main(file, media_root, place, args.after, stages))
 
 
-def _spans_to(file: RunFile, run_dir: RunDir) -> str:
-    return str(run_dir.spans) if file.monitor.otel == "file" else file.monitor.otel
+def _get_spans_target(file: RunFile, run_dir: RunDir) -> str:
+    return str(run_dir.spans) if file.logging.otel == "file" else file.logging.otel
 
 
-def _ranks(args: argparse.Namespace) -> Ranks:
-    from sightline.trainer.ranks import Ranks
+def _build_ranks(args: argparse.Namespace) -> RankInfo:
+    from sightline.trainer.ranks import RankInfo
 
-    secret = os.environ.get(SECRET, "")
-    return Ranks(args.rank, args.ranks, args.meet, args.channel, secret)
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    return RankInfo(args.rank, args.ranks, args.meet, args.channel, secret)
 
 
-def _train(args: argparse.Namespace, file: RunFile, run_dir: RunDir) -> None:
+def _run_trainer(args: argparse.Namespace, file: RunFile, run_dir: RunDir) -> None:
     from sightline.trainer import process as trainer
 
-    ranks = _ranks(args)
+    ranks = _build_ranks(args)
     if ranks.is_lead:
         trainer.main(file, run_dir, args.hub, ranks)
     else:
-        trainer.follow(file, run_dir, ranks)
+        trainer.run_follower(file, run_dir, ranks)
 
 
-def _serve(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root: Path) -> None:
+def _run_server(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root: Path) -> None:
     from sightline.inference.settings import MEBIBYTE, ServeSettings, pick_pixel_threads
 
     server = args.server[0] if args.name == "server" else args.evaluator
@@ -143,29 +147,29 @@ def _serve(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root:
         port=int(port),
         device=wanted.device,
         dtype=file.model.dtype,
-        max_rows=wanted.max_rows,
-        max_len=wanted.max_len,
-        prefill_chunk=wanted.prefill_chunk,
+        max_num_seqs=wanted.max_num_seqs,
+        max_model_len=wanted.max_model_len,
+        prefill_chunk_tokens=wanted.prefill_chunk_tokens,
         pixel_cache_bytes=wanted.pixel_cache_mb * MEBIBYTE,
         feature_cache_bytes=wanted.feature_cache_mb * MEBIBYTE,
         threads=args.threads,
         pixel_threads=pick_pixel_threads(wanted.pixel_threads),
         overrides=file.model.overrides(),
         keep_kv_over_updates=wanted.keep_kv_over_updates,
-        otel=_spans_to(file, run_dir),
+        otel=_get_spans_target(file, run_dir),
         name=args.name,
     )
     if wanted.engine == "vllm":
-        from sightline.launch.vllm_server import become_vllm, find_python
+        from sightline.launch.vllm_server import exec_vllm, get_vllm_python
 
-        become_vllm(settings, find_python(wanted.python))
+        exec_vllm(settings, get_vllm_python(wanted.python))
     else:
         from sightline.inference.serve import serve
 
         serve(settings)
 
 
-def _end_with(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     """A launcher that was killed cannot end its processes: the kernel does, or they notice.
 
     Before this call, and where the kernel is another, a thread looks; it has to wait while a large

@@ -27,9 +27,9 @@ def run(args: argparse.Namespace) -> int:
     from sightline.launch import torchrun
     from sightline.launch.rl import resume_run, start_run
 
-    place = torchrun.find_place()
-    if place is not None and place.rank > 0:
-        torchrun.follow(place)
+    context = torchrun.find_context()
+    if context is not None and context.rank > 0:
+        torchrun.run_follower_rank(context)
         return 0
     if args.resume is not None:
         # With --resume there is no run file: every word is an override.
@@ -38,5 +38,5 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not args.file:
         raise ConfigError("no run file", "name one, or a run to go on with: --resume RUN")
-    start_run(config.load(RunFile, Path(args.file), args.overrides), args.plain)
+    start_run(config.load_config(RunFile, Path(args.file), args.overrides), args.plain)
     return 0

@@ -31,10 +31,10 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def run(args: argparse.Namespace) -> int:
     from sightline.errors import ConfigError
-    from sightline.monitor import RunDir
+    from sightline.run import RunDir
 
     try:
-        from sightline.monitor.exports import export_run
+        from sightline.view.samples_export import export_samples
     except ModuleNotFoundError as error:
         if error.name != "pyarrow":
             raise
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
     most = int(args.max_mb * 1e6)
-    for name, found in export_run(RunDir(args.run_dir), args.step, args.to, headers, most):
+    for name, found in export_samples(RunDir(args.run_dir), args.step, args.to, headers, most):
         print(
             f"{name}: {found.rollouts} rollouts, {found.images} images, {found.nbytes:,} bytes"
             + (f", {found.left_out} images left out" if found.left_out else "")

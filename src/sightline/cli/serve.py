@@ -32,16 +32,20 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
-    parser.add_argument("--max-rows", type=int, default=256, help="sequences in flight or kept")
-    parser.add_argument("--max-len", type=int, default=2048, help="most tokens of a sequence")
-    parser.add_argument("--prefill-chunk", type=int, default=512, help="prompt tokens at once")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="sequences in flight or kept")
+    parser.add_argument("--max-model-len", type=int, default=2048, help="most tokens of a sequence")
+    parser.add_argument(
+        "--prefill-chunk-tokens", type=int, default=512, help="prompt tokens at once"
+    )
     parser.add_argument("--pixel-cache-mb", type=int, default=256, help="patches kept")
     parser.add_argument("--feature-cache-mb", type=int, default=256, help="image features kept")
     parser.add_argument("--pixel-threads", type=int, default=0, help="0 follows the cores")
     parser.add_argument("--max-waiting", type=int, default=4096, help="requests that may wait")
     parser.add_argument("--max-waiting-mb", type=int, default=4096, help="their size in memory")
     parser.add_argument("--keep-kv-over-updates", action="store_true", help="do not prefill again")
-    parser.add_argument("--no-kv-reuse", action="store_true", help="forget a turn when it ends")
+    parser.add_argument(
+        "--no-prefix-caching", action="store_true", help="forget a turn when it ends"
+    )
     parser.add_argument("--min-pixels", type=int, help="overrides the checkpoint's")
     parser.add_argument("--max-pixels", type=int, help="overrides the checkpoint's")
     parser.add_argument(
@@ -56,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"no engine {args.engine!r}", f"choose one that is available: {', '.join(ENGINES)}"
         )
-    settings = _settings(args)
+    settings = _build_settings(args)
     if args.engine == "vllm":
         from sightline.launch.vllm_server import serve_vllm
 
@@ -68,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(args: argparse.Namespace) -> ServeSettings:
+def _build_settings(args: argparse.Namespace) -> ServeSettings:
     from sightline.inference.settings import ServeSettings, pick_pixel_threads
 
     bounds = {"min_pixels": args.min_pixels, "max_pixels": args.max_pixels}
@@ -80,12 +84,12 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
         device=args.device,
         dtype=args.dtype,
         threads=args.threads,
-        max_rows=args.max_rows,
-        max_len=args.max_len,
-        prefill_chunk=args.prefill_chunk,
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len,
+        prefill_chunk_tokens=args.prefill_chunk_tokens,
         pixel_cache_bytes=args.pixel_cache_mb * MEBIBYTE,
         feature_cache_bytes=args.feature_cache_mb * MEBIBYTE,
-        reuse_kv=not args.no_kv_reuse,
+        enable_prefix_caching=not args.no_prefix_caching,
         overrides={name: value for name, value in bounds.items() if value is not None},
         manifest=args.weights,
         otel=args.otel,

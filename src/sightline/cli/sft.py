@@ -32,5 +32,5 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if not args.file:
         raise ConfigError("no run file", "name one, or a run to go on with: --resume RUN")
-    start_sft(config.load(SftFile, Path(args.file), args.overrides))
+    start_sft(config.load_config(SftFile, Path(args.file), args.overrides))
     return 0

@@ -11,7 +11,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "sinks",
         help="feed a run to TensorBoard, W&B or trackio",
         description="Reads a run directory, live or finished, and feeds sinks. A run file with "
-        "[monitor] sinks starts this by itself. Ends when all is read; with --follow when the "
+        "[logging] sinks starts this by itself. Ends when all is read; with --follow when the "
         "run ends, or at a signal.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
@@ -31,12 +31,18 @@ def run(args: argparse.Namespace) -> int:
     import threading
 
     from sightline.errors import ConfigError
-    from sightline.monitor import RunDir
-    from sightline.monitor.dashboard.run import RunView
-    from sightline.monitor.dashboard.runs import is_run
-    from sightline.monitor.sinks.follow import FED, SAID, builders, check_sinks, follow
+    from sightline.run import RunDir
+    from sightline.view.dashboard.run_collection import is_viewable_run
+    from sightline.view.dashboard.run_view import RunView
+    from sightline.view.sinks.feed import (
+        STATUS_OK,
+        STATUS_PREFIX,
+        build_sink_factories,
+        check_sinks,
+        feed_sinks,
+    )
 
-    if not is_run(args.run_dir):
+    if not is_viewable_run(args.run_dir):
         raise ConfigError(f"{args.run_dir} is no run directory", "name the folder of a run")
     check_sinks(args.to)
     run_dir = RunDir(args.run_dir)
@@ -50,9 +56,11 @@ def run(args: argparse.Namespace) -> int:
             return stop.is_set() or os.getppid() != args.parent
         return stop.is_set() or not args.follow or view.state != "live"
 
-    feeders = follow(run_dir, builders(args.to, run_dir, args.offline), args.samples_every, is_over)
+    feeders = feed_sinks(
+        run_dir, build_sink_factories(args.to, run_dir, args.offline), args.samples_every, is_over
+    )
     for feeder in feeders:
         lost = f", {feeder.lost} entries lost" if feeder.lost else ""
-        print(f"{SAID}{feeder.name}: {feeder.problem or FED}{lost}", flush=True)
+        print(f"{STATUS_PREFIX}{feeder.name}: {feeder.problem or STATUS_OK}{lost}", flush=True)
     # Threads of a sink that hangs are left where they are.
     os._exit(1 if any(feeder.problem for feeder in feeders) else 0)

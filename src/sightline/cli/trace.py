@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from sightline.errors import ConfigError, SightlineError, WireError
 
 if TYPE_CHECKING:
-    from sightline.config import Model
+    from sightline.config import ModelConfig
     from sightline.families import Family
     from sightline.render import Renderer
-    from sightline.trace import Replayed, Trace
+    from sightline.trace import ReplayReport, Trace
 
 WIDEST = 100
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 # --- which traces
 
 
-def read(path: Path, wanted: str | None) -> list[Trace]:
+def read_wanted_traces(path: Path, wanted: str | None) -> list[Trace]:
     """The traces of a file, or the one that is wanted."""
     from sightline.trace import read_traces
 
@@ -86,33 +86,33 @@ def read(path: Path, wanted: str | None) -> list[Trace]:
 
 
 def run_show(args: argparse.Namespace) -> int:
-    from sightline.monitor.transcript import summary, transcript
+    from sightline.view.transcript import describe_trace, format_transcript
 
-    traces = read(args.file, args.trace)
+    traces = read_wanted_traces(args.file, args.trace)
     width = min(shutil.get_terminal_size((80, 24)).columns, WIDEST)
     if len(traces) == 1:
-        for line in transcript(traces[0], width, args.full):
+        for line in format_transcript(traces[0], width, args.full):
             print(line)
         return 0
     for number, trace in enumerate(traces):
-        print(f"{number:4d}  {summary(trace)}")
+        print(f"{number:4d}  {describe_trace(trace)}")
     print(f"{len(traces)} traces; --trace ID shows one")
     return 0
 
 
 def run_export(args: argparse.Namespace) -> int:
     from sightline.media import MediaStore
-    from sightline.monitor.trace_export import copy_images, export_lines
+    from sightline.view.trace_export import branch_records, copy_images
     from sightline.wire.file import write_atomic
 
-    traces = read(args.file, args.trace)
+    traces = read_wanted_traces(args.file, args.trace)
     lines = [
         json.dumps(line, ensure_ascii=False) + "\n"
         for trace in traces
-        for line in export_lines(trace)
+        for line in branch_records(trace)
     ]
     if args.images is not None:
-        num = copy_images(traces, MediaStore(media_of(args)), args.images)
+        num = copy_images(traces, MediaStore(get_media_root(args)), args.images)
         print(f"{num} images in {args.images}", file=sys.stderr)
     if args.out is None:
         sys.stdout.writelines(lines)
@@ -123,12 +123,15 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def run_diff(args: argparse.Namespace) -> int:
-    from sightline.trace.diff import diff
+    from sightline.trace.diff import find_trace_difference
 
-    ours, others = read(args.file, args.trace), read(args.other, args.trace)
+    ours, others = (
+        read_wanted_traces(args.file, args.trace),
+        read_wanted_traces(args.other, args.trace),
+    )
     renderer = find_renderer(args)
     for number, (one, other) in enumerate(zip(ours, others, strict=False)):
-        found = diff(one, other, renderer)
+        found = find_trace_difference(one, other, renderer)
         if found is not None:
             print(f"trace {number} ({one.id}, {other.id}): {found.where}")
             print(f"  {args.file}: {found.one}")
@@ -142,7 +145,7 @@ def run_diff(args: argparse.Namespace) -> int:
 
 
 def run_replay(args: argparse.Namespace) -> int:
-    traces = read(args.file, args.trace)
+    traces = read_wanted_traces(args.file, args.trace)
     family, renderer = load_model(args)
     reports = asyncio.run(replay(traces, family, renderer, args.server, args.tolerance))
     for report in reports:
@@ -155,22 +158,25 @@ def run_replay(args: argparse.Namespace) -> int:
 
 async def replay(
     traces: list[Trace], family: Family, renderer: Renderer, server: str | None, tolerance: float
-) -> list[Replayed]:
+) -> list[ReplayReport]:
     from sightline.rollout.client import GenerateClient
-    from sightline.rollout.replay import ServerScorer
+    from sightline.rollout.prompt_scorer import ServerPromptScorer
+    from sightline.trace import replay_trace
 
     client = None if server is None else GenerateClient(server.rstrip("/"), deadline_s=10.0)
-    score = None if client is None else ServerScorer(client, family.modality)
+    score = None if client is None else ServerPromptScorer(client, family.modality)
     try:
-        return [await trace.replay(renderer, score, tolerance) for trace in traces]
+        return [await replay_trace(trace, renderer, score, tolerance) for trace in traces]
     finally:
         if client is not None:
             await client.close()
 
 
-def _print_totals(reports: list[Replayed], traces: list[Trace]) -> None:
+def _print_totals(reports: list[ReplayReport], traces: list[Trace]) -> None:
     turns = [turn for report in reports for turn in report.turns]
-    ways = {way: sum(turn.how == way for turn in turns) for way in ("bridged", "rendered")}
+    ways = {
+        way: sum(turn.prompt_origin == way for turn in turns) for way in ("bridged", "rendered")
+    }
     print(
         f"{len(reports)} traces, {len(turns)} turns rendered again ({ways['bridged']} bridged, "
         f"{ways['rendered']} whole), {sum(len(r.differences) for r in reports)} differences"
@@ -189,43 +195,43 @@ def _print_totals(reports: list[Replayed], traces: list[Trace]) -> None:
 # --- the run that a file belongs to
 
 
-def run_of(path: Path) -> Path:
+def get_run_folder(path: Path) -> Path:
     """The run directory of a trace file."""
     return path.absolute().parent.parent
 
 
-def media_of(args: argparse.Namespace) -> Path:
+def get_media_root(args: argparse.Namespace) -> Path:
     """The store that was named, or that of the run."""
     from sightline import config
 
     if args.media is not None:
         return Path(args.media)
-    run_dir = run_of(args.file)
+    run_dir = get_run_folder(args.file)
     file = run_dir / "config.toml"
-    root = config.load(config.RunFile, file).media.root if file.is_file() else ""
+    root = config.load_stored_config(config.RunFile, file).media.root if file.is_file() else ""
     return Path(root) if root else run_dir / "media"
 
 
-def model_of(args: argparse.Namespace) -> Model:
+def get_model_settings(args: argparse.Namespace) -> ModelConfig:
     """The [model] of the run, with the checkpoint that was named on the command line."""
     from sightline import config
 
-    file = run_of(args.file) / "config.toml"
+    file = get_run_folder(args.file) / "config.toml"
     overrides = [] if args.model is None else [f"model.path={args.model}"]
     if file.is_file():
-        return config.load(config.RunFile, file, overrides).model
+        return config.load_stored_config(config.RunFile, file, overrides).model
     if args.model is None:
         raise ConfigError(f"no run file at {file}", "name the checkpoint with --model DIR")
-    return config.Model(path=str(args.model))
+    return config.ModelConfig(path=str(args.model))
 
 
 def load_model(args: argparse.Namespace) -> tuple[Family, Renderer]:
     from sightline.families import load_family, load_renderer
     from sightline.media import MediaStore
 
-    model, store = model_of(args), MediaStore(media_of(args))
+    model, store = get_model_settings(args), MediaStore(get_media_root(args))
     family = load_family(model.path, **model.overrides())
-    renderer = load_renderer(model.path, store, family, number_pictures=model.number_pictures)
+    renderer = load_renderer(model.path, store, family, number_images=model.number_images)
     return family, renderer
 
 

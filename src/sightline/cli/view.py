@@ -24,9 +24,9 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 def run(args: argparse.Namespace) -> int:
     from sightline.errors import ConfigError
-    from sightline.monitor.dashboard.serve import serve
+    from sightline.view.dashboard.serve import serve_dashboard
 
     if args.token == "":
         raise ConfigError("--token is empty", "give some letters, or leave it out")
-    serve(args.runs, args.host, args.port, args.token)
+    serve_dashboard(args.runs, args.host, args.port, args.token)
     return 0

@@ -1,6 +1,6 @@
 """One attention function for every model; what may see what is a pattern that is passed in.
 
-transformers calls `_attend` for each layer. The text layers get a `pattern` (a flat pack, a
+transformers calls `_attention_forward` for each layer. The text layers get a `pattern` (a flat pack, a
 tree, or the rows of an engine); a vision tower passes the boundaries of its images instead.
 
 Letters: B rows, T tokens, N heads, D head size.
@@ -20,12 +20,12 @@ from sightline.compute import attention_cuda
 from sightline.errors import Misaligned
 
 # transformers hands the boundaries of images to attention functions with "flash" in their name.
-NAME = "sightline_flash"
-IN_GRAPH = (attention_cuda.FlexTree, attention_cuda.Rows)
+ATTENTION_NAME = "sightline_flash"
+COMPILABLE_PATTERNS = (attention_cuda.FlexTreePattern, attention_cuda.VarlenPattern)
 """What a compiler takes into the graph of its block: what differs from pack to pack is data."""
 
 
-class Pattern(Protocol):
+class AttentionPattern(Protocol):
     state: Any
     """What recurrent layers have carried along so far, in a cache of transformers that they
     update; None: they begin here, and what they carry is not kept."""
@@ -37,17 +37,19 @@ class Pattern(Protocol):
         ...
 
 
-def register(opaque: bool = False) -> str:
+def register_attention(opaque: bool = False) -> str:
     """Makes the function known to transformers, and returns its name.
 
     No function for masks goes with it: transformers then makes none, and does not search the
     positions for packed sequences, which it would have to ask the device for.
 
-    A compiler leaves an `opaque` one as it is, unless the pattern is one of `IN_GRAPH`: others
+    A compiler leaves an `opaque` one as it is, unless the pattern is one of `COMPILABLE_PATTERNS`: others
     differ from pack to pack in more than data, and each would be compiled anew.
     """
-    AttentionInterface.register(NAME, _for_compiler() if opaque else _attend)
-    return NAME
+    AttentionInterface.register(
+        ATTENTION_NAME, _build_compilable() if opaque else _attention_forward
+    )
+    return ATTENTION_NAME
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -59,14 +61,14 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) ->
     return F.scaled_dot_product_attention(q, k, v, **options)[..., :width]
 
 
-def _attend(
+def _attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float,
-    pattern: Pattern | None = None,
+    pattern: AttentionPattern | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: Any = None,
     **kwargs: Any,
@@ -74,7 +76,7 @@ def _attend(
     if pattern is not None:
         out = pattern.attend(int(module.layer_idx), query, key, value, scaling)
     elif cu_seq_lens_q is not None:
-        out = _images(query, key, value, scaling, cu_seq_lens_q, max_length_q)
+        out = _attend_images(query, key, value, scaling, cu_seq_lens_q, max_length_q)
     else:
         raise Misaligned(
             f"{type(module).__name__} attends without a pattern",
@@ -83,19 +85,19 @@ def _attend(
     return out.transpose(1, 2), None
 
 
-def in_graph(hidden: torch.Tensor, options: dict[str, Any]) -> dict[str, Any] | None:
+def find_graph_options(hidden: torch.Tensor, options: dict[str, Any]) -> dict[str, Any] | None:
     """The options of a block that is one graph, its attention included; None where the graph is
     broken there."""
-    if isinstance(options.get("pattern"), IN_GRAPH):
+    if isinstance(options.get("pattern"), COMPILABLE_PATTERNS):
         return options
     ends, longest = options.get("cu_seqlens"), options.get("max_seqlen")
-    if ends is None or longest is None or not attention_cuda.takes(hidden):
+    if ends is None or longest is None or not attention_cuda.is_supported(hidden):
         return None
-    return {**options, "pattern": attention_cuda.images_of(len(hidden), ends, longest)}
+    return {**options, "pattern": attention_cuda.get_image_pattern(len(hidden), ends, longest)}
 
 
-def _for_compiler() -> Callable[..., tuple[torch.Tensor, None]]:
-    outside: Callable[..., tuple[torch.Tensor, None]] = torch.compiler.disable(_attend)
+def _build_compilable() -> Callable[..., tuple[torch.Tensor, None]]:
+    outside: Callable[..., tuple[torch.Tensor, None]] = torch.compiler.disable(_attention_forward)
 
     def attend_compiled(
         module: torch.nn.Module,
@@ -107,10 +109,10 @@ def _for_compiler() -> Callable[..., tuple[torch.Tensor, None]]:
         pattern: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        if isinstance(pattern, IN_GRAPH):
+        if isinstance(pattern, COMPILABLE_PATTERNS):
             # Not the number of the layer, for which each would be compiled by itself.
             out = pattern.attend(0, query, key, value, scaling)
-        elif isinstance(pattern, attention_cuda.Images):
+        elif isinstance(pattern, attention_cuda.ImagePattern):
             ends, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
             out = pattern.attend(query, key, value, scaling, ends, longest)
         else:
@@ -122,7 +124,7 @@ def _for_compiler() -> Callable[..., tuple[torch.Tensor, None]]:
     return attend_compiled
 
 
-def _images(
+def _attend_images(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -131,23 +133,23 @@ def _images(
     longest: Any,
 ) -> torch.Tensor:
     """Full attention inside each image; images of one length go through together."""
-    if attention_cuda.takes(q):
-        images = attention_cuda.images_of(q.shape[2], ends, longest)
+    if attention_cuda.is_supported(q):
+        images = attention_cuda.get_image_pattern(q.shape[2], ends, longest)
         return images.attend(q, k, v, scaling, ends, longest)
     bounds = ends.tolist()
     lengths = np.diff(bounds)
     if len(set(lengths.tolist())) == 1:
-        return _blocks(q, k, v, scaling, int(lengths[0]))
+        return _attend_blocks(q, k, v, scaling, int(lengths[0]))
     out = torch.empty_like(q)
     for length in np.unique(lengths):
         starts = torch.tensor([bounds[i] for i in np.flatnonzero(lengths == length)])
         index = (starts[:, None] + torch.arange(int(length))).reshape(-1).to(q.device)
-        part = _blocks(q[:, :, index], k[:, :, index], v[:, :, index], scaling, int(length))
+        part = _attend_blocks(q[:, :, index], k[:, :, index], v[:, :, index], scaling, int(length))
         out = out.index_copy(2, index, part)
     return out
 
 
-def _blocks(
+def _attend_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, length: int
 ) -> torch.Tensor:
     def rows(x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +159,7 @@ def _blocks(
     return out.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
-class Flat:
+class PackedPattern:
     """Sequences side by side in one row, each causal in itself and blind to the others."""
 
     state = None
@@ -196,7 +198,7 @@ class Flat:
         return x.squeeze(0)[:, self._rows].transpose(0, 1)
 
 
-class Tree:
+class TreePattern:
     """Nodes each once: q sees k when k <= q < subtree_end[k]. A plain mask for each tree.
 
     Trees of about one size go through together, padded to the largest of them.
@@ -206,7 +208,8 @@ class Tree:
 
     def __init__(self, subtree_end: np.ndarray, device: torch.device) -> None:
         self._parts = [
-            _TreePart(subtree_end, trees, device) for trees in _of_a_size(roots_of(subtree_end))
+            _TreeGroup(subtree_end, trees, device)
+            for trees in _group_by_size(find_trees(subtree_end))
         ]
 
     def attend(
@@ -218,7 +221,7 @@ class Tree:
         return out
 
 
-def roots_of(subtree_end: np.ndarray) -> list[tuple[int, int]]:
+def find_trees(subtree_end: np.ndarray) -> list[tuple[int, int]]:
     """Start and end of every tree: its first token is seen to the end."""
     found, start = [], 0
     while start < len(subtree_end):
@@ -228,7 +231,7 @@ def roots_of(subtree_end: np.ndarray) -> list[tuple[int, int]]:
     return found
 
 
-def _of_a_size(trees: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def _group_by_size(trees: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """By size, none under three quarters of the largest of its part."""
     parts: list[list[tuple[int, int]]] = []
     for tree in sorted(trees, key=lambda tree: (tree[0] - tree[1], tree[0])):
@@ -239,7 +242,7 @@ def _of_a_size(trees: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return parts
 
 
-class _TreePart:
+class _TreeGroup:
     def __init__(
         self, subtree_end: np.ndarray, trees: list[tuple[int, int]], device: torch.device
     ) -> None:
@@ -271,18 +274,18 @@ class _TreePart:
         return out.transpose(0, 1).flatten(1, 2)[:, self._back].unsqueeze(0)
 
 
-def pattern_of(
+def build_attention_pattern(
     subtree_end: np.ndarray, device: torch.device, dtype: torch.dtype = torch.float32
-) -> Pattern:
+) -> AttentionPattern:
     """The cheapest pattern that says the same as `subtree_end`, for arithmetic in `dtype`."""
     ends = np.unique(subtree_end)
     starts = np.concatenate([[0], ends[:-1]])
     flat = np.repeat(ends, ends - starts)
     if ends[-1] == len(subtree_end) and np.array_equal(flat, subtree_end):
         lengths = (ends - starts).tolist()
-        if device.type == "cuda" and dtype in attention_cuda.HALF:
-            return attention_cuda.Rows(lengths, device)
-        return Flat(lengths, device)
+        if device.type == "cuda" and dtype in attention_cuda.HALF_DTYPES:
+            return attention_cuda.VarlenPattern(lengths, device)
+        return PackedPattern(lengths, device)
     if device.type == "cuda":
-        return attention_cuda.FlexTree(subtree_end, device)
-    return Tree(subtree_end, device)
+        return attention_cuda.FlexTreePattern(subtree_end, device)
+    return TreePattern(subtree_end, device)

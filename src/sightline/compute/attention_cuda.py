@@ -18,22 +18,22 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sightline.compute import attention_dense
-from sightline.compute.attention_trial import gives_the_same
-from sightline.compute.transfer import send
+from sightline.compute import attention_cudnn as attention_dense
+from sightline.compute.attention_check import is_equivalent
+from sightline.compute.transfer import copy_to_device
 
 BLOCK = 128
-BUCKET = 1024
+TREE_BUCKET = 1024
 """Trees are padded to a multiple, so that few shapes of masks are seen."""
-HALF = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 """What the kernels for rows take."""
 
 
-def takes(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype in HALF
+def is_supported(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.dtype in HALF_DTYPES
 
 
-def rows_of_lengths(
+def attend_varlen(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -44,7 +44,7 @@ def rows_of_lengths(
 ) -> torch.Tensor:
     """(T, N, D) of q (T, N, D) and k, v (T, N or fewer, D): sequences side by side that end, from 0
     on, at `ends` (int32); without padding."""
-    if q.shape[1] != k.shape[1] and not _shares(q.device, q.dtype):
+    if q.shape[1] != k.shape[1] and not _varlen_supports_gqa(q.device, q.dtype):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     window = (-1, 0) if causal else (-1, -1)
     attend, options = _varlen()
@@ -53,63 +53,63 @@ def rows_of_lengths(
     )
 
 
-def _by_tokens(
+def _to_token_major(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(T, N, D) of (1, N, T, D), values as wide as keys."""
     # Not x[0], whose backward pass would fill and copy.
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, _widened(v, k)))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, _pad_values(v, k)))
     return q, k, v
 
 
 @torch.compiler.assume_constant_result
-def is_served(
+def is_cudnn_usable(
     heads: tuple[int, int], width: int, causal: bool, device: torch.device, dtype: torch.dtype
 ) -> bool:
     """Whether cuDNN takes such heads, and gives what the kernels for rows of any lengths give."""
-    return _tried(heads, width, causal, device, dtype)
+    return _try_cudnn(heads, width, causal, device, dtype)
 
 
 @functools.cache
-def _tried(
+def _try_cudnn(
     heads: tuple[int, int], width: int, causal: bool, device: torch.device, dtype: torch.dtype
 ) -> bool:
     length, scaling = 256, width**-0.5
     ends = torch.arange(0, 2 * length + 1, length, dtype=torch.int32, device=device)
-    return gives_the_same(
-        lambda q, k, v: attention_dense.attend_even(q, k, v, scaling, 2, causal),
-        lambda q, k, v: rows_of_lengths(q, k, v, scaling, ends, length, causal),
+    return is_equivalent(
+        lambda q, k, v: attention_dense.attend_equal_rows(q, k, v, scaling, 2, causal),
+        lambda q, k, v: attend_varlen(q, k, v, scaling, ends, length, causal),
         2 * length, heads, width, device, dtype,
     )  # fmt: skip
 
 
-def _widened(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _pad_values(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     missing = k.shape[-1] - v.shape[-1]
     return F.pad(v, (0, missing)) if missing > 0 else v
 
 
 @torch.compiler.assume_constant_result
-def _shares(device: torch.device, dtype: torch.dtype) -> bool:
+def _varlen_supports_gqa(device: torch.device, dtype: torch.dtype) -> bool:
     attend, options = _varlen()
-    return shares_heads(attend, device, dtype, **options)
+    return supports_gqa(attend, device, dtype, **options)
 
 
 def _varlen() -> tuple[Callable[..., torch.Tensor], dict[str, Any]]:
     """torch's function, and how it is told (from 2.12 on) that heads share keys and values."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn, {"enable_gqa": True} if _is_told() else {}
+    return varlen_attn, {"enable_gqa": True} if _has_gqa_option() else {}
 
 
 @torch.compiler.assume_constant_result
-def _is_told() -> bool:
+def _has_gqa_option() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @functools.cache
-def shares_heads(
+def supports_gqa(
     attend: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype, **options: Any
 ) -> bool:
     """Whether `attend` takes fewer heads of keys and values than of queries, tried on a few tokens.
@@ -125,10 +125,10 @@ def shares_heads(
     def many(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return few(q, *(x.repeat_interleave(2, dim=1) for x in (k, v)))
 
-    return gives_the_same(few, many, 16, (4, 2), 64, device, dtype)
+    return is_equivalent(few, many, 16, (4, 2), 64, device, dtype)
 
 
-class Images:
+class ImagePattern:
     """Images side by side, each seeing all of itself. Whether they are of one size, and it came
     back, is decided outside of what is compiled."""
 
@@ -146,54 +146,58 @@ class Images:
     ) -> torch.Tensor:
         """(1, N, T, D) of images that end, from 0 on, at `ends` (int32)."""
         width = v.shape[-1]
-        q, k, v = _by_tokens(q, k, v)
+        q, k, v = _to_token_major(q, k, v)
         heads = (q.shape[1], k.shape[1])
-        if self._is_even and is_served(heads, q.shape[-1], False, q.device, q.dtype):
-            out = attention_dense.attend_even(q, k, v, scaling, ends.shape[0] - 1, causal=False)
+        if self._is_even and is_cudnn_usable(heads, q.shape[-1], False, q.device, q.dtype):
+            out = attention_dense.attend_equal_rows(
+                q, k, v, scaling, ends.shape[0] - 1, causal=False
+            )
         else:
-            out = rows_of_lengths(q, k, v, scaling, ends, longest, causal=False)
+            out = attend_varlen(q, k, v, scaling, ends, longest, causal=False)
         return out[..., :width].transpose(0, 1).unsqueeze(0)
 
 
-def images_of(tokens: int, ends: torch.Tensor, longest: int) -> Images:
-    return _images(attention_dense.takes_images(ends, longest, tokens))
+def get_image_pattern(tokens: int, ends: torch.Tensor, longest: int) -> ImagePattern:
+    return _cached_image_pattern(attention_dense.decide_images(ends, longest, tokens))
 
 
-_images = functools.cache(Images)
+_cached_image_pattern = functools.cache(ImagePattern)
 
 
-class Rows:
+class VarlenPattern:
     """Sequences side by side in one row, each causal in itself and blind to the others."""
 
     state = None
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         ends = np.cumsum([0, *lengths])
-        self._ends = send(ends.astype(np.int32), device)
+        self._ends = copy_to_device(ends.astype(np.int32), device)
         self._longest = max(lengths)
-        self._padded = attention_dense.padded_rows(lengths, device)
+        self._padded = attention_dense.build_padded_rows(lengths, device)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         width = v.shape[-1]
-        q, k, v = _by_tokens(q, k, v)
+        q, k, v = _to_token_major(q, k, v)
         heads = (q.shape[1], k.shape[1])
-        if self._padded is not None and is_served(heads, q.shape[-1], True, q.device, q.dtype):
+        if self._padded is not None and is_cudnn_usable(
+            heads, q.shape[-1], True, q.device, q.dtype
+        ):
             out = self._padded.attend(q, k, v, scaling)
         else:
-            out = rows_of_lengths(q, k, v, scaling, self._ends, self._longest, causal=True)
+            out = attend_varlen(q, k, v, scaling, self._ends, self._longest, causal=True)
         return out[..., :width].transpose(0, 1).unsqueeze(0)
 
 
-class FlexTree:
+class FlexTreePattern:
     """Nodes each once: q sees k when k <= q < subtree_end[k]."""
 
     state = None
 
     def __init__(self, subtree_end: np.ndarray, device: torch.device) -> None:
-        padded = pad_ends(subtree_end)
-        self._end = send(padded.astype(np.int32), device)
+        padded = pad_subtree_ends(subtree_end)
+        self._end = copy_to_device(padded.astype(np.int32), device)
         self._mask = _block_mask(padded, self._end, device)
 
     def attend(
@@ -201,20 +205,20 @@ class FlexTree:
     ) -> torch.Tensor:
         # Of shapes, not of a number that is kept: for a compiler those are one graph.
         width, missing = v.shape[-1], self._end.shape[0] - q.shape[2]
-        q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, _widened(v, k)))
+        q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, _pad_values(v, k)))
         gqa = q.shape[1] != k.shape[1]
         out = _flex()(q, k, v, block_mask=self._mask, scale=scaling, enable_gqa=gqa)
         result: torch.Tensor = out[:, :, : out.shape[2] - missing, :width]
         return result
 
 
-def pad_ends(subtree_end: np.ndarray) -> np.ndarray:
+def pad_subtree_ends(subtree_end: np.ndarray) -> np.ndarray:
     """With tokens behind the last that are a tree of their own, up to the next bucket."""
-    total = -(-len(subtree_end) // BUCKET) * BUCKET
+    total = -(-len(subtree_end) // TREE_BUCKET) * TREE_BUCKET
     return np.concatenate([subtree_end, np.full(total - len(subtree_end), total)])
 
 
-def blocks_of(padded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def find_visible_blocks(padded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Which blocks of keys a block of queries sees some of, and all of; booleans (Q, K)."""
     by_block = padded.reshape(-1, BLOCK)
     first = np.arange(len(by_block)) * BLOCK
@@ -232,15 +236,15 @@ def _block_mask(padded: np.ndarray, end: torch.Tensor, device: torch.device) -> 
     def sees(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (k <= q) & (q < end[k])
 
-    partial, whole = (_listed(blocks, device) for blocks in blocks_of(padded))
+    partial, whole = (_list_blocks(blocks, device) for blocks in find_visible_blocks(padded))
     return BlockMask.from_kv_blocks(*partial, *whole, BLOCK_SIZE=BLOCK, mask_mod=sees)
 
 
-def _listed(blocks: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _list_blocks(blocks: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """For each block of queries how many blocks, and which, these first."""
     counts = blocks.sum(axis=1).astype(np.int32)
     order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
-    return tuple(send(x, device)[None, None] for x in (counts, order))
+    return tuple(copy_to_device(x, device)[None, None] for x in (counts, order))
 
 
 def _flex() -> Callable[..., Any]:

@@ -20,19 +20,19 @@ import torch
 from torch import distributed as dist
 
 from sightline.compute.tensor_file import (
-    DTYPES,
+    SAFETENSORS_DTYPES,
     TORCH_DTYPES,
     Gather,
-    as_it_is,
-    bytes_of,
-    each_whole,
+    iterate_gathered,
+    keep_tensor,
+    tensor_bytes,
 )
-from sightline.compute.versions import epoch_of, folder_of
+from sightline.compute.weight_versions import get_version_folder, record_epoch
 from sightline.errors import Misaligned
 from sightline.wire.file import write_atomic
 from sightline.wire.weights import MANIFEST, Adapter, Broadcast, Manifest, TensorSpec
 
-DELIVER_S = 600.0
+BROADCAST_TIMEOUT_S = 600.0
 """How long a sender waits for receivers, and each side for the other."""
 
 
@@ -50,23 +50,23 @@ class Broadcaster:
         tensors: Mapping[str, torch.Tensor],
         version: int,
         vision_version: int,
-        gather: Gather = as_it_is,
+        gather: Gather = keep_tensor,
         dtype: torch.dtype | None = None,
         adapter: Adapter | None = None,
     ) -> tuple[Path, Manifest]:
         """Writes the manifest of what `send` will send; a version keeps its meaning as in files."""
         digest = hashlib.sha256()
         specs = []
-        for name, whole in each_whole(tensors, gather):
-            data, kind = bytes_of(whole, dtype)
+        for name, whole in iterate_gathered(tensors, gather):
+            data, kind = tensor_bytes(whole, dtype)
             digest.update(data.numpy())
-            specs.append(TensorSpec(name, DTYPES[kind], tuple(whole.shape)))
+            specs.append(TensorSpec(name, SAFETENSORS_DTYPES[kind], tuple(whole.shape)))
             del whole, data  # before the next one is gathered
         sent = Broadcast(self._address, self._receivers, specs, digest.hexdigest())
         root.mkdir(parents=True, exist_ok=True)
-        epoch = epoch_of(root, version, sent.sha256)
+        epoch = record_epoch(root, version, sent.sha256)
         manifest = Manifest(version, vision_version, [], epoch, sent, adapter)
-        folder = folder_of(root, version, epoch)
+        folder = get_version_folder(root, version, epoch)
         folder.mkdir(exist_ok=True)
         write_atomic(folder / MANIFEST, msgspec.json.encode(manifest))
         return folder / MANIFEST, manifest
@@ -75,13 +75,13 @@ class Broadcaster:
         self,
         manifest: Manifest,
         tensors: Mapping[str, torch.Tensor],
-        gather: Gather = as_it_is,
+        gather: Gather = keep_tensor,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Returns when every receiver has all of it."""
         group = _join(self._store, manifest, rank=0)
-        for _, whole in each_whole(tensors, gather):
-            _broadcast(group, bytes_of(whole, dtype)[0])
+        for _, whole in iterate_gathered(tensors, gather):
+            _broadcast(group, tensor_bytes(whole, dtype)[0])
             del whole  # before the next one is gathered
         group.barrier().wait()
 
@@ -93,7 +93,7 @@ def receive(manifest: Manifest) -> dict[str, torch.Tensor]:
     host, _, port = sent.store.rpartition(":")
     store = dist.TCPStore(
         host, int(port), is_master=False, wait_for_workers=False,
-        timeout=timedelta(seconds=DELIVER_S),
+        timeout=timedelta(seconds=BROADCAST_TIMEOUT_S),
     )  # fmt: skip
     place = store.add(f"{manifest.label}/receivers", 1)
     group = _join(store, manifest, rank=place)
@@ -120,7 +120,7 @@ def _join(store: dist.Store, manifest: Manifest, rank: int) -> dist.ProcessGroup
         dist.PrefixStore(f"{manifest.label}/group", store),
         rank,
         1 + manifest.broadcast.receivers,
-        timedelta(seconds=DELIVER_S),
+        timedelta(seconds=BROADCAST_TIMEOUT_S),
     )
 
 

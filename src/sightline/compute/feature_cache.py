@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ImageFeatures:
     """An image as the text model takes it."""
 
     features: torch.Tensor
@@ -30,26 +30,26 @@ class FeatureCache:
         self.hits = 0
         self.encoded = 0
         self.evicted = 0
-        self._held: OrderedDict[str, Shown] = OrderedDict()
+        self._entries: OrderedDict[str, ImageFeatures] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._entries)
 
-    def find(self, key: str) -> Shown | None:
-        shown = self._held.get(key)
+    def find(self, key: str) -> ImageFeatures | None:
+        shown = self._entries.get(key)
         if shown is not None:
-            self._held.move_to_end(key)
+            self._entries.move_to_end(key)
             self.hits += 1
         return shown
 
-    def put(self, key: str, shown: Shown) -> None:
+    def put(self, key: str, shown: ImageFeatures) -> None:
         self.encoded += 1
-        if shown.nbytes > self.max_bytes or key in self._held:
+        if shown.nbytes > self.max_bytes or key in self._entries:
             return
-        self._held[key] = shown
+        self._entries[key] = shown
         self.bytes_held += shown.nbytes
         while self.bytes_held > self.max_bytes:
-            _, old = self._held.popitem(last=False)
+            _, old = self._entries.popitem(last=False)
             self.bytes_held -= old.nbytes
             self.evicted += 1
 
@@ -63,5 +63,5 @@ class FeatureCache:
         }
 
     def clear(self) -> None:
-        self._held.clear()
+        self._entries.clear()
         self.bytes_held = 0

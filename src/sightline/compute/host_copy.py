@@ -10,18 +10,18 @@ from collections.abc import Mapping
 
 import torch
 
-from sightline.compute.tensor_file import Gather, as_it_is, dtype_of, each_whole
+from sightline.compute.tensor_file import Gather, iterate_gathered, keep_tensor, resolve_dtype
 
 
 class HostCopy:
     def __init__(self) -> None:
-        self._held: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
         self._copied: torch.cuda.Event | None = None
 
     def take(
         self,
         tensors: Mapping[str, torch.Tensor],
-        gather: Gather = as_it_is,
+        gather: Gather = keep_tensor,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Floating tensors as `dtype`, where it is given. What was held before is overwritten.
@@ -29,9 +29,9 @@ class HostCopy:
         Sharded tensors are gathered one by one, so that the device holds one whole at a time.
         """
         on_cuda = False
-        for name, whole in each_whole(tensors, gather):
+        for name, whole in iterate_gathered(tensors, gather):
             # Narrowed before it travels, and on the device.
-            part = whole.to(dtype_of(whole, dtype))
+            part = whole.to(resolve_dtype(whole, dtype))
             self._buffer(name, part).copy_(part, non_blocking=True)
             on_cuda |= part.is_cuda
             del whole, part  # before the next one is gathered
@@ -39,18 +39,18 @@ class HostCopy:
         if on_cuda:
             self._copied = torch.cuda.Event()
             self._copied.record()
-        for gone in self._held.keys() - tensors.keys():
-            del self._held[gone]
+        for gone in self._buffers.keys() - tensors.keys():
+            del self._buffers[gone]
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """What was taken last; returns when all of it has arrived. Any thread may call."""
         if self._copied is not None:
             self._copied.synchronize()
-        return self._held
+        return self._buffers
 
     def _buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        held = self._held.get(name)
+        held = self._buffers.get(name)
         if held is None or held.shape != like.shape or held.dtype != like.dtype:
             held = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-            self._held[name] = held
+            self._buffers[name] = held
         return held

@@ -9,11 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils import logging as transformers_logging
 
 from sightline.compute import attention
-from sightline.compute.patches import multiply_patches
+from sightline.compute.patch_embedding import linearize_patch_embeddings
 from sightline.errors import ConfigError
 from sightline.families import Family, Forward, load_forward
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MODEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_model(path: str | Path, family: Family, device: str, dtype: str) -> Forward:
@@ -22,9 +22,13 @@ def load_model(path: str | Path, family: Family, device: str, dtype: str) -> For
     # 1e-4.
     torch.backends.cudnn.allow_tf32 = False
     forward = load_forward(
-        path, family, torch.device(device), DTYPES[dtype], attention=attention.register()
+        path,
+        family,
+        torch.device(device),
+        MODEL_DTYPES[dtype],
+        attention=attention.register_attention(),
     )
-    multiply_patches(forward.model)
+    linearize_patch_embeddings(forward.model)
     return forward
 
 

@@ -12,34 +12,34 @@ import torch
 
 from sightline.wire.weights import WeightFile
 
-DTYPES = {
+SAFETENSORS_DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
-def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+def keep_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def dtype_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def resolve_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """What it is written as: `dtype`, where that is given and the tensor floats."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def in_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def sort_names(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Their names. Wide elements come first, so that each tensor of a file is aligned."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
-def each_whole(
-    tensors: Mapping[str, torch.Tensor], gather: Gather = as_it_is
+def iterate_gathered(
+    tensors: Mapping[str, torch.Tensor], gather: Gather = keep_tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor, gathered, in the one order that all ranks keep to; one is held at a time."""
-    for name in in_order(tensors):
+    for name in sort_names(tensors):
         with torch.no_grad():
             whole = gather(tensors[name]).detach()
         yield name, whole
@@ -49,25 +49,25 @@ def each_whole(
 def write_tensors(
     path: Path,
     tensors: Mapping[str, torch.Tensor],
-    gather: Gather = as_it_is,
+    gather: Gather = keep_tensor,
     dtype: torch.dtype | None = None,
     metadata: dict[str, str] | None = None,
     turned: Collection[str] = (),
-    outlasts: bool = True,
+    durable: bool = True,
 ) -> WeightFile:
-    """Writes `tensors`, floating ones as `dtype` where it is given. It is synced if it `outlasts` a
+    """Writes `tensors`, floating ones as `dtype` where it is given. It is synced if it `durable` a
     crash of the machine.
 
     Stacks of matrices that `turned` names are written with each matrix transposed.
     """
-    sizes = {name: _turn(name, tensor, turned).shape for name, tensor in tensors.items()}
-    kinds = {name: dtype_of(tensor, dtype) for name, tensor in tensors.items()}
+    sizes = {name: _transpose(name, tensor, turned).shape for name, tensor in tensors.items()}
+    kinds = {name: resolve_dtype(tensor, dtype) for name, tensor in tensors.items()}
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     at = 0
-    for name in in_order(tensors):
+    for name in sort_names(tensors):
         nbytes = sizes[name].numel() * kinds[name].itemsize
         header[name] = {
-            "dtype": DTYPES[kinds[name]],
+            "dtype": SAFETENSORS_DTYPES[kinds[name]],
             "shape": list(sizes[name]),
             "data_offsets": [at, at + nbytes],
         }
@@ -79,34 +79,36 @@ def write_tensors(
         for part in (len(head).to_bytes(8, "little"), head):
             digest.update(part)
             file.write(part)
-        for name, whole in each_whole(tensors, gather):
-            data = bytes_of(_turn(name, whole, turned), dtype)[0].numpy()
+        for name, whole in iterate_gathered(tensors, gather):
+            data = tensor_bytes(_transpose(name, whole, turned), dtype)[0].numpy()
             digest.update(data)
             file.write(data)
             del whole, data  # before the next one is gathered
         file.flush()
-        if outlasts:
+        if durable:
             os.fsync(file.fileno())
         nbytes = file.tell()
     return WeightFile(path.name, nbytes, digest.hexdigest())
 
 
-def _turn(name: str, tensor: torch.Tensor, turned: Collection[str]) -> torch.Tensor:
+def _transpose(name: str, tensor: torch.Tensor, turned: Collection[str]) -> torch.Tensor:
     return tensor.transpose(-1, -2) if name in turned else tensor
 
 
-def bytes_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> tuple[torch.Tensor, torch.dtype]:
+def tensor_bytes(
+    tensor: torch.Tensor, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.dtype]:
     """The tensor's bytes in host memory, and what they are bytes of."""
-    kind = dtype_of(tensor, dtype)
+    kind = resolve_dtype(tensor, dtype)
     return tensor.to("cpu", kind).contiguous().reshape(-1).view(torch.uint8), kind
 
 
-def digest_of_file(path: Path) -> str:
+def digest_file(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Waits until a file, or the names in a folder, outlast the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:

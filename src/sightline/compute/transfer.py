@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sightline.families.sending import send
+from sightline.families.device_copy import copy_to_device
 
-__all__ = ["send", "stack"]
+__all__ = ["copy_to_device", "stack_pinned"]
 
 
-def stack(parts: Sequence[np.ndarray], device: torch.device) -> np.ndarray:
+def stack_pinned(parts: Sequence[np.ndarray], device: torch.device) -> np.ndarray:
     """The rows of `parts` one after the other, in memory that `device` can read by itself."""
     rows = sum(len(part) for part in parts)
     shape = (rows, *parts[0].shape[1:])

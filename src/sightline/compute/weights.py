@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from sightline.compute.broadcast import receive
-from sightline.compute.tensor_file import digest_of_file, dtype_of, in_order, write_tensors
-from sightline.compute.versions import epoch_of, folder_of
+from sightline.compute.tensor_file import digest_file, resolve_dtype, sort_names, write_tensors
+from sightline.compute.weight_versions import get_version_folder, record_epoch
 from sightline.errors import Misaligned, WireError
 from sightline.wire.weights import MANIFEST, Adapter, Manifest, WeightFile
 
@@ -46,14 +46,14 @@ def write_weights(
     part = root / f".v{version:06d}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    shares = _shares(tensors, "model" if adapter is None else "adapter", dtype)
+    shares = _split_into_files(tensors, "model" if adapter is None else "adapter", dtype)
     write = partial(_write, part, dtype)
     with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
         files = list(pool.map(write, shares, shares.values()))
-    epoch = epoch_of(root, version, _digest_of(files))
+    epoch = record_epoch(root, version, _digest_files(files))
     manifest = Manifest(version, vision_version, files, epoch, adapter=adapter)
-    target = folder_of(root, version, epoch)
-    if _is_whole(target, manifest):
+    target = get_version_folder(root, version, epoch)
+    if _is_intact(target, manifest):
         shutil.rmtree(part)
         return target / MANIFEST, manifest
     (part / MANIFEST).write_bytes(msgspec.json.encode(manifest))
@@ -62,15 +62,15 @@ def write_weights(
     return target / MANIFEST, manifest
 
 
-def _shares(
+def _split_into_files(
     tensors: Mapping[str, torch.Tensor], stem: str, dtype: torch.dtype | None
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Which tensors each file gets, by its name; more than `MAX_FILE_BYTES` only for one tensor."""
     shares: list[dict[str, torch.Tensor]] = [{}]
     nbytes = 0
-    for name in in_order(tensors):
+    for name in sort_names(tensors):
         tensor = tensors[name]
-        size = tensor.numel() * dtype_of(tensor, dtype).itemsize
+        size = tensor.numel() * resolve_dtype(tensor, dtype).itemsize
         if shares[-1] and nbytes + size > MAX_FILE_BYTES:
             shares.append({})
             nbytes = 0
@@ -87,23 +87,23 @@ def _shares(
 def _write(
     folder: Path, dtype: torch.dtype | None, name: str, share: Mapping[str, torch.Tensor]
 ) -> WeightFile:
-    return write_tensors(folder / name, share, dtype=dtype, outlasts=False)
+    return write_tensors(folder / name, share, dtype=dtype, durable=False)
 
 
-def _digest_of(files: list[WeightFile]) -> str:
+def _digest_files(files: list[WeightFile]) -> str:
     if len(files) == 1:
         return files[0].sha256
     return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
 
 
-def _is_whole(target: Path, manifest: Manifest) -> bool:
+def _is_intact(target: Path, manifest: Manifest) -> bool:
     """Whether the version stands there already, and is still what it was."""
     path = target / MANIFEST
     if not path.is_file() or path.read_bytes() != msgspec.json.encode(manifest):
         return False
     found = [target / file.name for file in manifest.files]
     return all(
-        path.is_file() and digest_of_file(path) == file.sha256
+        path.is_file() and digest_file(path) == file.sha256
         for path, file in zip(found, manifest.files, strict=True)
     )
 
@@ -149,13 +149,13 @@ def _read(folder: Path, file: WeightFile) -> dict[str, torch.Tensor]:
 def adopt_into(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """Copies `tensors` into the model, all or nothing: names and shapes are checked first."""
     own = dict(model.named_parameters())
-    check_names(own, tensors)
+    check_parameters(own, tensors)
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(tensors[name])
 
 
-def check_names(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+def check_parameters(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises unless both name the same parameters, with the same shapes."""
     if own.keys() != tensors.keys():
         odd = sorted(own.keys() ^ tensors.keys())[:3]

@@ -7,34 +7,34 @@ from typing import Any, Self, TypeGuard, TypeVar, get_args
 
 from pydantic import model_validator
 
-from sightline.config.inference import Inference
-from sightline.config.lora import Lora
-from sightline.config.monitor import Monitor
-from sightline.config.section import Section
+from sightline.config.inference import InferenceConfig
+from sightline.config.logging import LoggingConfig
+from sightline.config.lora import LoraConfig
+from sightline.config.section import ConfigSection
 from sightline.config.sections import (
-    Data,
-    Env,
-    Eval,
-    Filters,
-    Media,
-    Model,
-    Orchestrator,
-    Rollout,
-    Run,
-    Sft,
+    DataConfig,
+    EnvConfig,
+    EvalConfig,
+    FiltersConfig,
+    MediaConfig,
+    ModelConfig,
+    OrchestratorConfig,
+    RolloutConfig,
+    RunConfig,
+    SftConfig,
 )
-from sightline.config.trainer import Trainer
+from sightline.config.trainer import TrainerConfig
 from sightline.errors import ResumeRefused
 
 
-class _Training(Section):
+class _TrainingFile(ConfigSection):
     """What both commands that train read."""
 
-    model: Model
-    run: Run = Run()
-    media: Media = Media()
-    trainer: Trainer = Trainer()
-    lora: Lora = Lora()
+    model: ModelConfig
+    run: RunConfig = RunConfig()
+    media: MediaConfig = MediaConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    lora: LoraConfig = LoraConfig()
 
     @model_validator(mode="after")
     def _trains_what_it_adapts(self) -> Self:
@@ -45,24 +45,24 @@ class _Training(Section):
         return self
 
 
-class RunFile(_Training):
+class RunFile(_TrainingFile):
     """What `sightline rl` reads."""
 
-    env: Env
-    rollout: Rollout = Rollout()
-    filters: Filters = Filters()
-    orchestrator: Orchestrator = Orchestrator()
-    inference: Inference = Inference()
-    eval: Eval = Eval()
-    monitor: Monitor = Monitor()
+    env: EnvConfig
+    rollout: RolloutConfig = RolloutConfig()
+    filters: FiltersConfig = FiltersConfig()
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    inference: InferenceConfig = InferenceConfig()
+    eval: EvalConfig = EvalConfig()
+    logging: LoggingConfig = LoggingConfig()
 
 
-class SftFile(_Training):
+class SftFile(_TrainingFile):
     """What `sightline sft` reads."""
 
-    sft: Sft
-    env: Env | None = None
-    data: Data | None = None
+    sft: SftConfig
+    env: EnvConfig | None = None
+    data: DataConfig | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -74,37 +74,37 @@ class SftFile(_Training):
 AnyRun = TypeVar("AnyRun", RunFile, SftFile)
 
 
-def settings(kind: type[Section]) -> Iterator[tuple[str, str, Any]]:
+def iter_settings(kind: type[ConfigSection]) -> Iterator[tuple[str, str, Any]]:
     """Each setting as (section, name, field)."""
     for section, outer in kind.model_fields.items():
-        for name, field in section_of(outer.annotation).model_fields.items():
+        for name, field in get_section_class(outer.annotation).model_fields.items():
             yield section, name, field
 
 
-def section_of(annotation: Any) -> type[Section]:
+def get_section_class(annotation: Any) -> type[ConfigSection]:
     """The section that a field of a file holds, whether it may be left out or not."""
-    [section] = [one for one in (annotation, *get_args(annotation)) if _is_section(one)]
+    [section] = [one for one in (annotation, *get_args(annotation)) if _is_section_class(one)]
     return section
 
 
-def _is_section(kind: Any) -> TypeGuard[type[Section]]:
-    return isinstance(kind, type) and issubclass(kind, Section)
+def _is_section_class(kind: Any) -> TypeGuard[type[ConfigSection]]:
+    return isinstance(kind, type) and issubclass(kind, ConfigSection)
 
 
 def check_resume(old: AnyRun, new: AnyRun) -> None:
     """Refuses, by name, what cannot change between the halves of a run."""
-    for section, name, field in settings(type(old)):
+    for section, name, field in iter_settings(type(old)):
         before = getattr(getattr(old, section), name, None)
         after = getattr(getattr(new, section), name, None)
         if before == after:
             continue
-        if name == "steps" and section == "run" and old.trainer.schedule != "constant":
+        if name == "steps" and section == "run" and old.trainer.lr_schedule != "constant":
             raise ResumeRefused(
                 f"[run] steps was {before} and is now {after}, and the learning rate of every "
-                f"step depends on it ([trainer] schedule = {old.trainer.schedule!r})",
+                f"step depends on it ([trainer] lr_schedule = {old.trainer.lr_schedule!r})",
                 "resume with the old value, or start a new run",
             )
-        if not (field.json_schema_extra or {}).get("free"):
+        if not (field.json_schema_extra or {}).get("mutable"):
             raise ResumeRefused(
                 f"[{section}] {name} was {before!r} and is now {after!r}",
                 "resume with the old value, or start a new run",

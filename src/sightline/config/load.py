@@ -3,38 +3,49 @@
 from __future__ import annotations
 
 import difflib
-import json
-import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from sightline.config.section import Section
+from sightline.config.renamed import find_new_name, spell_setting, translate_old_names
+from sightline.config.section import ConfigSection
 from sightline.errors import ConfigError
 
-AnyFile = TypeVar("AnyFile", bound=Section)
+AnyFile = TypeVar("AnyFile", bound=ConfigSection)
 
 
-def load(kind: type[AnyFile], path: Path, overrides: Sequence[str] = ()) -> AnyFile:
-    """The file at `path`, with `section.key=value` overrides."""
+def load_config(kind: type[AnyFile], path: Path, overrides: Sequence[str] = ()) -> AnyFile:
+    """The run file at `path`, with `section.key=value` overrides."""
+    values = _read_toml(path)
+    apply_overrides(values, overrides)
+    return validate_config(kind, values, str(path))
+
+
+def load_stored_config(kind: type[AnyFile], path: Path, overrides: Sequence[str] = ()) -> AnyFile:
+    """The `config.toml` of a run directory, for reading it: names of earlier versions are known."""
+    values = translate_old_names(_read_toml(path))
+    apply_overrides(values, overrides)
+    return validate_config(kind, values, str(path))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        values = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(f"no run file at {path}", "check the path") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}", "mend the line that it names") from None
-    apply_overrides(values, overrides)
-    return check(kind, values, str(path))
 
 
-def check(kind: type[AnyFile], values: dict[str, Any], where: str) -> AnyFile:
+def validate_config(kind: type[AnyFile], values: dict[str, Any], where: str) -> AnyFile:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise _explain(kind, error, where) from None
+        raise _build_error(kind, error, where) from None
 
 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -60,14 +71,16 @@ def _apply(values: dict[str, Any], override: str) -> None:
     place[names[-1]] = value
 
 
-def _explain(kind: type[Section], error: ValidationError, where: str) -> ConfigError:
+def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) -> ConfigError:
     first = error.errors()[0]
     names = [str(part) for part in first["loc"]]
     said = first["msg"].removeprefix("Value error, ")
     if not names:  # settings that each are well, and do not go together
         return ConfigError(f"{where}: {said}", "give settings that go together")
-    key = _spell(names)
+    key = spell_setting(names)
     if first["type"] == "extra_forbidden":
+        if (new := find_new_name(names)) is not None:
+            return ConfigError(f"{where}: {key} is now called {new}", f"write {new}")
         known = _known_names(kind, names[:-1])
         near = difflib.get_close_matches(names[-1], known, n=1)
         fix = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
@@ -77,10 +90,6 @@ def _explain(kind: type[Section], error: ValidationError, where: str) -> ConfigE
     if isinstance(first["input"], dict) and first["type"] == "value_error":  # a whole section
         return ConfigError(f"{where}: {key}: {said}", "give settings that go together")
     return ConfigError(f"{where}: {key} = {first['input']!r}: {said}", "give a value that fits")
-
-
-def _spell(names: list[str]) -> str:
-    return f"[{names[0]}]" if len(names) == 1 else f"[{'.'.join(names[:-1])}] {names[-1]}"
 
 
 def _known_names(kind: type[BaseModel], names: list[str]) -> list[str]:
@@ -97,37 +106,6 @@ def _known_names(kind: type[BaseModel], names: list[str]) -> list[str]:
     return list(kind.model_fields)
 
 
-def dump(file: Section) -> str:
+def dump_toml(file: ConfigSection) -> str:
     """The file as TOML, every setting spelled out."""
-    lines: list[str] = []
-    for section, values in file.model_dump().items():
-        if values is None:
-            continue
-        lines.append(f"[{section}]")
-        nested = {k: v for k, v in values.items() if isinstance(v, dict)}
-        for name, value in values.items():
-            if value is not None and name not in nested:
-                lines.append(f"{name} = {_toml(value)}")
-        for name, inner in nested.items():
-            if inner:
-                lines.append(f"\n[{section}.{name}]")
-                lines += [f"{_key(key)} = {_toml(value)}" for key, value in inner.items()]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # JSON escapes as TOML does, but for DEL, which TOML wants escaped too.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_key(k)} = {_toml(v)}" for k, v in value.items()) + " }"
-    return repr(value)
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml(name)
+    return tomli_w.dumps(file.model_dump(exclude_none=True))

@@ -6,9 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-FREE: dict[str, Any] = {"free": True}
+MUTABLE: dict[str, Any] = {"mutable": True}
 """A setting that may change when a run is resumed."""
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)

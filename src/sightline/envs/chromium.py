@@ -147,12 +147,12 @@ class Chromium:
 
     def _write(self, data: bytes) -> None:
         if self._closed:
-            raise self._gone()
+            raise self._ended_error()
         try:
             while data:
                 data = data[self._out.write(data) :]
         except BrokenPipeError:
-            raise self._gone() from None
+            raise self._ended_error() from None
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -161,15 +161,15 @@ class Chromium:
             while data := pipe.read(1 << 16):
                 *whole, rest = (rest + data).split(b"\0")
                 for message in whole:
-                    self._took(json.loads(message))
+                    self._dispatch_message(json.loads(message))
         with self._lock:
             self._closed = True
             lost = [*self._pending.values(), *self._waiting.values()]
         for answer in lost:
             if not answer.done():
-                answer.set_exception(self._gone())
+                answer.set_exception(self._ended_error())
 
-    def _took(self, message: dict[str, Any]) -> None:
+    def _dispatch_message(self, message: dict[str, Any]) -> None:
         with self._lock:
             if "id" in message:
                 answer = self._pending.pop(message["id"], None)
@@ -187,7 +187,7 @@ class Chromium:
         else:
             answer.set_result(message.get("result", message.get("params", {})))
 
-    def _gone(self) -> EnvironmentFailed:
+    def _ended_error(self) -> EnvironmentFailed:
         return EnvironmentFailed(
             "Chromium has ended", f"try `{Path(self.path).name} --headless about:blank` by hand"
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from PIL import Image
 
-from sightline.envs.drawing import glyph, png
+from sightline.envs.drawing import draw_glyph, encode_png
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.message import Message, assistant, user
 
@@ -127,12 +127,12 @@ class ColorCodeword(Environment):
         rng = random.Random(f"{letter}:{shade}")
         near = (c + rng.randint(-self.jitter, self.jitter) for c in COLORS[letter])
         colour = tuple(min(255, max(0, value)) for value in near)
-        return png(Image.new("RGB", (self.side, self.side), colour))
+        return encode_png(Image.new("RGB", (self.side, self.side), colour))
 
     @cache  # noqa: B019
     def letter(self, letter: str) -> bytes:
         """A picture of the letter itself, as a PNG."""
-        return png(glyph(GLYPHS[letter], self.side))
+        return encode_png(draw_glyph(GLYPHS[letter], self.side))
 
 
 def _is_well_formed(answer: str, length: int) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from sightline.envs.drawing import DIGITS, glyph, png
+from sightline.envs.drawing import DIGITS, draw_glyph, encode_png
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.errors import ConfigError
 from sightline.message import Message, assistant, user
@@ -76,7 +76,7 @@ class Counting(Environment):
         """
         digit = rng.choice(self.answers)
         if rng.random() < self.spelled_share:
-            shown = png(glyph(DIGITS[digit], self.side))
+            shown = encode_png(draw_glyph(DIGITS[digit], self.side))
         else:
             shown = self.draw(task.data)
         return [user(put(shown)), assistant(digit)]
@@ -99,7 +99,7 @@ class Counting(Environment):
             )
             box = (x - radius, y - radius, x + radius, y + radius)
             pen.ellipse(box, fill=rng.randint(*INK_LEVELS))
-        return png(image)
+        return encode_png(image)
 
 
 ENVIRONMENT = Counting

@@ -21,13 +21,13 @@ DIGITS = {
 """Three columns and five rows each."""
 
 
-def png(image: Image.Image) -> bytes:
+def encode_png(image: Image.Image) -> bytes:
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
 
 
-def glyph(bits: str, side: int) -> Image.Image:
+def draw_glyph(bits: str, side: int) -> Image.Image:
     """Fifteen bits, black on white, stretched to a square picture."""
     image = Image.new("L", (3, 5))
     image.putdata([0 if bit == "1" else 255 for bit in bits])

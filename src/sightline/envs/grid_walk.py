@@ -14,8 +14,13 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from sightline.envs.actions import Field, TextWay, ToolWay, way_of
-from sightline.envs.drawing import png
+from sightline.envs.action_formats import (
+    ActionField,
+    TextActions,
+    ToolActions,
+    choose_action_format,
+)
+from sightline.envs.drawing import encode_png
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.errors import ConfigError
 from sightline.message import Message
@@ -26,10 +31,10 @@ Cell = tuple[int, int]
 MOVES: dict[str, Cell] = {"U": (-1, 0), "D": (1, 0), "L": (0, -1), "R": (0, 1)}
 WORDS = {"up": "U", "down": "D", "left": "L", "right": "R"}
 FLOOR, WALL, GOAL, WALKER = (235, 235, 235), (40, 40, 60), (30, 170, 60), (220, 40, 40)
-TOOL = ToolWay(
-    (Field("direction", tuple(WORDS)),), "move", "Moves the red walker one field on the grid."
+TOOL = ToolActions(
+    (ActionField("direction", tuple(WORDS)),), "move", "Moves the red walker one field on the grid."
 )
-LETTERS = TextWay((Field("direction", tuple(MOVES)),))
+LETTERS = TextActions((ActionField("direction", tuple(MOVES)),))
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,8 @@ class GridWalk(Environment):
         self.malformed_penalty = malformed_penalty
         self.expert_share = expert_share
         self.seed = seed
-        self.way = way_of(actions, self.name, LETTERS, TOOL)
-        self.tools = self.way.tools
+        self.action_format = choose_action_format(actions, self.name, LETTERS, TOOL)
+        self.tools = self.action_format.tools
 
     def task(self, index: int, split: str) -> Task:
         rng = random.Random(f"{self.seed}:{split}:{index}")
@@ -86,8 +91,10 @@ class GridWalk(Environment):
         per_turn: list[float] = []
         while at != maze.goal and len(per_turn) < self.max_turns:
             picture = chat.put(self.draw(maze, at))
-            said = await chat.send(self.way.reply(said, picture, self.hint), tools=self.tools)
-            action = self.way.read(said)
+            said = await chat.send(
+                self.action_format.reply(said, picture, self.hint), tools=self.tools
+            )
+            action = self.action_format.read(said)
             before = at
             if action is None:
                 num_malformed += 1
@@ -122,8 +129,8 @@ class GridWalk(Environment):
             if expert:
                 moves = [m for m in moves if left[self.step(maze, at, m)] < left[at]]
             move = rng.choice(moves)
-            messages += self.way.reply(said, put(self.draw(maze, at)), self.hint)
-            said = self.way.write((move if self.tools is None else word_of(move),))
+            messages += self.action_format.reply(said, put(self.draw(maze, at)), self.hint)
+            said = self.action_format.write((move if self.tools is None else word_of(move),))
             messages.append(said)
             at = self.step(maze, at, move)
         return messages
@@ -153,7 +160,7 @@ class GridWalk(Environment):
         for cell, colour in (*((wall, WALL) for wall in sorted(maze.walls)), (maze.goal, GOAL)):
             pen.rectangle(self._box(cell), fill=colour)
         pen.rectangle(self._box(at), fill=WALKER)
-        return png(image)
+        return encode_png(image)
 
     def _box(self, cell: Cell) -> tuple[int, int, int, int]:
         row, column = cell

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 
 from PIL import Image
 
-from sightline.envs.parsing import build_parser, check_on_malformed
+from sightline.envs.action_parsers import build_parser, check_on_malformed
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
-from sightline.envs.threads import OneThread
+from sightline.envs.threads import SerialThread
 from sightline.errors import ConfigError
 from sightline.message import user
 
-RGB = "rgb_array"
+RENDER_MODE = "rgb_array"
 T = TypeVar("T")
 
 
@@ -58,7 +58,7 @@ class GymnasiumEnvironment(Environment):
         if module:
             importlib.import_module(module)  # registers what it brings
         self._make: Callable[[], Any] = lambda: gymnasium.make(
-            self.id, render_mode=RGB, **self.kwargs
+            self.id, render_mode=RENDER_MODE, **self.kwargs
         )
         num_actions = self._probe(gymnasium.error.Error)
         self.parser = build_parser(actions, num_actions, self.name)
@@ -82,7 +82,7 @@ class GymnasiumEnvironment(Environment):
         if getattr(frame, "ndim", 0) != 3:
             raise ConfigError(
                 f"{self.name} draws no picture, and pictures are what is shown",
-                f"choose an environment with render mode {RGB!r}",
+                f"choose an environment with render mode {RENDER_MODE!r}",
             )
         return int(getattr(probe.action_space, "n", 0))
 
@@ -90,21 +90,21 @@ class GymnasiumEnvironment(Environment):
         return Task(index, split, random.Random(f"{self.seed}:{split}:{index}").getrandbits(31))
 
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
-        game = _Game(OneThread("gymnasium"))
+        game = _Episode(SerialThread("gymnasium"))
         try:
-            await game.do(lambda: game.start(self._make, task.data))
+            await game.run(lambda: game.start(self._make, task.data))
             outcome = await self._play(game, chat)
-            await game.do(game.close)
+            await game.run(game.close)
             return outcome
         finally:
             # Not awaited: a step that hangs comes before it, and would hold up a cancelled rollout.
             game.thread.end(game.close)
 
-    async def _play(self, game: _Game, chat: Chat) -> Outcome:
+    async def _play(self, game: _Episode, chat: Chat) -> Outcome:
         total, num_malformed, gave_up = 0.0, 0, False
         per_turn: list[float] = []
         while not (game.over or gave_up) and len(per_turn) < self.max_turns:
-            picture = await game.do(lambda: self._picture(game.frame()))
+            picture = await game.run(lambda: self._picture(game.frame()))
             parts = [self.hint] if self.hint and not per_turn else []
             said = await chat.send([user(*parts, chat.put(picture))])
             action = self.parser.parse(said)
@@ -112,10 +112,10 @@ class GymnasiumEnvironment(Environment):
             num_malformed += malformed
             earned = 0.0
             if malformed and self.on_malformed == "random":
-                action = await game.do(lambda: game.any_action(chat.rng))
+                action = await game.run(lambda: game.any_action(chat.rng))
             gave_up = malformed and self.on_malformed == "end"
             if action is not None:
-                earned = await game.do(partial(game.step, action))
+                earned = await game.run(partial(game.step, action))
             total += earned
             per_turn.append(earned - self.malformed_penalty * malformed)
         turns = len(per_turn)
@@ -141,16 +141,16 @@ class GymnasiumEnvironment(Environment):
 
 
 @dataclass
-class _Game:
+class _Episode:
     """One episode. Everything that touches the environment runs in its thread."""
 
-    thread: OneThread
+    thread: SerialThread
     env: Any = None
     terminated: bool = False
     truncated: bool = False
 
-    async def do(self, work: Callable[[], T]) -> T:
-        return await self.thread.do(work)
+    async def run(self, work: Callable[[], T]) -> T:
+        return await self.thread.run(work)
 
     def start(self, make: Callable[[], Any], seed: int) -> None:
         self.env = make()

@@ -21,13 +21,13 @@ from sightline.envs.protocol import Messages
 from sightline.errors import JudgeFailed
 from sightline.media import MediaRef
 from sightline.message import ImagePart, Message
-from sightline.wire.stage import CURRENT
+from sightline.run.stages import CURRENT_STAGE
 
-Read = Callable[[MediaRef], bytes]
-FIRST_WAIT_S = 0.5
-LONGEST_WAIT_S = 20.0
-MAY_HEAL = (408, 409, 425, 429, 500, 502, 503, 504)
-SCORE = r"(?i)score\W{0,4}(-?\d+(?:\.\d+)?)"
+ReadImage = Callable[[MediaRef], bytes]
+FIRST_RETRY_S = 0.5
+LONGEST_RETRY_S = 20.0
+RETRY_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504)
+SCORE_PATTERN = r"(?i)score\W{0,4}(-?\d+(?:\.\d+)?)"
 """The last of `Score: 0.7`, `**score** = 7` and the like in an answer."""
 
 
@@ -43,16 +43,16 @@ class JudgeModel:
     tries: int = 4
     max_tokens: int = 1024
     temperature: float = 0.0
-    first_wait_s: float = FIRST_WAIT_S
+    first_wait_s: float = FIRST_RETRY_S
     """Before the second try; it doubles from there."""
 
     async def score(
         self,
         messages: Messages,
-        read: Read,
+        read: ReadImage,
         low: float = 0.0,
         high: float = 1.0,
-        pattern: str = SCORE,
+        pattern: str = SCORE_PATTERN,
     ) -> float:
         """The number in the judge's answer. The last message should say how to write it."""
         answer = await self.ask(messages, read)
@@ -70,15 +70,15 @@ class JudgeModel:
             )
         return value
 
-    async def ask(self, messages: Messages, read: Read) -> str:
+    async def ask(self, messages: Messages, read: ReadImage) -> str:
         """The judge's answer. `read` gives the bytes of an image, as `chat.get` does."""
-        with CURRENT.get().begin("judge", judge=self.model):
+        with CURRENT_STAGE.get().begin("judge", judge=self.model):
             return await self._ask(messages, read)
 
-    async def _ask(self, messages: Messages, read: Read) -> str:
+    async def _ask(self, messages: Messages, read: ReadImage) -> str:
         body = {
             "model": self.model,
-            "messages": await asyncio.to_thread(outside_form, messages, read),
+            "messages": await asyncio.to_thread(to_openai_messages, messages, read),
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
         }
@@ -91,13 +91,13 @@ class JudgeModel:
                 if isinstance(answer, str):
                     return answer
                 failures.append(answer)
-                if not answer.may_heal or len(failures) >= self.tries:
+                if not answer.is_retryable or len(failures) >= self.tries:
                     break
-                wait_s = min(self.first_wait_s * 2 ** (len(failures) - 1), LONGEST_WAIT_S)
+                wait_s = min(self.first_wait_s * 2 ** (len(failures) - 1), LONGEST_RETRY_S)
                 await asyncio.sleep(wait_s * (0.5 + random.random()))
         raise JudgeFailed(
             f"the judge {self.model} at {self.base_url} failed {len(failures)} times; "
-            f"the last: {failures[-1].why}",
+            f"the last: {failures[-1].reason}",
             "look at that endpoint, its key and its limits",
         )
 
@@ -107,10 +107,10 @@ class JudgeModel:
             async with session.post(url, json=body) as http:
                 if http.status != 200:
                     text = (await http.text(errors="replace"))[:200]
-                    return _Failure(f"{http.status} {text}", http.status in MAY_HEAL)
+                    return _Failure(f"{http.status} {text}", http.status in RETRY_STATUSES)
                 answer = await http.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            return _Failure(f"{type(error).__name__} {error}".rstrip(), may_heal=True)
+            return _Failure(f"{type(error).__name__} {error}".rstrip(), is_retryable=True)
         try:
             content = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
@@ -122,18 +122,19 @@ class JudgeModel:
 
 @dataclass(frozen=True)
 class _Failure:
-    why: str
-    may_heal: bool = False
+    reason: str
+    is_retryable: bool = False
 
 
-def outside_form(messages: Messages, read: Read) -> list[dict[str, Any]]:
+def to_openai_messages(messages: Messages, read: ReadImage) -> list[dict[str, Any]]:
     """Messages as any OpenAI endpoint takes them, with images as data URLs."""
     return [
-        message if isinstance(message, dict) else _outside(message, read) for message in messages
+        message if isinstance(message, dict) else _to_openai_message(message, read)
+        for message in messages
     ]
 
 
-def _outside(message: Message, read: Read) -> dict[str, Any]:
+def _to_openai_message(message: Message, read: ReadImage) -> dict[str, Any]:
     parts: list[dict[str, Any]] = []
     for part in message.content:
         if isinstance(part, ImagePart):

@@ -18,7 +18,12 @@ from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from sightline.envs.actions import Field, TextWay, ToolWay, way_of
+from sightline.envs.action_formats import (
+    ActionField,
+    TextActions,
+    ToolActions,
+    choose_action_format,
+)
 from sightline.envs.chromium import Chromium, Tab, get_chromium
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.envs.threads import start_thread
@@ -83,14 +88,16 @@ class MiniBrowser(Environment):
         self.malformed_penalty = malformed_penalty
         self.expert_share = expert_share
         self.seed = seed
-        fields = (Field("x", below=width), Field("y", below=height))
-        self.way = way_of(
+        fields = (ActionField("x", num_values=width), ActionField("y", num_values=height))
+        self.action_format = choose_action_format(
             actions,
             self.name,
-            TextWay(fields, "click"),
-            ToolWay(fields, "click", "Clicks at a point of the page, in pixels from its corner."),
+            TextActions(fields, "click"),
+            ToolActions(
+                fields, "click", "Clicks at a point of the page, in pixels from its corner."
+            ),
         )
-        self.tools = self.way.tools
+        self.tools = self.action_format.tools
         self._starting = threading.Lock()
         self._started: Chromium | None = None
         self._idle: list[Tab] = []
@@ -117,8 +124,10 @@ class MiniBrowser(Environment):
         per_turn: list[float] = []
         while passed < self.pages and len(per_turn) < self.max_turns:
             picture = chat.put(await asyncio.to_thread(tab.screenshot))
-            said = await chat.send(self.way.reply(said, picture, self.hint), tools=self.tools)
-            action = self.way.read(said)
+            said = await chat.send(
+                self.action_format.reply(said, picture, self.hint), tools=self.tools
+            )
+            action = self.action_format.read(said)
             before = passed
             if action is None:
                 num_malformed += 1
@@ -147,8 +156,8 @@ class MiniBrowser(Environment):
         tab = self.open(task)
         picture = put(tab.screenshot())
         self._idle.append(tab)
-        clicked = self.way.write(page.buttons[which].middle)
-        return [*self.way.reply(None, picture, self.hint), clicked]
+        clicked = self.action_format.write(page.buttons[which].middle)
+        return [*self.action_format.reply(None, picture, self.hint), clicked]
 
     def open(self, task: Task) -> Tab:
         """A tab that shows the first page of the task."""
@@ -217,7 +226,7 @@ class MiniBrowser(Environment):
 
     @cached_property
     def _server(self) -> ThreadingHTTPServer:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self._answer))
+        server = ThreadingHTTPServer(("127.0.0.1", 0), _build_handler(self._answer))
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return server
@@ -244,7 +253,7 @@ class MiniBrowser(Environment):
             self._server.server_close()
 
 
-def _handler(answer: Callable[[str], str | None]) -> type[BaseHTTPRequestHandler]:
+def _build_handler(answer: Callable[[str], str | None]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             page = answer(self.path)

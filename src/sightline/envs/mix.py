@@ -9,14 +9,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from sightline.config import Env
+from sightline.config import EnvConfig
 from sightline.envs.protocol import Environment, Task, load_environment
 from sightline.errors import ConfigError
 from sightline.message import Message
 
 
-class Mix(Environment):
-    """`pick` says whose task an index is; the same index and split always mean the same one."""
+class EnvironmentMix(Environment):
+    """`choose_environment` says whose task an index is; the same index and split always mean the same one."""
 
     name = "mix"
 
@@ -32,22 +32,22 @@ class Mix(Environment):
         self.shows_images = any(env.shows_images for env in self.members)
         self._stops = list(itertools.accumulate(weight for _, weight in members))
 
-    def pick(self, index: int, split: str) -> Environment:
+    def choose_environment(self, index: int, split: str) -> Environment:
         drawn = hashlib.blake2b(f"{split}:{index}".encode(), digest_size=8).digest()
         at = int.from_bytes(drawn, "big") / 2**64 * self._stops[-1]
         return self.members[min(bisect.bisect_right(self._stops, at), len(self.members) - 1)]
 
     def task(self, index: int, split: str) -> Task:
-        return self.pick(index, split).task(index, split)
+        return self.choose_environment(index, split).task(index, split)
 
     def rollout(self, task: Task, chat: Any) -> Any:
-        return self.pick(task.index, task.split).rollout(task, chat)
+        return self.choose_environment(task.index, task.split).rollout(task, chat)
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
-        return self.pick(task.index, task.split).demonstration(task, put, rng)
+        return self.choose_environment(task.index, task.split).demonstration(task, put, rng)
 
 
-def build_environment(env: Env) -> Environment:
+def build_environment(env: EnvConfig) -> Environment:
     """What `[env]` describes: one environment, or a mix."""
     if not env.mix:
         return load_environment(env.name, env.args)
@@ -57,4 +57,4 @@ def build_environment(env: Env) -> Environment:
         if share.label:
             member.name = share.label
         members.append((member, share.weight))
-    return Mix(members)
+    return EnvironmentMix(members)

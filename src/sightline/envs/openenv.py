@@ -12,7 +12,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sightline.envs.parsing import build_parser, check_on_malformed
+from sightline.envs.action_parsers import build_parser, check_on_malformed
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.errors import ConfigError, EnvironmentFailed
 from sightline.message import Message, user
@@ -98,7 +98,7 @@ class OpenEnvEnvironment(Environment):
         if self.text_field:
             parts.append(str(self._field(observation, self.text_field)))
         if self.image_field:
-            parts.append(chat.put(picture_of(self._field(observation, self.image_field))))
+            parts.append(chat.put(decode_image(self._field(observation, self.image_field))))
         return user(*parts)
 
     def _field(self, observation: Mapping[str, Any], name: str) -> Any:
@@ -111,7 +111,7 @@ class OpenEnvEnvironment(Environment):
         return observation[name]
 
 
-def picture_of(value: Any) -> bytes:
+def decode_image(value: Any) -> bytes:
     """The bytes of a picture in an observation: base64 text, bare or as a data URL."""
     if not isinstance(value, str):
         raise EnvironmentFailed(

@@ -165,7 +165,7 @@ class Environment:
         """What a rollout is worth that was cut short and did not catch `Truncated` itself."""
         return 0.0
 
-    def pick(self, index: int, split: str) -> Environment:
+    def choose_environment(self, index: int, split: str) -> Environment:
         """The environment that plays this task; a mix of several chooses one."""
         return self
 

@@ -15,14 +15,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from sightline.envs.image_values import image_columns, with_images
+from sightline.envs.cell_images import image_columns, put_cell_images
 from sightline.errors import ConfigError
 from sightline.media import MediaRef
 
 Put = Callable[[Any], MediaRef]
 
 
-class Rows(Protocol):
+class TaskRows(Protocol):
     """Rows by number, with the columns that are known to hold images."""
 
     image_columns: frozenset[str]
@@ -36,7 +36,12 @@ class TaskFile:
     """Rows of a file as tasks. The rows of one split are never those of another."""
 
     def __init__(
-        self, rows: Rows, folder: Path, images: Sequence[str], shares: dict[str, float], seed: int
+        self,
+        rows: TaskRows,
+        folder: Path,
+        images: Sequence[str],
+        shares: dict[str, float],
+        seed: int,
     ) -> None:
         self._rows = rows
         self._folder = folder
@@ -55,7 +60,7 @@ class TaskFile:
     def count(self, split: str) -> int:
         return len(self._numbers.get(split, ()))
 
-    def pick(self, index: int, split: str) -> int:
+    def get_row_number(self, index: int, split: str) -> int:
         """The number of the row that is task `index` of a split; they come round again."""
         numbers = self._numbers.get(split)
         if not numbers:
@@ -69,27 +74,27 @@ class TaskFile:
         """A row, with refs in the places of its images."""
         row = self._rows.row(number)
         for column in self._images & row.keys():
-            row[column] = with_images(row[column], put, self._folder, f"row {number}, {column}")
+            row[column] = put_cell_images(row[column], put, self._folder, f"row {number}, {column}")
         return row
 
 
 def open_tasks(
     path: str | Path,
-    part: str = "",
+    dataset_split: str = "",
     images: Sequence[str] = (),
-    eval: float = 0.1,
-    sft: float = 0.0,
+    eval_fraction: float = 0.1,
+    sft_fraction: float = 0.0,
     seed: int = 0,
 ) -> TaskFile:
-    """The tasks in a file, or in the `part` of a saved `DatasetDict`.
+    """The tasks in a file, or in the `dataset_split` of a saved `DatasetDict`.
 
-    `eval` and `sft` are the shares of the rows that those splits get; the rest is for training.
+    `eval_fraction` and `sft_fraction` are the shares of the rows that those splits get; the rest is for training.
     """
     found = Path(path)
     if not found.exists():
         raise ConfigError(f"no tasks at {found}", "check the path")
     if found.is_dir():
-        rows, folder = _folder(found, part)
+        rows, folder = _folder(found, dataset_split)
     elif found.suffix in (".jsonl", ".ndjson"):
         rows, folder = JsonlRows(found), found.parent
     elif found.suffix == ".parquet":
@@ -101,19 +106,19 @@ def open_tasks(
         )
     if not len(rows):
         raise ConfigError(f"{found} has no rows", "a run needs tasks")
-    return TaskFile(rows, folder, images, {"eval": eval, "sft": sft}, seed)
+    return TaskFile(rows, folder, images, {"eval": eval_fraction, "sft": sft_fraction}, seed)
 
 
-def _folder(path: Path, part: str) -> tuple[Rows, Path]:
+def _folder(path: Path, dataset_split: str) -> tuple[TaskRows, Path]:
     several = path / "dataset_dict.json"
     if several.is_file():
         parts = json.loads(several.read_text())["splits"]
-        if part not in parts:
+        if dataset_split not in parts:
             raise ConfigError(
-                f"{path} has the parts {', '.join(parts)}, and {part!r} was asked for",
+                f"{path} has the parts {', '.join(parts)}, and {dataset_split!r} was asked for",
                 "name one of them: open_tasks(path, part=...)",
             )
-        return ArrowRows(path / part), path / part
+        return ArrowRows(path / dataset_split), path / dataset_split
     if not (path / "state.json").is_file():
         raise ConfigError(
             f"{path} is no folder that datasets' save_to_disk wrote", "it would hold a state.json"
@@ -158,7 +163,7 @@ class ParquetRows:
     """Read by row group; the last one is kept, for rows that are asked for in a row."""
 
     def __init__(self, path: Path) -> None:
-        self._file = _pyarrow("pyarrow.parquet").ParquetFile(path, memory_map=True)
+        self._file = _import_pyarrow("pyarrow.parquet").ParquetFile(path, memory_map=True)
         sizes = [
             self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)
         ]
@@ -176,14 +181,14 @@ class ParquetRows:
             table = self._file.read_row_group(group)
             self._kept = (group, table)
         first = self._stops[group - 1] if group else 0
-        return _plain_row(table, number - first)
+        return _read_row(table, number - first)
 
 
 class ArrowRows:
     """Arrow files, mapped into memory: what the workers of a machine read is there once."""
 
     def __init__(self, folder: Path) -> None:
-        pyarrow = _pyarrow("pyarrow")
+        pyarrow = _import_pyarrow("pyarrow")
         names = [file["filename"] for file in json.loads((folder / "state.json").read_text())[
             "_data_files"
         ]]  # fmt: skip
@@ -198,15 +203,15 @@ class ArrowRows:
         return int(self._table.num_rows)
 
     def row(self, number: int) -> dict[str, Any]:
-        return _plain_row(self._table, number)
+        return _read_row(self._table, number)
 
 
-def _plain_row(table: Any, at: int) -> dict[str, Any]:
+def _read_row(table: Any, at: int) -> dict[str, Any]:
     row: dict[str, Any] = table.slice(at, 1).to_pylist()[0]
     return row
 
 
-def _pyarrow(name: str) -> Any:
+def _import_pyarrow(name: str) -> Any:
     import importlib
 
     try:

@@ -16,25 +16,25 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Todo = SimpleQueue[Callable[[], None] | None]
+WorkQueue = SimpleQueue[Callable[[], None] | None]
 """What a thread does, one after the other, until there is None."""
 
-OF_ROLLOUT: ContextVar[set[Future[Any]] | None] = ContextVar("threads", default=None)
+ROLLOUT_FUTURES: ContextVar[set[Future[Any]] | None] = ContextVar("threads", default=None)
 """What threads do for the rollout in play."""
-MAX_IDLE = 32
+MAX_IDLE_THREADS = 32
 """Threads that wait for another call: to start one holds up the event loop for a moment."""
 
 
-def _counted() -> Future[Any]:
+def _new_rollout_future() -> Future[Any]:
     """A future among those of the rollout in play, until it is done."""
     future: Future[Any] = Future()
-    if (together := OF_ROLLOUT.get()) is not None:
+    if (together := ROLLOUT_FUTURES.get()) is not None:
         together.add(future)
         future.add_done_callback(together.discard)
     return future
 
 
-def _fulfil(future: Future[T], work: Callable[[], T]) -> None:
+def _run_into_future(future: Future[T], work: Callable[[], T]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -47,56 +47,58 @@ def _fulfil(future: Future[T], work: Callable[[], T]) -> None:
 
 def start_thread(work: Callable[[], T], name: str) -> Future[T]:
     """Does `work` in a new thread that knows what its task knows; the result may be left unread."""
-    future = _counted()
+    future = _new_rollout_future()
     run = copy_context().run
-    threading.Thread(target=run, args=(_fulfil, future, work), daemon=True, name=name).start()
+    threading.Thread(
+        target=run, args=(_run_into_future, future, work), daemon=True, name=name
+    ).start()
     return future
 
 
-def _do_all(todo: Todo) -> None:
+def _run_queue(todo: WorkQueue) -> None:
     while (work := todo.get()) is not None:
         work()
 
 
-class OneThread:
+class SerialThread:
     """Does one thing after the other, for what may be used only in the thread that made it."""
 
     def __init__(self, name: str) -> None:
-        self._todo: Todo = SimpleQueue()
-        start_thread(lambda: _do_all(self._todo), name)
+        self._todo: WorkQueue = SimpleQueue()
+        start_thread(lambda: _run_queue(self._todo), name)
 
-    async def do(self, work: Callable[[], T]) -> T:
+    async def run(self, work: Callable[[], T]) -> T:
         future: Future[T] = Future()
-        self._todo.put(lambda: _fulfil(future, work))
+        self._todo.put(lambda: _run_into_future(future, work))
         return await asyncio.wrap_future(future)
 
     def end(self, last: Callable[[], None]) -> None:
         """Has `last` done when all else is, then ends the thread. Nobody waits, nobody is told."""
-        self._todo.put(lambda: _fulfil(Future(), last))
+        self._todo.put(lambda: _run_into_future(Future(), last))
         self._todo.put(None)
 
 
-class ThreadEach(ThreadPoolExecutor):
+class ThreadPerCallExecutor(ThreadPoolExecutor):
     """A thread for each call, as the default executor of an event loop: `asyncio.to_thread`."""
 
     def __init__(self) -> None:
         super().__init__(1)  # loops take this class only; its own threads are never started
-        self._idle: deque[Todo] = deque()
+        self._idle: deque[WorkQueue] = deque()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        future = _counted()
+        future = _new_rollout_future()
         try:
             todo = self._idle.pop()
         except IndexError:
             todo = SimpleQueue()
-            start = threading.Thread(target=_do_all, args=(todo,), daemon=True, name="user-code")
+            start = threading.Thread(target=_run_queue, args=(todo,), daemon=True, name="user-code")
             start.start()
-        todo.put(lambda: _fulfil(future, lambda: fn(*args, **kwargs)))
+        todo.put(lambda: _run_into_future(future, lambda: fn(*args, **kwargs)))
         todo.put(lambda: self._rest(todo))
         return future
 
-    def _rest(self, todo: Todo) -> None:
-        if len(self._idle) < MAX_IDLE:
+    def _rest(self, todo: WorkQueue) -> None:
+        if len(self._idle) < MAX_IDLE_THREADS:
             self._idle.append(todo)
         else:
             todo.put(None)

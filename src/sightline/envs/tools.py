@@ -20,7 +20,7 @@ from sightline.message import AssistantMessage, ImagePart, Message, Part, TextPa
 from sightline.message import join_texts as joined
 
 Put = Callable[[Any], MediaRef]
-SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
+JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 
 
 class ToolError(Exception):
@@ -45,7 +45,7 @@ class Toolbox:
     """
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
-        self._tools = {function.__name__: _tool(function) for function in functions}
+        self._tools = {function.__name__: _build_tool(function) for function in functions}
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -60,14 +60,14 @@ class Toolbox:
         answers = []
         for call in said.tool_calls:
             try:
-                function, values = self._bound(call)
+                function, values = self._bind_call(call)
                 if inspect.iscoroutinefunction(function):
                     result = await function(**values)
                 else:
                     result = await asyncio.to_thread(function, **values)
             except ToolError as error:
                 result = f"error: {error}"
-            answers.append(_answer(call, result, put))
+            answers.append(_result_message(call, result, put))
         return answers
 
     def run_blocking(self, said: AssistantMessage, put: Put) -> list[Message]:
@@ -75,14 +75,14 @@ class Toolbox:
         answers = []
         for call in said.tool_calls:
             try:
-                function, values = self._bound(call)
+                function, values = self._bind_call(call)
                 result = function(**values)
             except ToolError as error:
                 result = f"error: {error}"
-            answers.append(_answer(call, result, put))
+            answers.append(_result_message(call, result, put))
         return answers
 
-    def _bound(self, call: ToolCall) -> tuple[Callable[..., Any], dict[str, Any]]:
+    def _bind_call(self, call: ToolCall) -> tuple[Callable[..., Any], dict[str, Any]]:
         tool = self._tools.get(call.name)
         if tool is None:
             raise ToolError(f"no tool {call.name!r}; there are {', '.join(self._tools)}")
@@ -105,7 +105,7 @@ class Toolbox:
         return tool.function, values
 
 
-def _tool(function: Callable[..., Any]) -> Tool:
+def _build_tool(function: Callable[..., Any]) -> Tool:
     hints = typing.get_type_hints(function, include_extras=True)
     hints.pop("return", None)
     properties, required, types = {}, [], {}
@@ -116,8 +116,8 @@ def _tool(function: Callable[..., Any]) -> Tool:
             raise ConfigError(
                 f"tool {function.__name__}: parameter {name} has no type", "annotate it"
             )
-        types[name], note = _described(hints[name])
-        properties[name] = _schema(types[name], f"tool {function.__name__}: parameter {name}")
+        types[name], note = _split_annotation(hints[name])
+        properties[name] = _type_schema(types[name], f"tool {function.__name__}: parameter {name}")
         if note:
             properties[name]["description"] = note
         if parameter.default is parameter.empty:
@@ -139,23 +139,23 @@ def _first_paragraph(function: Callable[..., Any]) -> str:
     return " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
 
 
-def _described(hint: Any) -> tuple[Any, str]:
+def _split_annotation(hint: Any) -> tuple[Any, str]:
     if typing.get_origin(hint) is not typing.Annotated:
         return hint, ""
     kind, *notes = typing.get_args(hint)
     return kind, next((note for note in notes if isinstance(note, str)), "")
 
 
-def _schema(hint: Any, where: str) -> dict[str, Any]:
+def _type_schema(hint: Any, where: str) -> dict[str, Any]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint in SIMPLE:
-        return {"type": SIMPLE[hint]}
+    if hint in JSON_TYPES:
+        return {"type": JSON_TYPES[hint]}
     if origin is Literal:
         return {"enum": list(args)}
     if origin in (typing.Union, UnionType):
-        return {"anyOf": [_schema(kind, where) for kind in args]}
+        return {"anyOf": [_type_schema(kind, where) for kind in args]}
     if hint is list or origin is list:
-        return {"type": "array", **({"items": _schema(args[0], where)} if args else {})}
+        return {"type": "array", **({"items": _type_schema(args[0], where)} if args else {})}
     if hint is dict or origin is dict:
         return {"type": "object"}
     raise ConfigError(
@@ -164,13 +164,13 @@ def _schema(hint: Any, where: str) -> dict[str, Any]:
     )
 
 
-def _answer(call: ToolCall, result: Any, put: Put) -> Message:
+def _result_message(call: ToolCall, result: Any, put: Put) -> Message:
     results = result if isinstance(result, tuple) else (result,)
-    parts = joined([_part(one, put) for one in results if one is not None])
+    parts = joined([_result_part(one, put) for one in results if one is not None])
     return Message(role="tool", content=parts, tool_call_id=call.id or None)
 
 
-def _part(result: Any, put: Put) -> Part:
+def _result_part(result: Any, put: Put) -> Part:
     if isinstance(result, str):
         return TextPart(result)
     if isinstance(result, MediaRef):

@@ -71,8 +71,8 @@ class VerifiersEnvironment(Environment):
         self.shows_images = shows_images
         self.sampling = sampling or {}
         self.eval_every = eval_every
-        self._known: list[Any] = []
-        self._reading = threading.Lock()
+        self._tasks_read: list[Any] = []
+        self._tasks_lock = threading.Lock()
 
     def task(self, index: int, split: str) -> Task:
         """Every `eval_every`-th task of the taskset is for evaluation; a finite one comes round."""
@@ -124,13 +124,13 @@ class VerifiersEnvironment(Environment):
         return Outcome(reward=sum(rewards.values()), parts={**rewards, **metrics})
 
     def _task_at(self, place: int, for_eval: bool) -> Any:
-        with self._reading:
-            while len(self._known) <= place:
+        with self._tasks_lock:
+            while len(self._tasks_read) <= place:
                 try:
-                    self._known.append(next(self._source))
+                    self._tasks_read.append(next(self._source))
                 except StopIteration:
                     break
-            known = self._known
+            known = self._tasks_read
             if place < len(known):
                 return known[place]
             mine = [i for i in range(len(known)) if (i % self.eval_every == 0) == for_eval]

@@ -17,21 +17,21 @@ from sightline.message import ImagePart, Message, Part, TextPart, join_texts
 
 Window = Callable[[Sequence[Message]], list[Message]]
 
-IMAGE_GONE = "[earlier image]"
+IMAGE_PLACEHOLDER = "[earlier image]"
 
 
-def last_images(count: int, instead: str = IMAGE_GONE, step: int = 1) -> Window:
+def last_images(count: int, instead: str = IMAGE_PLACEHOLDER, step: int = 1) -> Window:
     """At most the newest `count` images; in place of an older one stands the text `instead`.
 
     With `step` more than 1 images leave so many at a time: between `count - step + 1` and `count`
     are shown.
     """
-    _check("count", count, 0)
-    _check("step", step, 1)
+    _check_at_least("count", count, 0)
+    _check_at_least("step", step, 1)
 
     def window(history: Sequence[Message]) -> list[Message]:
         num_images = sum(len(message.images) for message in history)
-        left = _num_cut(num_images, count, step)
+        left = _num_dropped(num_images, count, step)
         shown = []
         for message in history:
             gone = min(left, len(message.images))
@@ -50,15 +50,15 @@ def last_turns(count: int, keep_task: bool = True, step: int = 1) -> Window:
     without the call that it answers: where the oldest turn shown begins with one, the answer that
     called is shown before it.
     """
-    _check("count", count, 1)
-    _check("step", step, 1)
+    _check_at_least("count", count, 1)
+    _check_at_least("step", step, 1)
 
     def window(history: Sequence[Message]) -> list[Message]:
         head = len(opening(history)) if keep_task else _num_system(history)
         starts = [head] + [
             i + 1 for i in range(head, len(history) - 1) if history[i].role == "assistant"
         ]
-        cut = _num_cut(len(starts), count, step)
+        cut = _num_dropped(len(starts), count, step)
         start = starts[min(cut, len(starts) - 1)]
         if cut and history[start].role == "tool":
             start -= 1
@@ -82,7 +82,7 @@ def _num_system(history: Sequence[Message]) -> int:
     return count
 
 
-def _num_cut(num: int, count: int, step: int) -> int:
+def _num_dropped(num: int, count: int, step: int) -> int:
     """How many of `num` leave, a multiple of `step`, so that at most `count` stay."""
     return min(num, -(-max(num - count, 0) // step) * step)
 
@@ -99,6 +99,6 @@ def _without_images(message: Message, gone: int, instead: str) -> Message:
     return msgspec.structs.replace(message, content=join_texts(parts))
 
 
-def _check(name: str, value: int, least: int) -> None:
+def _check_at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ConfigError(f"a window with {name} = {value}", f"take at least {least}")

@@ -3,13 +3,13 @@
 No file outside a family's folder names a family. `registry` finds them.
 """
 
-from sightline.families.protocol import Family, Forward, Layout, Packing, PlacedSlot
+from sightline.families.protocol import Family, Forward, ImageLayout, Packing, PlacedSlot
 from sightline.families.registry import load_family, load_forward, load_renderer
 
 __all__ = [
     "Family",
     "Forward",
-    "Layout",
+    "ImageLayout",
     "Packing",
     "PlacedSlot",
     "load_family",

@@ -12,18 +12,18 @@ from pathlib import Path
 
 from sightline.errors import FamilyError
 
-SMALL_FILES = (
+CONFIG_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
     "chat_template.json", "preprocessor_config.json", "processor_config.json",
     "generation_config.json", "tiktoken.model",
 )  # fmt: skip
-WEIGHTS = ("*.safetensors", "model.safetensors.index.json")
+WEIGHT_FILES = ("*.safetensors", "model.safetensors.index.json")
 # Tokenizers come in one form or the other.
-_NEEDED = (("config.json",), ("tokenizer.json", "tiktoken.model"))
+_REQUIRED_FILES = (("config.json",), ("tokenizer.json", "tiktoken.model"))
 _ID = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 
 
-def find_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
+def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
     """The folder of a model; a path that is neither folder nor id comes back as it is."""
     path = Path(model)
     known = _ID.fullmatch(str(model))
@@ -32,14 +32,14 @@ def find_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
     name, revision = known[1], known[2]
     for is_local in (True, False):
         try:
-            found = _snapshot(name, revision, with_weights, is_local)
+            found = _download_snapshot(name, revision, with_weights, is_local)
         except (OSError, ValueError) as error:
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
             continue
-        if not (missing := _missing(found, with_weights)):
+        if not (missing := _list_missing(found, with_weights)):
             return found
         problem = f"{found} lacks {', '.join(missing)}"
-    files = (*SMALL_FILES, *WEIGHTS) if with_weights else SMALL_FILES
+    files = (*CONFIG_FILES, *WEIGHT_FILES) if with_weights else CONFIG_FILES
     raise FamilyError(
         f"{str(model)!r} is no folder, and as a model of the hub it is not to be had: {problem}",
         "make one with `sightline model tiny DIR`, name a folder, or put the files of the model "
@@ -47,10 +47,10 @@ def find_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
     )
 
 
-def _snapshot(name: str, revision: str | None, with_weights: bool, is_local: bool) -> Path:
+def _download_snapshot(name: str, revision: str | None, with_weights: bool, is_local: bool) -> Path:
     import huggingface_hub
 
-    patterns = [*SMALL_FILES, *(WEIGHTS if with_weights else ())]
+    patterns = [*CONFIG_FILES, *(WEIGHT_FILES if with_weights else ())]
     return Path(
         huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=patterns, local_files_only=is_local
@@ -58,10 +58,10 @@ def _snapshot(name: str, revision: str | None, with_weights: bool, is_local: boo
     )
 
 
-def _missing(folder: Path, with_weights: bool) -> list[str]:
+def _list_missing(folder: Path, with_weights: bool) -> list[str]:
     missing = [
         " or ".join(names)
-        for names in _NEEDED
+        for names in _REQUIRED_FILES
         if not any((folder / name).is_file() for name in names)
     ]
     if with_weights and not any(folder.glob("*.safetensors")):

@@ -9,7 +9,7 @@ from sightline.families.protocol import Family
 from sightline.wire import MediaItem
 
 
-def check_made_by(family: Family, item: MediaItem) -> None:
+def check_media_item(family: Family, item: MediaItem) -> None:
     """Raises unless `family` would make the same item of that image."""
     if item.family != family.name or item.fingerprint != family.fingerprint:
         raise FingerprintMismatch(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from sightline.media import MediaRef
-from sightline.message import Door
+from sightline.message import ImageResolver
 from sightline.render import Renderer
 from sightline.wire import MediaItem
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ImageLayout:
     """How an image of some size is cut up."""
 
     grid: tuple[int, int, int]
@@ -59,7 +59,7 @@ class Packing:
         return self.kind == "rows"
 
 
-TREE = Packing("tree", "every layer attends by the pattern that it is given")
+TREE_PACKING = Packing("tree", "every layer attends by the pattern that it is given")
 
 
 class Family(Protocol):
@@ -78,7 +78,7 @@ class Family(Protocol):
     """The ids that fill slots: found there, and nowhere else."""
     packing: Packing
 
-    def layout(self, width: int, height: int) -> Layout: ...
+    def layout(self, width: int, height: int) -> ImageLayout: ...
 
     def item(self, ref: MediaRef) -> MediaItem: ...
 
@@ -112,7 +112,7 @@ class Forward(Protocol):
         """Decoder layers and vision blocks: each is sharded, and gathered, as a whole."""
         ...
 
-    def blank(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
+    def blank_image(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
         """uint8 patches and grid of the smallest image; None where there is no vision tower."""
         ...
 
@@ -128,12 +128,12 @@ class Forward(Protocol):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         features: torch.Tensor | None,
-        feature_places: torch.Tensor | None,
+        feature_indices: torch.Tensor | None,
         attention: Any,
     ) -> torch.Tensor:
         """Last hidden states (B, T, H) of token_ids (B, T) with positions (A, B, T).
 
-        `features` (N, F) replace the embeddings at `feature_places` (N,), indices into the
+        `features` (N, F) replace the embeddings at `feature_indices` (N,), indices into the
         flattened B*T tokens. `attention` is an attention pattern of `sightline.compute`.
         """
         ...
@@ -152,7 +152,7 @@ class FamilyFolder(Protocol):
 
     def load_family(self, path: Path, overrides: dict[str, int]) -> Family: ...
 
-    def load_renderer(self, path: Path, family: Family, door: Door) -> Renderer: ...
+    def load_renderer(self, path: Path, family: Family, resolver: ImageResolver) -> Renderer: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class EngineField:
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterSlice:
     """A part of one parameter of ours."""
 
     name: str
@@ -176,23 +176,23 @@ class Part:
     """Along the first axis that is left, in this order; None is all of them."""
 
 
-class Serving(Protocol):
+class ServingSpec(Protocol):
     """What `serving.py` of a family's folder offers: how an engine that is not ours names things.
 
     Plain data; it imports no engine.
     """
 
-    LIMITS: dict[str, int]
+    LIMIT_MM_PER_PROMPT: dict[str, int]
     """Items of each kind in a prompt that the engine prepares itself for; 0 is off."""
-    VISION: tuple[str, ...]
+    VISION_PREFIXES: tuple[str, ...]
     """What the names of the vision tower's parameters begin with."""
     CPU_ARGUMENTS: tuple[str, ...]
     """Arguments that the engine needs on a CPU, where its kernels know less."""
-    OVERRIDES: dict[str, Any]
+    HF_OVERRIDES: dict[str, Any]
     """What the engine must be told in place of what config.json says. With any, it reads the
     checkpoint as `stored` says; without, by itself."""
 
-    def check_served(self, folder: Path, takes_updates: bool) -> None:
+    def check_servable(self, folder: Path, takes_updates: bool) -> None:
         """Raises FamilyError for a checkpoint that the engine cannot serve.
 
         `takes_updates` says that a trainer will publish weights to it.
@@ -201,7 +201,7 @@ class Serving(Protocol):
 
     def stored(
         self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, list[Part]]:
+    ) -> dict[str, list[ParameterSlice]]:
         """The parameters of `shapes` as the engine's checkpoints store them, by their names there:
         parts of ours, laid end to end."""
         ...

@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING, Any, cast
 
 import sightline.families as families_package
 from sightline.errors import FamilyError
-from sightline.families.hub import find_checkpoint
-from sightline.families.protocol import Family, Forward, Serving
-from sightline.media import Ingest, MediaStore
-from sightline.message import Door
+from sightline.families.hub import resolve_checkpoint
+from sightline.families.protocol import Family, Forward, ServingSpec
+from sightline.media import ImageIngestor, MediaStore
+from sightline.message import ImageResolver
 from sightline.render import Renderer
 
 if TYPE_CHECKING:
     import torch
 
 
-PLACES = (families_package.__name__, "sightline_families")
+FAMILY_PACKAGES = (families_package.__name__, "sightline_families")
 """The packages whose folders are families: our own, and the one of others."""
 
 
-def _modules() -> dict[str, str]:
+def _find_modules() -> dict[str, str]:
     """The module of every family, by the family's name."""
     found: dict[str, str] = {}
-    for place in PLACES:
+    for place in FAMILY_PACKAGES:
         spec = importlib.util.find_spec(place)
         folders = (spec.submodule_search_locations if spec else None) or ()
         for name in (module.name for module in pkgutil.iter_modules(folders) if module.ispkg):
@@ -46,29 +46,29 @@ def _modules() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _folders() -> dict[str, ModuleType]:
-    return {name: importlib.import_module(module) for name, module in _modules().items()}
+def _import_folders() -> dict[str, ModuleType]:
+    return {name: importlib.import_module(module) for name, module in _find_modules().items()}
 
 
 def family_names() -> list[str]:
-    return list(_modules())
+    return list(_find_modules())
 
 
-def first_family() -> str:
+def get_default_family() -> str:
     """The family that commands take when none is named: the folder that says so of itself."""
-    folders = _folders()
-    said = [name for name, folder in folders.items() if getattr(folder, "IS_FIRST", False)]
+    folders = _import_folders()
+    said = [name for name, folder in folders.items() if getattr(folder, "IS_DEFAULT", False)]
     return [*said, *folders][0]
 
 
-def _file_of(name: str, file: str) -> ModuleType:
+def _import_family_file(name: str, file: str) -> ModuleType:
     """A file of a family that is loaded only where it is needed."""
-    return importlib.import_module(f"{_modules()[name]}.{file}")
+    return importlib.import_module(f"{_find_modules()[name]}.{file}")
 
 
-def _folder_of(path: Path) -> ModuleType:
+def _get_folder(path: Path) -> ModuleType:
     config = read_config(path)
-    claimed = {name: folder for name, folder in _folders().items() if folder.claims(config)}
+    claimed = {name: folder for name, folder in _import_folders().items() if folder.claims(config)}
     kind = f"{path} is a {config.get('model_type')!r} checkpoint"
     if not claimed:
         raise FamilyError(
@@ -84,9 +84,9 @@ def _folder_of(path: Path) -> ModuleType:
     return next(iter(claimed.values()))
 
 
-def find_peer_config(model: Path) -> str | None:
+def find_reference_renderer_config(model: Path) -> str | None:
     """What `sightline bench render` compares the family of a checkpoint with."""
-    found: str | None = getattr(_folder_of(model), "PEER_CONFIG", None)
+    found: str | None = getattr(_get_folder(model), "PEER_CONFIG", None)
     return found
 
 
@@ -102,56 +102,56 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def load_family(model: str | Path, **overrides: int) -> Family:
     """The family of a checkpoint (a folder or an id of the hub); `overrides` win over its own."""
-    path = find_checkpoint(model)
-    return cast(Family, _folder_of(path).load_family(path, overrides))
+    path = resolve_checkpoint(model)
+    return cast(Family, _get_folder(path).load_family(path, overrides))
 
 
 def load_renderer(
     model: str | Path,
     store: MediaStore,
     family: Family | None = None,
-    door: Door | None = None,
-    number_pictures: bool = False,
+    resolver: ImageResolver | None = None,
+    number_images: bool = False,
 ) -> Renderer:
     """The renderer of a checkpoint folder; it puts images into `store`.
 
-    `family` is the checkpoint's own where it is left out. `door` says which sources of images
-    are allowed; without one, data: and media: urls only. `number_pictures` writes a number before
+    `family` is the checkpoint's own where it is left out. `resolver` says which sources of images
+    are allowed; without one, data: and media: urls only. `number_images` writes a number before
     every image, where the chat format has a way to.
     """
-    path = find_checkpoint(model)
-    folder = _folder_of(path)
+    path = resolve_checkpoint(model)
+    folder = _get_folder(path)
     if family is None:
         family = folder.load_family(path, {})
-    door = door or Ingest(store)
-    if not number_pictures:
-        return cast(Renderer, folder.load_renderer(path, family, door))
-    if not getattr(folder, "CAN_NUMBER_PICTURES", False):
+    resolver = resolver or ImageIngestor(store)
+    if not number_images:
+        return cast(Renderer, folder.load_renderer(path, family, resolver))
+    if not getattr(folder, "CAN_NUMBER_IMAGES", False):
         raise FamilyError(
             f"the chat format of {path} does not number pictures",
-            "remove [model] number_pictures from the run file",
+            "remove [model] number_images from the run file",
         )
-    return cast(Renderer, folder.load_renderer(path, family, door, number_pictures=True))
+    return cast(Renderer, folder.load_renderer(path, family, resolver, number_images=True))
 
 
 def load_forward(
     model: str | Path, family: Family, device: torch.device, dtype: torch.dtype, attention: str
 ) -> Forward:
     """The model itself, with torch; `attention` is a name that transformers' registry knows."""
-    load = _file_of(family.name, "forward").load
-    return cast(Forward, load(find_checkpoint(model, True), family, device, dtype, attention))
+    load = _import_family_file(family.name, "forward").load
+    return cast(Forward, load(resolve_checkpoint(model, True), family, device, dtype, attention))
 
 
-def load_serving(model: str | Path, family: Family, takes_updates: bool = True) -> Serving:
+def load_serving(model: str | Path, family: Family, takes_updates: bool = True) -> ServingSpec:
     """How an engine that is not ours names the family's things, if it can serve the checkpoint."""
     try:
-        serving = cast(Serving, _file_of(family.name, "serving"))
+        serving = cast(ServingSpec, _import_family_file(family.name, "serving"))
     except ModuleNotFoundError as error:
         raise FamilyError(
             f"the family {family.name} does not say how vLLM names its images",
             'set engine = "torch", or add serving.py to its folder: see docs/adding_a_family.md',
         ) from error
-    serving.check_served(find_checkpoint(model), takes_updates)
+    serving.check_servable(resolve_checkpoint(model), takes_updates)
     return serving
 
 
@@ -159,4 +159,4 @@ def write_tiny(name: str, path: Path, seed: int, **options: Any) -> None:
     """Writes the small random checkpoint of family `name`."""
     if name not in family_names():
         raise FamilyError(f"no family {name!r}", f"choose one of {', '.join(family_names())}")
-    _file_of(name, "tiny").write(path, seed=seed, **options)
+    _import_family_file(name, "tiny").write(path, seed=seed, **options)

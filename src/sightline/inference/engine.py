@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from sightline.errors import EngineError
-from sightline.inference.busy import Busy
+from sightline.inference.busy_intervals import BusyIntervals
 from sightline.wire.generate import VersionSpan
 from sightline.wire.weights import Manifest
 
 
 @dataclass(slots=True)
-class Passed:
+class RequestTimeline:
     """What a request has been through: each stage from the end of the one before it."""
 
     since: float = field(default_factory=time.time)
@@ -44,7 +44,7 @@ class EngineRequest(Protocol):
     finish_reason: str
     """stop or length; abort for a request that was cancelled."""
     error: EngineError | None
-    passed: Passed
+    timeline: RequestTimeline
 
     def pixel_digests(self) -> list[str]: ...
 
@@ -54,8 +54,8 @@ Deliver = Callable[[list[Any]], None]
 
 
 class Engine(Protocol):
-    busy: Busy
-    on_death: Callable[[], None]
+    busy: BusyIntervals
+    on_fatal_error: Callable[[], None]
     """Called when the engine has failed beyond repair."""
 
     @property

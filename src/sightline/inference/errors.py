@@ -20,7 +20,7 @@ from sightline.wire.generate import ErrorAnswer, ErrorBody
 
 RETRY_AFTER_S = 1
 
-STATUS = {
+STATUS_BY_TYPE = {
     "schema": 400,
     "model": 400,
     "token_ids": 400,
@@ -44,7 +44,7 @@ STATUS = {
 """Every type, with its status; docs/serving.md says what they mean."""
 
 # The first class that fits decides, so the narrow ones stand before `MediaError`.
-_TYPES: tuple[tuple[type[SightlineError], str], ...] = (
+_TYPE_BY_CLASS: tuple[tuple[type[SightlineError], str], ...] = (
     (FingerprintMismatch, "fingerprint"),
     (MediaMissing, "media_missing"),
     (MediaCorrupt, "media_corrupt"),
@@ -56,28 +56,28 @@ _TYPES: tuple[tuple[type[SightlineError], str], ...] = (
 )
 
 
-def refusal(kind: str, problem: str, fix: str) -> EngineError:
-    return EngineError(problem, fix, kind, STATUS[kind])
+def build_engine_error(kind: str, problem: str, fix: str) -> EngineError:
+    return EngineError(problem, fix, kind, STATUS_BY_TYPE[kind])
 
 
-def typed(error: BaseException) -> EngineError:
+def to_engine_error(error: BaseException) -> EngineError:
     """`error` with its place in the table; what nobody foresaw becomes a 500."""
     if isinstance(error, EngineError):
         return error
     if isinstance(error, OSError):
-        return refusal("media_unavailable", str(error), "check the store, and try again")
+        return build_engine_error("media_unavailable", str(error), "check the store, and try again")
     # The exact class: decoders, too, raise an OSError for a file that is damaged for good.
     if type(error) is MediaError and isinstance(error.__cause__, OSError):
-        return refusal("media_unavailable", error.problem, error.fix)
-    for cls, kind in _TYPES:
+        return build_engine_error("media_unavailable", error.problem, error.fix)
+    for cls, kind in _TYPE_BY_CLASS:
         if isinstance(error, cls):
-            return refusal(kind, error.problem, error.fix)
+            return build_engine_error(kind, error.problem, error.fix)
     if isinstance(error, SightlineError):
-        return refusal("engine", error.problem, error.fix)
-    return refusal("engine", f"{type(error).__name__}: {error}", "see the server's log")
+        return build_engine_error("engine", error.problem, error.fix)
+    return build_engine_error("engine", f"{type(error).__name__}: {error}", "see the server's log")
 
 
-def answer(error: EngineError) -> tuple[int, bytes, dict[str, str]]:
+def encode_error(error: EngineError) -> tuple[int, bytes, dict[str, str]]:
     """Status, body and headers."""
     path = error.path if error.status == 400 else ""
     body = ErrorBody(error.problem, error.kind, error.status, error.fix, path)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sightline.wire.exposition import exposition
+from sightline.wire.prometheus import format_prometheus
 
 if TYPE_CHECKING:
     from sightline.inference.engine import Engine
 
 
-class Stats(msgspec.Struct, frozen=True):
+class ServerStats(msgspec.Struct, frozen=True):
     time: float
     """Seconds since 1970, by the server's clock."""
     version: str
@@ -25,9 +25,9 @@ class Stats(msgspec.Struct, frozen=True):
     """[start, end] in which the engine computed, gaps under 20 ms bridged."""
 
 
-def stats(engine: Engine, since: float) -> Stats:
+def collect_stats(engine: Engine, since: float) -> ServerStats:
     manifest = engine.manifest
-    return Stats(
+    return ServerStats(
         time.time(),
         manifest.label,
         manifest.vision_version,
@@ -37,8 +37,8 @@ def stats(engine: Engine, since: float) -> Stats:
     )
 
 
-def prometheus(engine: Engine) -> str:
-    return exposition(
+def render_prometheus(engine: Engine) -> str:
+    return format_prometheus(
         (kind, name, {}, value)
         for kind, values in (("counter", engine.totals()), ("gauge", engine.now()))
         for name, value in values.items()

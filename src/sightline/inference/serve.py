@@ -18,51 +18,51 @@ import uvicorn
 
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family, load_renderer
-from sightline.inference.chat_door import ChatDoor
-from sightline.inference.door import Checked, Door
+from sightline.inference.chat_endpoint import ChatEndpoint
 from sightline.inference.engine import Engine
-from sightline.inference.server import Make, Server
-from sightline.inference.settings import ServeSettings, turns_line
-from sightline.media import Ingest, MediaStore
-from sightline.monitor.otel import open_stages
+from sightline.inference.server import InferenceServer, RequestFactory
+from sightline.inference.settings import ServeSettings, describe_prefix_reuse
+from sightline.inference.validator import RequestValidator, ValidatedRequest
+from sightline.media import ImageIngestor, MediaStore
 from sightline.render import Renderer
+from sightline.run.otel import open_stages
 
 KEEP_ALIVE_S = 600
-GRACE_S = 10
+SHUTDOWN_GRACE_S = 10
 BACKLOG = 2048
-ENGINE_DIED = 70
+ENGINE_DIED_EXIT_CODE = 70
 """Exit code when the engine's loop has failed beyond repair; its traceback is in the log."""
 
 
 @dataclass(frozen=True)
-class Parts:
+class ServerComponents:
     """What a server has of its checkpoint, whichever engine computes."""
 
     settings: ServeSettings
     store: MediaStore
     family: Family
-    images: Ingest
+    images: ImageIngestor
     """Takes the images of people's requests into the store."""
     renderer: Renderer
 
     @classmethod
-    def load(cls, settings: ServeSettings) -> Parts:
+    def load(cls, settings: ServeSettings) -> ServerComponents:
         if not settings.media_roots:
             raise ConfigError("a server without a media root", "name the store's folder")
         store = MediaStore(settings.media_roots[0], fallback_roots=settings.media_roots[1:])
         family = load_family(settings.model, **settings.overrides)
-        images = Ingest(store)
+        images = ImageIngestor(store)
         renderer = load_renderer(settings.model, store, family, images)
         return cls(settings, store, family, images, renderer)
 
-    def server(self, name: str, engine: Engine, make: Make) -> Server:
-        """The HTTP side of `engine`; `make` turns a checked request into the engine's own."""
+    def server(self, name: str, engine: Engine, build_requests: RequestFactory) -> InferenceServer:
+        """The HTTP side of `engine`; `build_requests` turns a checked request into the engine's own."""
         settings, family, renderer = self.settings, self.family, self.renderer
-        door = Door(
+        validator = RequestValidator(
             family,
             pad_id=renderer.pad_token_ids[0],
             vocab_size=renderer.vocab_size,
-            max_len=settings.max_len,
+            max_model_len=settings.max_model_len,
             models=frozenset({settings.model.name, str(settings.model)}),
         )
         identity = {
@@ -73,49 +73,57 @@ class Parts:
             "settings": family.settings,
             "pad_token_ids": renderer.pad_token_ids,
             "vocab_size": renderer.vocab_size,
-            "max_len": settings.max_len,
+            "max_model_len": settings.max_model_len,
         }
-        chat = ChatDoor(
+        chat = ChatEndpoint(
             renderer,
             self.images,
             family.modality,
             settings.model.name,
-            settings.max_len,
+            settings.max_model_len,
             settings.max_body_bytes,
         )
         stages = open_stages(settings.otel, settings.name)
-        return Server(engine, door, make, chat, identity, settings.max_body_bytes, stages)
+        return InferenceServer(
+            engine, validator, build_requests, chat, identity, settings.max_body_bytes, stages
+        )
 
 
-def build_server(settings: ServeSettings) -> Server:
-    """The server with its model loaded; `Server.app` is an ASGI application."""
+def build_server(settings: ServeSettings) -> InferenceServer:
+    """The server with its model loaded; `InferenceServer.app` is an ASGI application."""
     from sightline.inference.torch_engine.build import build_engine
-    from sightline.inference.torch_engine.request import Request
+    from sightline.inference.torch_engine.request import TorchRequest
 
-    parts = Parts.load(settings)
+    parts = ServerComponents.load(settings)
     engine = build_engine(settings, parts.family, parts.store, parts.renderer.pad_token_ids)
     seeds = random.SystemRandom()
 
-    def make(checked: Checked) -> list[Request]:
+    def build_requests(checked: ValidatedRequest) -> list[TorchRequest]:
         params = checked.params
         if params.prompt_logprobs is not None:
             # Tokens whose keys and values are kept are not computed, so they have no logprobs.
             params = msgspec.structs.replace(params, skip_reading_prefix_cache=True)
         seed = seeds.getrandbits(64) if params.seed is None else params.seed
         return [
-            Request(checked.prompt, checked.slots, checked.keys, params, seed_of(seed, choice))
+            TorchRequest(
+                checked.prompt,
+                checked.slots,
+                checked.keys,
+                params,
+                derive_choice_seed(seed, choice),
+            )
             for choice in range(params.n)
         ]
 
-    return parts.server("torch", engine, make)
+    return parts.server("torch", engine, build_requests)
 
 
-def seed_of(seed: int, choice: int) -> int:
+def derive_choice_seed(seed: int, choice: int) -> int:
     """Choice 0 is what the seed gives alone; the others draw apart from it."""
     return (seed + choice * 0x9E3779B97F4A7C15) % 2**64
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int) -> socket.socket:
     """A bound socket, so that a taken port is known before the model loads."""
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(kind, socket.SOCK_STREAM)
@@ -124,13 +132,13 @@ def bind(host: str, port: int) -> socket.socket:
         made.bind((host, port))
     except OSError as error:
         made.close()
-        raise _cannot_listen(host, port, error) from error
+        raise _listen_error(host, port, error) from error
     return made
 
 
 def serve(settings: ServeSettings) -> None:
     """Serves until SIGTERM or SIGINT; unfinished requests are then refused with 503."""
-    listening = bind(settings.host, settings.port)
+    listening = bind_socket(settings.host, settings.port)
     port = listening.getsockname()[1]
     server = build_server(settings)
     config = uvicorn.Config(
@@ -139,25 +147,25 @@ def serve(settings: ServeSettings) -> None:
         log_level="warning",
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
     )
     try:
         listening.listen(BACKLOG)
     except OSError as error:
-        raise _cannot_listen(settings.host, port, error) from error
+        raise _listen_error(settings.host, port, error) from error
     # What is loaded by now stays: walking over it again costs 0.2 s at every full collection.
     gc.collect()
     gc.freeze()
-    server.engine.on_death = lambda: os._exit(ENGINE_DIED)
+    server.engine.on_fatal_error = lambda: os._exit(ENGINE_DIED_EXIT_CODE)
     print(f"serving {settings.model} at http://{settings.host}:{port}", flush=True)
-    print(turns_line(load_family(settings.model, **settings.overrides)), flush=True)
-    _Uvicorn(config, server).run(sockets=[listening])
+    print(describe_prefix_reuse(load_family(settings.model, **settings.overrides)), flush=True)
+    _UvicornServer(config, server).run(sockets=[listening])
 
 
-class _Uvicorn(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """Ends with the engine, and returns instead of dying by the signal."""
 
-    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+    def __init__(self, config: uvicorn.Config, server: InferenceServer) -> None:
         super().__init__(config)
         self._server = server
 
@@ -180,7 +188,7 @@ class _Uvicorn(uvicorn.Server):
                 signal.signal(sig, handler)
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+def _listen_error(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(
         f"cannot listen at {host}:{port}: {error.strerror or error}",
         "end the process that holds the port, set another port, or port = 0 for a free one",

@@ -22,34 +22,34 @@ from starlette.routing import Route
 from sightline.errors import EngineError, SightlineError
 from sightline.inference import metrics
 from sightline.inference.body import read_body
-from sightline.inference.chat_door import CLIENT_CLOSED, ChatDoor
-from sightline.inference.door import Checked, Door
-from sightline.inference.errors import answer, refusal, typed
-from sightline.inference.scores import prompt_entries
-from sightline.wire.exposition import CONTENT_TYPE
+from sightline.inference.chat_endpoint import CLIENT_CLOSED, ChatEndpoint
+from sightline.inference.errors import build_engine_error, encode_error, to_engine_error
+from sightline.inference.prompt_logprobs import build_prompt_logprobs
+from sightline.inference.validator import RequestValidator, ValidatedRequest
+from sightline.run.stages import NO_STAGE_RECORDER, Stage, StageRecorder
 from sightline.wire.generate import (
     AdoptRequest,
     Choice,
     GenerateRequest,
     GenerateResponse,
     Logprobs,
-    SightlineAnswer,
+    SightlineFields,
     TokenLogprob,
-    labels,
+    join_version_labels,
 )
-from sightline.wire.stage import NO_STAGES, Stage, Stages
+from sightline.wire.prometheus import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from sightline.inference.engine import Engine, EngineRequest
 
 JSON = "application/json"
-WATCH_EVERY_S = 0.25
+DISCONNECT_CHECK_S = 0.25
 
-Make = Callable[[Checked], Sequence["EngineRequest"]]
+RequestFactory = Callable[[ValidatedRequest], Sequence["EngineRequest"]]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class _Call:
+class _PendingCall:
     """One HTTP request, and the choices of it that the engine still owes."""
 
     __slots__ = ("began", "http", "left", "requests", "whole")
@@ -62,36 +62,38 @@ class _Call:
         self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-class Server:
+class InferenceServer:
     def __init__(
         self,
         engine: Engine,
-        door: Door,
-        make: Make,
-        chat: ChatDoor,
+        validator: RequestValidator,
+        build_requests: RequestFactory,
+        chat: ChatEndpoint,
         identity: dict[str, Any],
         max_body_bytes: int,
-        stages: Stages = NO_STAGES,
+        stages: StageRecorder = NO_STAGE_RECORDER,
     ) -> None:
-        """`make` turns a checked request into the engine's, one a choice; `identity` is what
+        """`build_requests` turns a checked request into the engine's, one a choice; `identity` is what
         /health says about the model."""
         self.engine = engine
-        self._door = door
-        self._make = make
+        self._validator = validator
+        self._build_requests = build_requests
         self._identity = identity
         self._max_body_bytes = max_body_bytes
         self._stages = stages
-        self._calls: set[_Call] = set()
+        self._calls: set[_PendingCall] = set()
         self._adopting = asyncio.Lock()
         self._adopt_decoder = msgspec.json.Decoder(AdoptRequest)
         self.app = Starlette(
             routes=[
-                Route("/inference/v1/generate", self._safely(self._generate), methods=["POST"]),
-                *chat.routes(self._generate_for),
-                Route("/sightline/v1/adopt", self._safely(self._adopt), methods=["POST"]),
-                Route("/sightline/v1/stats", self._safely(self._stats)),
-                Route("/health", self._safely(self._health)),
-                Route("/metrics", self._safely(self._metrics)),
+                Route(
+                    "/inference/v1/generate", self._answer_errors(self._generate), methods=["POST"]
+                ),
+                *chat.routes(self._generate_for_chat),
+                Route("/sightline/v1/adopt", self._answer_errors(self._adopt), methods=["POST"]),
+                Route("/sightline/v1/stats", self._answer_errors(self._stats)),
+                Route("/health", self._answer_errors(self._health)),
+                Route("/metrics", self._answer_errors(self._metrics)),
             ],
             lifespan=self._lifespan,
         )
@@ -102,10 +104,10 @@ class Server:
 
         def deliver(requests: list[EngineRequest]) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop has ended
-                loop.call_soon_threadsafe(self._delivered, requests)
+                loop.call_soon_threadsafe(self._on_delivered, requests)
 
         self.engine.start(deliver)
-        watch = asyncio.create_task(self._watch())
+        watch = asyncio.create_task(self._cancel_disconnected())
         try:
             yield
         finally:
@@ -114,17 +116,17 @@ class Server:
             await asyncio.to_thread(self.engine.join, 10.0)
             await asyncio.to_thread(self._stages.close)
 
-    def _safely(self, handler: Handler) -> Handler:
+    def _answer_errors(self, handler: Handler) -> Handler:
         async def handle(http: Request) -> Response:
             try:
                 return await handler(http)
             except ClientDisconnect:
                 return Response(status_code=CLIENT_CLOSED)
             except SightlineError as error:
-                return _refused(typed(error))
+                return _error_response(to_engine_error(error))
             except Exception as error:  # the server's door: a bug costs one request
                 traceback.print_exc()
-                return _refused(typed(error))
+                return _error_response(to_engine_error(error))
 
         return handle
 
@@ -132,16 +134,18 @@ class Server:
 
     async def _generate(self, http: Request) -> Response:
         with self._stages.begin("serve", http.headers) as stage:
-            checked = self._door.check(await read_body(http, self._max_body_bytes))
-            return _json(await self._answer(checked, http, stage))
+            checked = self._validator.check(await read_body(http, self._max_body_bytes))
+            return _json_response(await self._run_request(checked, http, stage))
 
-    async def _generate_for(self, request: GenerateRequest, http: Request) -> GenerateResponse:
+    async def _generate_for_chat(self, request: GenerateRequest, http: Request) -> GenerateResponse:
         """The same for a request that was made here, of which `http` waits for the answer."""
         with self._stages.begin("serve", http.headers) as stage:
-            return await self._answer(self._door.check_request(request), http, stage)
+            return await self._run_request(self._validator.check_request(request), http, stage)
 
-    async def _answer(self, checked: Checked, http: Request, stage: Stage) -> GenerateResponse:
-        call = _Call(http, self._make(checked))
+    async def _run_request(
+        self, checked: ValidatedRequest, http: Request, stage: Stage
+    ) -> GenerateResponse:
+        call = _PendingCall(http, self._build_requests(checked))
         for request in call.requests:
             request.owner = call
         self.engine.submit(list(call.requests))
@@ -153,26 +157,26 @@ class Server:
             raise
         finally:
             self._calls.discard(call)
-            _tell(stage, checked, call.requests)
-        return _answered(checked, call.requests)
+            _note_stage(stage, checked, call.requests)
+        return _build_response(checked, call.requests)
 
-    def _delivered(self, requests: list[EngineRequest]) -> None:
+    def _on_delivered(self, requests: list[EngineRequest]) -> None:
         for request in requests:
-            call: _Call = request.owner
+            call: _PendingCall = request.owner
             call.left -= 1
             if call.left == 0 and not call.whole.done():
                 call.whole.set_result(None)
 
-    async def _watch(self) -> None:
+    async def _cancel_disconnected(self) -> None:
         """Cancels the requests of clients that have gone."""
         while True:
-            await asyncio.sleep(WATCH_EVERY_S)
-            old = time.monotonic() - WATCH_EVERY_S
+            await asyncio.sleep(DISCONNECT_CHECK_S)
+            old = time.monotonic() - DISCONNECT_CHECK_S
             for call in [call for call in self._calls if call.began < old]:
                 if await call.http.is_disconnected():
                     self._cancel(call)
 
-    def _cancel(self, call: _Call) -> None:
+    def _cancel(self, call: _PendingCall) -> None:
         for request in call.requests:
             self.engine.cancel(request)
 
@@ -182,22 +186,28 @@ class Server:
         try:
             wanted = self._adopt_decoder.decode(await read_body(http, self._max_body_bytes))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise refusal("schema", f"not an adopt request: {error}", "send manifest") from error
+            raise build_engine_error(
+                "schema", f"not an adopt request: {error}", "send manifest"
+            ) from error
         async with self._adopting:
             manifest = await asyncio.to_thread(self.engine.adopt, Path(wanted.manifest))
-        return _json({"version": manifest.label, "vision_version": manifest.vision_version})
+        return _json_response(
+            {"version": manifest.label, "vision_version": manifest.vision_version}
+        )
 
     async def _stats(self, http: Request) -> Response:
         text = http.query_params.get("since", "0")
         try:
             since = float(text)
         except ValueError:
-            raise refusal("schema", f"since: {text!r}", "send seconds since 1970") from None
-        return _json(metrics.stats(self.engine, since))
+            raise build_engine_error(
+                "schema", f"since: {text!r}", "send seconds since 1970"
+            ) from None
+        return _json_response(metrics.collect_stats(self.engine, since))
 
     async def _health(self, http: Request) -> Response:
         manifest = self.engine.manifest
-        return _json(
+        return _json_response(
             {
                 "status": "ok",
                 **self._identity,
@@ -209,10 +219,10 @@ class Server:
         )
 
     async def _metrics(self, http: Request) -> Response:
-        return Response(metrics.prometheus(self.engine), media_type=CONTENT_TYPE)
+        return Response(metrics.render_prometheus(self.engine), media_type=CONTENT_TYPE)
 
 
-def _tell(stage: Stage, checked: Checked, requests: Sequence[EngineRequest]) -> None:
+def _note_stage(stage: Stage, checked: ValidatedRequest, requests: Sequence[EngineRequest]) -> None:
     first = requests[0]
     stage.note(
         rollout_id=checked.request_id,
@@ -220,14 +230,16 @@ def _tell(stage: Stage, checked: Checked, requests: Sequence[EngineRequest]) -> 
         images=len(checked.slots),
         cached_tokens=first.cached_tokens,
         sampled_tokens=sum(len(request.tokens) for request in requests),
-        policy_version=labels(first.spans),
+        policy_version=join_version_labels(first.spans),
     )
     for choice, request in enumerate(requests):
-        for name, began, ended in request.passed.stages:
-            stage.past(name, began, ended, choice=choice)
+        for name, began, ended in request.timeline.stages:
+            stage.add_finished(name, began, ended, choice=choice)
 
 
-def _answered(checked: Checked, requests: Sequence[EngineRequest]) -> GenerateResponse:
+def _build_response(
+    checked: ValidatedRequest, requests: Sequence[EngineRequest]
+) -> GenerateResponse:
     for request in requests:
         if request.error is not None:
             raise request.error
@@ -236,15 +248,15 @@ def _answered(checked: Checked, requests: Sequence[EngineRequest]) -> GenerateRe
     wants_logprobs = checked.params.logprobs is not None
     return GenerateResponse(
         request_id=checked.request_id,
-        choices=[_choice(i, r, wants_logprobs) for i, r in enumerate(requests)],
-        sightline=SightlineAnswer(
+        choices=[_build_choice(i, r, wants_logprobs) for i, r in enumerate(requests)],
+        sightline=SightlineFields(
             pixel_digests=requests[0].pixel_digests(), cached_tokens=requests[0].cached_tokens
         ),
-        prompt_logprobs=prompt_entries(requests[0].prompt, requests[0].prompt_logprobs),
+        prompt_logprobs=build_prompt_logprobs(requests[0].prompt, requests[0].prompt_logprobs),
     )
 
 
-def _choice(index: int, request: EngineRequest, wants_logprobs: bool) -> Choice:
+def _build_choice(index: int, request: EngineRequest, wants_logprobs: bool) -> Choice:
     logprobs = None
     if wants_logprobs:
         pairs = zip(request.tokens, request.logprobs, strict=True)
@@ -252,10 +264,10 @@ def _choice(index: int, request: EngineRequest, wants_logprobs: bool) -> Choice:
     return Choice(index, request.tokens, request.finish_reason, logprobs, request.spans)
 
 
-def _json(value: object) -> Response:
+def _json_response(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type=JSON)
 
 
-def _refused(error: EngineError) -> Response:
-    status, body, headers = answer(error)
+def _error_response(error: EngineError) -> Response:
+    status, body, headers = encode_error(error)
     return Response(body, status, headers, media_type=JSON)

@@ -19,7 +19,7 @@ def pick_pixel_threads(asked: int) -> int:
     return asked or max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
-def turns_line(family: Family, keeps_kv: bool = True) -> str:
+def describe_prefix_reuse(family: Family, keeps_kv: bool = True) -> str:
     """What a turn finds of the one before it, and why."""
     if not keeps_kv:
         return "turns: each prefilled anew (the engine keeps no keys and values between requests)"
@@ -42,15 +42,15 @@ class ServeSettings:
     """0 takes a free one; the server prints which."""
     device: str = "auto"
     dtype: str = "float32"
-    max_rows: int = 256
+    max_num_seqs: int = 256
     """Sequences in flight, or kept for their next turn."""
-    max_len: int = 2048
+    max_model_len: int = 2048
     """Most tokens of a sequence, prompt and answer."""
-    prefill_chunk: int = 512
+    prefill_chunk_tokens: int = 512
     """Most prompt tokens of one sequence that are computed in one step."""
     pixel_cache_bytes: int = 256 * MEBIBYTE
     feature_cache_bytes: int = 256 * MEBIBYTE
-    reuse_kv: bool = True
+    enable_prefix_caching: bool = True
     """Whether a finished sequence keeps its keys and values for the next turn, where its model
     has no other state."""
     threads: int = 1

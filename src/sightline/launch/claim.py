@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sightline.errors import ConfigError, ResumeRefused
-from sightline.monitor import RunDir
+from sightline.run import RunDir
 from sightline.wire.file import write_atomic
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-WHOLE_BYTES = 64 << 20
+MAX_FULL_HASH_BYTES = 64 << 20
 """Larger files are told apart by size, head and tail."""
 
 
@@ -35,7 +35,7 @@ def claim_run_dir(base: str, name: str) -> RunDir:
 
 
 @contextmanager
-def locked(run_dir: RunDir) -> Iterator[None]:
+def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
     """Held for as long as the launcher lives; the system lets go of it, however that ends."""
     with open(run_dir.path / ".lock", "wb") as file:
         try:
@@ -48,17 +48,17 @@ def locked(run_dir: RunDir) -> Iterator[None]:
         yield
 
 
-def pin_model(run_dir: RunDir, model: Path) -> None:
+def record_model_digests(run_dir: RunDir, model: Path) -> None:
     """Remembers what the checkpoint of a new run holds."""
-    write_atomic(_file(run_dir), json.dumps(_digests(model), indent=1).encode())
+    write_atomic(_get_digest_file(run_dir), json.dumps(_hash_model(model), indent=1).encode())
 
 
-def check_pinned(run_dir: RunDir, model: Path) -> None:
+def check_model_unchanged(run_dir: RunDir, model: Path) -> None:
     """A run goes on only from the checkpoint that it began with: it is the reference of the KL,
     and version 0 of the policy."""
-    if not _file(run_dir).is_file():
+    if not _get_digest_file(run_dir).is_file():
         return
-    before, now = json.loads(_file(run_dir).read_bytes()), _digests(model)
+    before, now = json.loads(_get_digest_file(run_dir).read_bytes()), _hash_model(model)
     changed = sorted(
         name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
     )
@@ -69,18 +69,18 @@ def check_pinned(run_dir: RunDir, model: Path) -> None:
         )
 
 
-def _file(run_dir: RunDir) -> Path:
+def _get_digest_file(run_dir: RunDir) -> Path:
     return run_dir.path / "model.json"
 
 
-def _digests(model: Path) -> dict[str, str]:
+def _hash_model(model: Path) -> dict[str, str]:
     files = sorted({file for pattern in MODEL_FILES for file in model.glob(pattern)})
-    return {file.name: _digest(file) for file in files}
+    return {file.name: _hash_file(file) for file in files}
 
 
-def _digest(file: Path) -> str:
+def _hash_file(file: Path) -> str:
     size = file.stat().st_size
-    if size <= WHOLE_BYTES:
+    if size <= MAX_FULL_HASH_BYTES:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     with open(file, "rb") as opened:
         head = opened.read(1 << 20)

@@ -6,21 +6,21 @@ import shutil
 from pathlib import Path
 from typing import TypeVar
 
-from sightline.config import Env, Model, RunFile, SftFile
+from sightline.config import EnvConfig, ModelConfig, RunFile, SftFile
 from sightline.errors import ConfigError, DiskFull, FamilyError
 from sightline.families import Family, load_family
-from sightline.families.hub import find_checkpoint
+from sightline.families.hub import resolve_checkpoint
 from sightline.families.registry import load_serving
-from sightline.inference.settings import turns_line
-from sightline.launch.elsewhere import describe_environment
-from sightline.launch.processes import find_port, num_cores, share_threads
-from sightline.launch.servers import check_servers
-from sightline.launch.vllm_server import check_python
+from sightline.inference.settings import describe_prefix_reuse
+from sightline.launch.external_servers import check_external_servers
+from sightline.launch.processes import find_port, num_cores, split_threads
+from sightline.launch.vllm_server import check_vllm_python
+from sightline.launch.worker_python import describe_environment
 from sightline.media import MediaStore
-from sightline.monitor import RunDir
-from sightline.monitor.otel import check_otel
-from sightline.monitor.sinks.follow import check_sinks
-from sightline.trainer.conversations import show_images
+from sightline.run import RunDir
+from sightline.run.otel import check_otel
+from sightline.trainer.conversations import check_rows_for_images
+from sightline.view.sinks.feed import check_sinks
 
 STATES_PER_CHECKPOINT = 3
 """Weights and the two moments of AdamW."""
@@ -34,12 +34,12 @@ RunT = TypeVar("RunT", RunFile, SftFile)
 
 def resolve_model(config: RunT) -> RunT:
     """The run file with the folder of its model, which for an id of the hub is of one commit."""
-    folder = find_checkpoint(config.model.path, with_weights=True)
+    folder = resolve_checkpoint(config.model.path, with_weights=True)
     model = config.model.model_copy(update={"path": str(folder)})
     return config.model_copy(update={"model": model})
 
 
-def check_model(model: Model, env: Env, python: str = "") -> Family:
+def check_model(model: ModelConfig, env: EnvConfig, python: str = "") -> Family:
     """The family of the checkpoint, which is whole, known, and sees if the environment shows.
 
     `python` is the interpreter that knows the environment, if this one need not.
@@ -51,11 +51,11 @@ def check_model(model: Model, env: Env, python: str = "") -> Family:
 def check_conversations(config: SftFile) -> Family:
     """Likewise, for the conversations of [data], whose first rows are read."""
     assert config.data is not None
-    shows = show_images(config.data, config.run.seed)
+    shows = check_rows_for_images(config.data, config.run.seed)
     return check_checkpoint(config.model, f"[data] {config.data.path}", shows)
 
 
-def check_checkpoint(model: Model, shown_by: str, shows_images: bool) -> Family:
+def check_checkpoint(model: ModelConfig, shown_by: str, shows_images: bool) -> Family:
     path = Path(model.path)
     if not path.is_dir():
         raise ConfigError(
@@ -82,14 +82,17 @@ def check_checkpoint(model: Model, shown_by: str, shows_images: bool) -> Family:
     return family
 
 
-def packing_line(family: Family) -> str:
+def describe_packing(family: Family) -> str:
     return f"packing: {family.packing.kind} ({family.packing.reason})"
 
 
-def family_lines(family: Family, engine: str) -> str:
+def describe_family(family: Family, engine: str) -> str:
     """What a run does because of its model, and why. What vLLM keeps between turns depends on its
     kernels: its server says it in its log."""
-    lines = [packing_line(family), *([turns_line(family)] if engine == "torch" else [])]
+    lines = [
+        describe_packing(family),
+        *([describe_prefix_reuse(family)] if engine == "torch" else []),
+    ]
     return "\n".join(lines)
 
 
@@ -105,21 +108,23 @@ def check_disk(config: RunFile, run_dir: RunDir) -> None:
     # One more of each than is kept: the next is whole before the oldest goes.
     checkpoints = (config.trainer.keep_checkpoints + 1) * STATES_PER_CHECKPOINT
     published = config.orchestrator.max_lag + 2
-    if config.trainer.keep_every:
-        checkpoints += config.run.steps // config.trainer.keep_every * STATES_PER_CHECKPOINT
+    if config.trainer.keep_checkpoints_every:
+        checkpoints += (
+            config.run.steps // config.trainer.keep_checkpoints_every * STATES_PER_CHECKPOINT
+        )
     # Where the newest checkpoint may turn out corrupt, the batches since the one before it stay.
     spans = min(config.trainer.keep_checkpoints, 2)
     batches = spans * config.trainer.checkpoint_every + config.orchestrator.max_lag + 1
     batch_bytes = (
         config.orchestrator.groups_per_step
         * config.orchestrator.group_size
-        * config.inference.max_len
+        * config.inference.max_model_len
         * BYTES_PER_TOKEN
     )
     needed = weights * (checkpoints + published + 1) + batches * batch_bytes + SPARE_BYTES
     # What a run that goes on has already written is counted in what it can need.
-    needed -= _bytes_in(run_dir.checkpoints, run_dir.weights, run_dir.batches)
-    free = shutil.disk_usage(_existing(run_dir.path)).free
+    needed -= _count_bytes(run_dir.checkpoints, run_dir.weights, run_dir.batches)
+    free = shutil.disk_usage(_find_existing_parent(run_dir.path)).free
     if free < needed:
         raise DiskFull(
             f"{run_dir.path} has {free / 1e9:.1f} GB free; checkpoints and published weights of "
@@ -128,12 +133,12 @@ def check_disk(config: RunFile, run_dir: RunDir) -> None:
         )
 
 
-def check_fit(config: RunFile) -> None:
+def check_compatible_settings(config: RunFile) -> None:
     """Settings that each are well and together cannot work."""
-    if config.rollout.max_tokens >= config.inference.max_len:
+    if config.rollout.max_tokens >= config.inference.max_model_len:
         raise ConfigError(
             f"[rollout] max_tokens = {config.rollout.max_tokens} leaves no room for a prompt in "
-            f"[inference] max_len = {config.inference.max_len}",
+            f"[inference] max_model_len = {config.inference.max_model_len}",
             "raise max_len, or lower max_tokens",
         )
     if config.trainer.publish == "broadcast" and config.eval.every > 0:
@@ -168,13 +173,13 @@ def check_fit(config: RunFile) -> None:
 
 def check_engine(config: RunFile, family: Family) -> None:
     """The engine is there, and can serve what the family is."""
-    check_servers(config, family)
+    check_external_servers(config, family)
     if config.inference.engine == "vllm":
         serving = load_serving(config.model.path, family)
         if config.lora.publish == "adapter":
-            _check_stored_names(Path(config.model.path), serving.VISION)
+            _check_parameter_names(Path(config.model.path), serving.VISION_PREFIXES)
         if not config.inference.servers or config.eval.every:
-            check_python(config.inference.python)
+            check_vllm_python(config.inference.python)
     elif config.inference.python:
         raise ConfigError(
             f"[inference] python = {config.inference.python!r} with the embedded engine, which "
@@ -183,7 +188,7 @@ def check_engine(config: RunFile, family: Family) -> None:
         )
 
 
-def _check_stored_names(model: Path, vision: tuple[str, ...]) -> None:
+def _check_parameter_names(model: Path, vision: tuple[str, ...]) -> None:
     """vLLM merges adapters into parameters that it reads from the checkpoint, by their names."""
     from safetensors import safe_open
 
@@ -200,20 +205,20 @@ def _check_stored_names(model: Path, vision: tuple[str, ...]) -> None:
 
 def check_run(config: RunFile, run_dir: RunDir) -> Family:
     family = check_model(config.model, config.env, config.rollout.python)
-    check_sinks(config.monitor.sinks)
-    check_otel(config.monitor.otel)
-    share_threads(config, num_cores())
-    check_fit(config)
+    check_sinks(config.logging.sinks)
+    check_otel(config.logging.otel)
+    split_threads(config, num_cores())
+    check_compatible_settings(config)
     check_engine(config, family)
     find_port(config.inference.host, config.inference.port, "[inference] port")
     check_disk(config, run_dir)
     return family
 
 
-def _bytes_in(*folders: Path) -> int:
+def _count_bytes(*folders: Path) -> int:
     files = (file for folder in folders if folder.is_dir() for file in folder.rglob("*"))
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _existing(path: Path) -> Path:
-    return path if path.exists() else _existing(path.parent)
+def _find_existing_parent(path: Path) -> Path:
+    return path if path.exists() else _find_existing_parent(path.parent)

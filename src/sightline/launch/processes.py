@@ -24,19 +24,19 @@ from types import FrameType
 
 from sightline.config import RunFile
 from sightline.errors import ConfigError, ProcessFailed
-from sightline.monitor import RunDir
-from sightline.wire.share import ENDED_BY_ANOTHER
+from sightline.run import RunDir
+from sightline.wire.rank_messages import EXIT_OTHER_RANK_FAILED
 
-SECRET = "SIGHTLINE_SECRET"
+SECRET_VARIABLE = "SIGHTLINE_SECRET"
 """The variable in which the ranks of a trainer get what they know one another by."""
 POLL_S = 0.2
-END_S = 10.0
+STOP_TIMEOUT_S = 10.0
 PR_SET_PDEATHSIG = 1
 """How long a process may take to end after it was told to."""
 
 
 @dataclass(frozen=True)
-class Spec:
+class ProcessSpec:
     """A process to start."""
 
     name: str
@@ -48,16 +48,16 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Threads:
+class ThreadBudget:
     server: int
     trainer: int
 
 
-def share_threads(config: RunFile, cores: int) -> Threads:
+def split_threads(config: RunFile, cores: int) -> ThreadBudget:
     """Compute threads of server and trainer; together they do not exceed the cores."""
     server, trainer = config.inference.threads, config.trainer.threads
     if config.inference.servers:
-        return Threads(0, trainer or cores)
+        return ThreadBudget(0, trainer or cores)
     if not server and not trainer:
         server = max(1, cores // 2)
         trainer = max(1, cores - server)
@@ -69,14 +69,14 @@ def share_threads(config: RunFile, cores: int) -> Threads:
             f"{cores} cores of this machine",
             "lower them, or leave both at 0",
         )
-    return Threads(server, trainer)
+    return ThreadBudget(server, trainer)
 
 
 def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def environment(threads: int) -> dict[str, str]:
+def build_environ(threads: int) -> dict[str, str]:
     """Native libraries read their thread budget once, when they are loaded."""
     count = str(threads)
     # The ranks of a run meet by themselves: what torchrun says is for the process that it started.
@@ -134,21 +134,21 @@ class Processes:
     def resume(self) -> str:
         return f"sightline {self.command} --resume {self.run_dir.path}"
 
-    def start(self, spec: Spec) -> None:
+    def start(self, spec: ProcessSpec) -> None:
         log = open(self.run_dir.logs / f"{spec.name}.log", "ab")  # noqa: SIM115
-        _error_file(self.run_dir, spec.name).unlink(missing_ok=True)
+        _get_error_file(self.run_dir, spec.name).unlink(missing_ok=True)
         with log:
             self._running[spec.name] = subprocess.Popen(
                 [spec.python or sys.executable, "-m", "sightline", *spec.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment(spec.threads) | spec.variables,
+                env=build_environ(spec.threads) | spec.variables,
                 # A session of its own: Ctrl-C goes to the launcher, which ends the run in order.
                 start_new_session=True,
             )
 
-    def code(self, name: str) -> int | None:
+    def exit_code(self, name: str) -> int | None:
         return self._running[name].poll()
 
     def pid(self, name: str) -> int:
@@ -157,14 +157,14 @@ class Processes:
     def failed(self) -> list[tuple[str, int]]:
         """Processes that ended with an error: killed by a signal, by themselves, by another's."""
         codes = [(name, process.poll()) for name, process in self._running.items()]
-        ended = [(name, code) for name, code in codes if code]
-        return sorted(ended, key=lambda found: (found[1] == ENDED_BY_ANOTHER, found[1]))
+        ended = [(name, exit_code) for name, exit_code in codes if exit_code]
+        return sorted(ended, key=lambda found: (found[1] == EXIT_OTHER_RANK_FAILED, found[1]))
 
     def signal(self, name: str, number: int) -> None:
         if self._running[name].poll() is None:
             self._running[name].send_signal(number)
 
-    def kill_one(self, name: str) -> None:
+    def kill_process(self, name: str) -> None:
         self._running[name].kill()
         self._running[name].wait()
 
@@ -180,7 +180,7 @@ class Processes:
         """Ends all: SIGTERM, then SIGKILL for what does not listen."""
         for name in self._running:
             self.signal(name, signal.SIGTERM)
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + STOP_TIMEOUT_S
         for process in self._running.values():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -195,10 +195,14 @@ class Processes:
         for process in self._running.values():
             process.wait()
 
-    def explain(self, name: str, code: int) -> ProcessFailed:
+    def explain_exit(self, name: str, exit_code: int) -> ProcessFailed:
         """Why a process ended, in its own words where it left some."""
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        file = _error_file(self.run_dir, name)
+        how = (
+            f"was killed by {signal.Signals(-exit_code).name}"
+            if exit_code < 0
+            else f"ended with {exit_code}"
+        )
+        file = _get_error_file(self.run_dir, name)
         log = self.run_dir.logs / f"{name}.log"
         can_resume = self.run_dir.progress.parent.is_dir()
         resume = f"then go on with `{self.resume}`" * can_resume
@@ -207,18 +211,18 @@ class Processes:
             fix = "; ".join(part for part in (left["fix"], resume) if part)
             return ProcessFailed(f"{name} {how}: {left['problem']}", fix)
         words = log.read_text(errors="replace").strip().splitlines()[-1:] if log.is_file() else []
-        last = f"; its last words: {words[0]}" if words and code > 0 else ""
+        last = f"; its last words: {words[0]}" if words and exit_code > 0 else ""
         fix = ", ".join(part for part in (f"see {log}", resume) if part)
         return ProcessFailed(f"{name} {how}{last}", fix)
 
 
-def _error_file(run_dir: RunDir, name: str) -> Path:
+def _get_error_file(run_dir: RunDir, name: str) -> Path:
     return run_dir.logs / f"{name}.error.json"
 
 
-def leave_error(run_dir: RunDir, name: str, problem: str, fix: str) -> None:
+def write_error_file(run_dir: RunDir, name: str, problem: str, fix: str) -> None:
     """Called in a process that fails: the launcher quotes it."""
-    _error_file(run_dir, name).write_text(json.dumps({"problem": problem, "fix": fix}))
+    _get_error_file(run_dir, name).write_text(json.dumps({"problem": problem, "fix": fix}))
 
 
 def die_with_parent() -> None:
@@ -227,7 +231,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class Signals:
+class SignalCounter:
     """Notes Ctrl-C, SIGTERM and a lost terminal, instead of dying of them."""
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -235,75 +239,75 @@ class Signals:
     def __init__(self) -> None:
         self.count = 0
 
-    def __enter__(self) -> Signals:
-        self._before = {number: signal.signal(number, self._note) for number in self.NUMBERS}
+    def __enter__(self) -> SignalCounter:
+        self._before = {number: signal.signal(number, self._count) for number in self.NUMBERS}
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _count(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
 
 
-def watch(
+def watch_processes(
     processes: Processes,
     leader: str,
-    tick: Callable[[], None],
-    signals: Signals,
-    tend: Callable[[], None] = lambda: None,
+    update_view: Callable[[], None],
+    signals: SignalCounter,
+    supervise: Callable[[], None] = lambda: None,
 ) -> bool:
     """Waits until `leader` has ended well, and returns whether a signal asked for it.
 
-    `tend` replaces what may be replaced, before anything that ended counts as a failure.
+    `supervise` replaces what may be replaced, before anything that ended counts as a failure.
     Raises ProcessFailed, with all processes ended, when one fails or a second signal comes.
     """
-    told = False
+    stop_requested = False
     try:
-        while processes.code(leader) is None:
+        while processes.exit_code(leader) is None:
             time.sleep(POLL_S)
-            tick = _ticked(tick)
-            tend()
+            update_view = _call_view(update_view)
+            supervise()
             if processes.failed():
                 # What one death causes in the others follows within a moment; see them all.
                 time.sleep(2 * POLL_S)
-                _await_cause(processes)
+                _wait_for_cause(processes)
                 break
             if signals.count > 1:
                 raise ProcessFailed(
                     "ended at once by a second signal",
                     f"go on with `{processes.resume}`",
                 )
-            if signals.count and not told:
-                told = True
+            if signals.count and not stop_requested:
+                stop_requested = True
                 processes.signal(leader, signal.SIGTERM)
-        if told and processes.code(leader) == -signal.SIGTERM:
+        if stop_requested and processes.exit_code(leader) == -signal.SIGTERM:
             # It was told before it could listen: it had nothing to bring to an end yet.
             processes.kill()
             return True
         if processes.failed():
-            raise processes.explain(*processes.failed()[0])
+            raise processes.explain_exit(*processes.failed()[0])
     except BaseException:
         processes.kill()
         raise
     processes.stop()
-    return told
+    return stop_requested
 
 
-def _await_cause(processes: Processes) -> None:
+def _wait_for_cause(processes: Processes) -> None:
     """A rank that ends because another failed may be gone before that one is."""
-    deadline = time.monotonic() + END_S
-    while {code for _, code in processes.failed()} == {ENDED_BY_ANOTHER}:
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while {exit_code for _, exit_code in processes.failed()} == {EXIT_OTHER_RANK_FAILED}:
         if time.monotonic() > deadline:
             return
         time.sleep(POLL_S)
 
 
-def _ticked(tick: Callable[[], None]) -> Callable[[], None]:
-    """Calls `tick`; a view that fails (a closed pipe, say) is not called again."""
+def _call_view(update_view: Callable[[], None]) -> Callable[[], None]:
+    """Calls `update_view`; a view that fails (a closed pipe, say) is not called again."""
     try:
-        tick()
+        update_view()
     except Exception:  # a view may fail, and never ends a run
         return lambda: None
-    return tick
+    return update_view

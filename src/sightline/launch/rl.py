@@ -10,51 +10,56 @@ from pathlib import Path
 from rich.console import Console
 
 from sightline import config as config_module
-from sightline.config import RunFile, Trainer, check_resume, dump
+from sightline.config import RunFile, TrainerConfig, check_resume, dump_toml
 from sightline.errors import ProcessFailed, ResumeRefused
 from sightline.launch import torchrun
-from sightline.launch.claim import check_pinned, claim_run_dir, locked, pin_model
-from sightline.launch.preflight import check_run, check_store, family_lines, resolve_model
+from sightline.launch.claim import (
+    check_model_unchanged,
+    claim_run_dir,
+    lock_run_dir,
+    record_model_digests,
+)
+from sightline.launch.preflight import check_run, check_store, describe_family, resolve_model
 from sightline.launch.processes import (
-    SECRET,
+    SECRET_VARIABLE,
     Processes,
-    Signals,
-    Spec,
+    ProcessSpec,
+    SignalCounter,
     find_port,
     num_cores,
-    share_threads,
-    watch,
+    split_threads,
+    watch_processes,
 )
-from sightline.launch.sinks import SinkProcess
-from sightline.launch.torchrun import Place
-from sightline.launch.trainers import Trainers
-from sightline.launch.workers import Workers, memory_limit, resolve_workers
-from sightline.monitor import EventLog, RunDir
-from sightline.monitor.console import LiveView
-from sightline.monitor.report import write_report
-from sightline.monitor.summary import print_summary, summarize
+from sightline.launch.sink_process import SinkProcess
+from sightline.launch.torchrun import TorchrunContext
+from sightline.launch.trainer_watchdog import TrainerWatchdog
+from sightline.launch.worker_supervisor import WorkerSupervisor, get_memory_limit, resolve_workers
+from sightline.run import EventLog, RunDir
+from sightline.view.console import LiveView
+from sightline.view.report import write_report
+from sightline.view.summary import print_summary, summarize
 from sightline.wire.file import write_atomic
-from sightline.wire.share import name_of_rank
+from sightline.wire.rank_messages import rank_process_name
 
 LEADER = "orchestrator"
 
 
 def start_run(config: RunFile, plain: bool) -> RunDir:
     """Runs `config` from its first step, in a directory of its own."""
-    place = torchrun.find_place()
-    if place is not None:
-        config = place.of(config)
+    context = torchrun.find_context()
+    if context is not None:
+        config = context.apply_to(config)
     config, workers = resolve_workers(resolve_model(config), num_cores())
     print(workers)
     family = check_run(config, RunDir(Path(config.run.dir)))
-    print(family_lines(family, config.inference.engine))
+    print(describe_family(family, config.inference.engine))
     run_dir = claim_run_dir(config.run.dir, config.run.name)
-    with locked(run_dir):
+    with lock_run_dir(run_dir):
         check_store(Path(config.media.root or run_dir.media), config.media.max_gb)
         run_dir.make()
-        pin_model(run_dir, Path(config.model.path))
-        write_atomic(run_dir.config, dump(config).encode())
-        return _run(config, run_dir, plain, place)
+        record_model_digests(run_dir, Path(config.model.path))
+        write_atomic(run_dir.config, dump_toml(config).encode())
+        return _run(config, run_dir, plain, context)
 
 
 def resume_run(path: Path, overrides: list[str], plain: bool) -> RunDir:
@@ -62,38 +67,42 @@ def resume_run(path: Path, overrides: list[str], plain: bool) -> RunDir:
     run_dir = RunDir(path)
     if not run_dir.config.is_file():
         raise ResumeRefused(f"{path} is no run directory", "name the folder that holds config.toml")
-    old = config_module.load(RunFile, run_dir.config)
-    new = config_module.load(RunFile, run_dir.config, overrides)
-    place = torchrun.find_place()
-    if place is not None:
-        new = place.of(new)
+    old = config_module.load_config(RunFile, run_dir.config)
+    new = config_module.load_config(RunFile, run_dir.config, overrides)
+    context = torchrun.find_context()
+    if context is not None:
+        new = context.apply_to(new)
     new, workers = resolve_workers(new, num_cores())
     print(workers)
     check_resume(old, new)
-    print(family_lines(check_run(new, run_dir), new.inference.engine))
-    with locked(run_dir):
-        check_pinned(run_dir, Path(new.model.path))
+    print(describe_family(check_run(new, run_dir), new.inference.engine))
+    with lock_run_dir(run_dir):
+        check_model_unchanged(run_dir, Path(new.model.path))
         check_store(Path(new.media.root or run_dir.media), new.media.max_gb)
         run_dir.make()
-        write_atomic(run_dir.config, dump(new).encode())
-        return _run(new, run_dir, plain, place)
+        write_atomic(run_dir.config, dump_toml(new).encode())
+        return _run(new, run_dir, plain, context)
 
 
-def _specs(config: RunFile, run_dir: RunDir, place: Place | None) -> list[Spec]:
-    threads = share_threads(config, num_cores())
+def _build_specs(
+    config: RunFile, run_dir: RunDir, context: TorchrunContext | None
+) -> list[ProcessSpec]:
+    threads = split_threads(config, num_cores())
     host = config.inference.host
-    hub = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'port of the hub')}"
+    hub = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'port apply_to the hub')}"
     servers = list(config.inference.servers) or [
         f"http://{host}:{find_port(host, config.inference.port, '[inference] port')}"
     ]
     evaluates = config.eval.every > 0 and config.eval.tasks > 0
-    evaluator = f"http://{host}:{find_port(host, 0, 'port of the evaluator')}" if evaluates else ""
+    evaluator = (
+        f"http://{host}:{find_port(host, 0, 'port apply_to the evaluator')}" if evaluates else ""
+    )
 
-    def spec(name: str, count: int) -> Spec:
+    def spec(name: str, count: int) -> ProcessSpec:
         words = ["process", name, str(run_dir.path), "--hub", hub, "--server", *servers]
         words += ["--threads", str(count), "--parent", str(os.getpid())]
         words += ["--evaluator", evaluator] if evaluates else []
-        return Spec(name, words, count)
+        return ProcessSpec(name, words, count)
 
     trainer = spec("trainer", max(1, threads.trainer // config.trainer.ranks))
     workers = [
@@ -103,95 +112,97 @@ def _specs(config: RunFile, run_dir: RunDir, place: Place | None) -> list[Spec]:
     return [
         *([] if config.inference.servers else [spec("server", threads.server)]),
         *([spec("evaluator", 1)] if evaluates else []),
-        *_ranks(trainer, config, run_dir, place),
+        *_build_rank_specs(trainer, config, run_dir, context),
         *workers,
         spec(LEADER, 1),
     ]
 
 
-def _ranks(trainer: Spec, config: RunFile, run_dir: RunDir, place: Place | None) -> list[Spec]:
+def _build_rank_specs(
+    trainer: ProcessSpec, config: RunFile, run_dir: RunDir, context: TorchrunContext | None
+) -> list[ProcessSpec]:
     """Those that this launcher starts; torchrun starts the others."""
-    specs = trainer_specs(trainer, config.trainer)
-    if place is None or place.size == 1:
+    specs = build_trainer_specs(trainer, config.trainer)
+    if context is None or context.size == 1:
         return specs
-    from sightline.trainer.meeting import Meeting
+    from sightline.trainer.rendezvous import RendezvousInfo
 
     said = dict(zip(specs[0].arguments, specs[0].arguments[1:], strict=False))
-    meeting = Meeting(
+    meeting = RendezvousInfo(
         run_dir=str(run_dir.path.resolve()),
         meet=said["--meet"],
         channel=said["--channel"],
-        secret=specs[0].variables[SECRET],
+        secret=specs[0].variables[SECRET_VARIABLE],
     )
-    torchrun.board_of(place).post(meeting)
+    torchrun.get_board(context).post(meeting)
     return specs[:1]
 
 
-def trainer_specs(trainer: Spec, settings: Trainer) -> list[Spec]:
+def build_trainer_specs(trainer: ProcessSpec, settings: TrainerConfig) -> list[ProcessSpec]:
     """The trainer's processes: its own name is rank 0's, NAME-1 and so on are the others'."""
     if settings.ranks == 1:
         return [trainer]
     here = settings.address
     meet = f"{here}:{find_port(here, 0, '[trainer] address')}"
     channel = f"tcp://{here}:{find_port(here, 0, '[trainer] address')}"
-    secret = {SECRET: settings.secret or secrets.token_hex(16)}
+    secret = {SECRET_VARIABLE: settings.secret or secrets.token_hex(16)}
     num = settings.ranks
     found = []
     for rank in range(num):
-        name = name_of_rank(rank, trainer.name)
+        name = rank_process_name(rank, trainer.name)
         words = [*trainer.arguments, "--rank", str(rank), "--ranks", str(num)]
         words += ["--meet", meet, "--channel", channel]
         words[1] = name
-        found.append(Spec(name, words, trainer.threads, secret))
+        found.append(ProcessSpec(name, words, trainer.threads, secret))
     return found
 
 
-def _run(config: RunFile, run_dir: RunDir, plain: bool, place: Place | None) -> RunDir:
+def _run(config: RunFile, run_dir: RunDir, plain: bool, context: TorchrunContext | None) -> RunDir:
     console = Console()
-    specs = _specs(config, run_dir, place)
+    specs = _build_specs(config, run_dir, context)
     threads = ", ".join(f"{spec.name} {spec.threads}" for spec in specs)
     console.print(f"threads on {num_cores()} cores: {threads}", highlight=False)
     events = EventLog(run_dir.metrics, "launcher")
     events.write("state", phase="starting", threads={spec.name: spec.threads for spec in specs})
-    notes = _Notes(events)
+    notes = _LauncherEvents(events)
     processes = Processes(run_dir)
-    workers = Workers(
+    workers = WorkerSupervisor(
         processes,
         [spec for spec in specs if spec.name.startswith("worker-")],
-        config.rollout.hang_s,
-        memory_limit(config),
+        config.rollout.worker_hang_timeout_s,
+        get_memory_limit(config),
         on_lost=notes.lost,
     )
-    trainers = Trainers(
+    trainers = TrainerWatchdog(
         processes,
         [spec.name for spec in specs if spec.name.startswith("trainer")],
-        config.trainer.stuck_after_s,
+        config.trainer.stall_timeout_s,
     )
 
-    def tend() -> None:
-        workers.tend()
+    def supervise() -> None:
+        workers.supervise()
         trainers.check()
 
     view = LiveView(run_dir, plain)
     try:
-        with SinkProcess(config.monitor, run_dir, notes.sink), Signals() as signals:
+        with SinkProcess(config.logging, run_dir, notes.sink), SignalCounter() as signals:
             for spec in specs:
                 processes.start(spec)
-            stopped = watch(processes, LEADER, view.update, signals, tend)
+            stopped = watch_processes(processes, LEADER, view.update, signals, supervise)
         view.update()
     except ProcessFailed as error:
         view.close()
-        _close(run_dir, console, error.problem)
+        _print_outcome(run_dir, console, error.problem)
         raise
     finally:
         view.close()
         processes.kill()
-    _close(run_dir, console, "a signal" if stopped else "")
+    _print_outcome(run_dir, console, "a signal" if stopped else "")
     return run_dir
 
 
 @dataclass
-class _Notes:
+class _LauncherEvents:
     events: EventLog
 
     def sink(self, words: str) -> None:
@@ -201,7 +212,7 @@ class _Notes:
         self.events.write("lost", worker=name, reason=why)
 
 
-def _close(run_dir: RunDir, console: Console, stopped_by: str) -> None:
+def _print_outcome(run_dir: RunDir, console: Console, stopped_by: str) -> None:
     """Summary and report, whichever way the run ended."""
     extra = {"stopped_by": stopped_by} if stopped_by else {}
     print_summary(summarize(run_dir, **extra), console)

@@ -8,34 +8,45 @@ from pathlib import Path
 from rich.console import Console
 
 from sightline import config as config_module
-from sightline.config import SftFile, check_resume, dump
+from sightline.config import SftFile, check_resume, dump_toml
 from sightline.errors import ResumeRefused
 from sightline.families import Family
-from sightline.launch.claim import check_pinned, claim_run_dir, locked, pin_model
+from sightline.launch.claim import (
+    check_model_unchanged,
+    claim_run_dir,
+    lock_run_dir,
+    record_model_digests,
+)
 from sightline.launch.preflight import (
     check_conversations,
     check_model,
     check_store,
-    packing_line,
+    describe_packing,
     resolve_model,
 )
-from sightline.launch.processes import Processes, Signals, Spec, num_cores, watch
-from sightline.launch.rl import trainer_specs
-from sightline.monitor import RunDir
-from sightline.monitor.events import EventTail
+from sightline.launch.processes import (
+    Processes,
+    ProcessSpec,
+    SignalCounter,
+    num_cores,
+    watch_processes,
+)
+from sightline.launch.rl import build_trainer_specs
+from sightline.run import RunDir
+from sightline.run.events import EventTail
 from sightline.wire.event import Event
 from sightline.wire.file import write_atomic
 
-NAME = "sft"
-EVERY_STEPS = 20
+PROCESS_NAME = "sft"
+PRINT_EVERY_STEPS = 20
 
 
 def start_sft(config: SftFile) -> RunDir:
     config = resolve_model(config)
     family = _check(config)
     run_dir = claim_run_dir(config.run.dir, config.run.name)
-    with locked(run_dir):
-        pin_model(run_dir, Path(config.model.path))
+    with lock_run_dir(run_dir):
+        record_model_digests(run_dir, Path(config.model.path))
         return _run(config, run_dir, family)
 
 
@@ -44,12 +55,12 @@ def resume_sft(path: Path, overrides: list[str]) -> RunDir:
     run_dir = RunDir(path)
     if not run_dir.config.is_file():
         raise ResumeRefused(f"{path} is no run directory", "name the folder that holds config.toml")
-    old = config_module.load(SftFile, run_dir.config)
-    new = config_module.load(SftFile, run_dir.config, overrides)
+    old = config_module.load_config(SftFile, run_dir.config)
+    new = config_module.load_config(SftFile, run_dir.config, overrides)
     check_resume(old, new)
     family = _check(new)
-    with locked(run_dir):
-        check_pinned(run_dir, Path(new.model.path))
+    with lock_run_dir(run_dir):
+        check_model_unchanged(run_dir, Path(new.model.path))
         return _run(new, run_dir, family)
 
 
@@ -61,18 +72,18 @@ def _check(config: SftFile) -> Family:
 
 def _run(config: SftFile, run_dir: RunDir, family: Family) -> RunDir:
     check_store(Path(config.media.root or run_dir.media), config.media.max_gb)
-    for folder in (run_dir.logs, run_dir.checkpoints, Path(config.sft.output).parent):
+    for folder in (run_dir.logs, run_dir.checkpoints, Path(config.sft.output_dir).parent):
         folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(run_dir.config, dump(config).encode())
+    write_atomic(run_dir.config, dump_toml(config).encode())
     processes = Processes(run_dir, command="sft")
     console = Console()
-    console.print(packing_line(family), highlight=False, soft_wrap=True)
-    view = _View(run_dir, config.run.steps, console)
+    console.print(describe_packing(family), highlight=False, soft_wrap=True)
+    view = _ProgressPrinter(run_dir, config.run.steps, console)
     try:
-        with Signals() as signals:
-            for spec in _specs(config, run_dir):
+        with SignalCounter() as signals:
+            for spec in _build_specs(config, run_dir):
                 processes.start(spec)
-            stopped = watch(processes, NAME, view.update, signals)
+            stopped = watch_processes(processes, PROCESS_NAME, view.update, signals)
         view.update()
     finally:
         processes.kill()
@@ -80,17 +91,17 @@ def _run(config: SftFile, run_dir: RunDir, family: Family) -> RunDir:
     if stopped:
         print(f"stopped; go on with `{processes.resume}`")
     else:
-        print(f"checkpoint: {config.sft.output}")
+        print(f"checkpoint: {config.sft.output_dir}")
     return run_dir
 
 
-def _specs(config: SftFile, run_dir: RunDir) -> list[Spec]:
+def _build_specs(config: SftFile, run_dir: RunDir) -> list[ProcessSpec]:
     threads = max(1, (config.trainer.threads or num_cores()) // config.trainer.ranks)
-    words = ["process", NAME, str(run_dir.path), "--parent", str(os.getpid())]
-    return trainer_specs(Spec(NAME, words, threads), config.trainer)
+    words = ["process", PROCESS_NAME, str(run_dir.path), "--parent", str(os.getpid())]
+    return build_trainer_specs(ProcessSpec(PROCESS_NAME, words, threads), config.trainer)
 
 
-class _View:
+class _ProgressPrinter:
     """A line every so many steps, and one for each evaluation."""
 
     def __init__(self, run_dir: RunDir, steps: int, console: Console) -> None:
@@ -108,6 +119,6 @@ class _View:
             return ""
         if event.kind == "sft_eval":
             return f"held out, after step {step:4d}  loss {loss:.4f}"
-        if event.kind == "sft" and (step % EVERY_STEPS == 0 or step == self._steps):
+        if event.kind == "sft" and (step % PRINT_EVERY_STEPS == 0 or step == self._steps):
             return f"sft step {step:4d}/{self._steps}  loss {loss:.4f}"
         return ""

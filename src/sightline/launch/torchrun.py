@@ -22,17 +22,17 @@ from sightline import config as config_module
 from sightline.config import RunFile
 from sightline.config.trainer import is_loopback
 from sightline.errors import ConfigError
-from sightline.launch.processes import POLL_S, SECRET, Processes, Spec, num_cores
-from sightline.launch.trainers import Trainers
-from sightline.monitor import RunDir
-from sightline.wire.share import name_of_rank
+from sightline.launch.processes import POLL_S, SECRET_VARIABLE, Processes, ProcessSpec, num_cores
+from sightline.launch.trainer_watchdog import TrainerWatchdog
+from sightline.run import RunDir
+from sightline.wire.rank_messages import rank_process_name
 
 if TYPE_CHECKING:
-    from sightline.trainer.meeting import Board
+    from sightline.trainer.rendezvous import RendezvousStore
 
 
 @dataclass(frozen=True)
-class Place:
+class TorchrunContext:
     """What torchrun told this process."""
 
     rank: int
@@ -43,7 +43,7 @@ class Place:
     has_store: bool
     """Whether torchrun keeps a store there; otherwise rank 0 does."""
 
-    def of(self, config: RunFile) -> RunFile:
+    def apply_to(self, config: RunFile) -> RunFile:
         """The run file, for as many ranks as torchrun started."""
         if self.local_size < self.size and is_loopback(config.trainer.address):
             raise ConfigError(
@@ -55,12 +55,12 @@ class Place:
         return config.model_copy(update={"trainer": trainer})
 
 
-def find_place() -> Place | None:
+def find_context() -> TorchrunContext | None:
     """None where torchrun did not start this process."""
     said = os.environ
     if "TORCHELASTIC_RUN_ID" not in said:
         return None
-    return Place(
+    return TorchrunContext(
         rank=int(said["RANK"]),
         size=int(said["WORLD_SIZE"]),
         local_size=int(said["LOCAL_WORLD_SIZE"]),
@@ -71,34 +71,34 @@ def find_place() -> Place | None:
 
 
 @cache
-def board_of(place: Place) -> Board:
+def get_board(context: TorchrunContext) -> RendezvousStore:
     """Kept as long as this process lives: it may be the store itself."""
-    from sightline.trainer.meeting import Board
+    from sightline.trainer.rendezvous import RendezvousStore
 
-    return Board(place.host, place.port, not place.has_store and place.rank == 0)
+    return RendezvousStore(context.host, context.port, not context.has_store and context.rank == 0)
 
 
-def follow(place: Place) -> None:
+def run_follower_rank(context: TorchrunContext) -> None:
     """Runs one rank other than 0 until the run ends."""
-    meeting = board_of(place).read()
+    meeting = get_board(context).read()
     run_dir = RunDir(Path(meeting.run_dir))
-    name = name_of_rank(place.rank)
-    threads = max(1, num_cores() // (2 * place.local_size))
+    name = rank_process_name(context.rank)
+    threads = max(1, num_cores() // (2 * context.local_size))
     words = ["process", name, str(run_dir.path), "--threads", str(threads)]
-    words += ["--rank", str(place.rank), "--ranks", str(place.size)]
+    words += ["--rank", str(context.rank), "--ranks", str(context.size)]
     words += ["--meet", meeting.meet, "--channel", meeting.channel, "--parent", str(os.getpid())]
     processes = Processes(run_dir)
     # The rank ends when rank 0 says so; a signal to the whole run is for rank 0's launcher.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
-        limit_s = config_module.load(RunFile, run_dir.config).trainer.stuck_after_s
-        trainers = Trainers(processes, [name], limit_s)
-        processes.start(Spec(name, words, threads, {SECRET: meeting.secret}))
-        while (code := processes.code(name)) is None:
+        stall_timeout_s = config_module.load_config(RunFile, run_dir.config).trainer.stall_timeout_s
+        trainers = TrainerWatchdog(processes, [name], stall_timeout_s)
+        processes.start(ProcessSpec(name, words, threads, {SECRET_VARIABLE: meeting.secret}))
+        while (exit_code := processes.exit_code(name)) is None:
             time.sleep(POLL_S)
             trainers.check()
     finally:
         processes.kill()
-    if code:
-        raise processes.explain(name, code)
+    if exit_code:
+        raise processes.explain_exit(name, exit_code)

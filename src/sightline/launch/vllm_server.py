@@ -14,16 +14,24 @@ from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import load_serving
 from sightline.inference.settings import ServeSettings
-from sightline.inference.vllm_plugin import BAN, CONFIG, LAYOUT, MIDDLEWARE, TRANSFER
+from sightline.inference.vllm_plugin import (
+    CONFIG_KEY,
+    LOAD_FORMAT,
+    LOGITS_PROCESSOR,
+    MIDDLEWARE,
+    WEIGHT_TRANSFER_BACKEND,
+)
 from sightline.launch.processes import die_with_parent, find_port
 from sightline.media import MediaStore
 
 GIBIBYTE = 2**30
-PROBE = "from sightline.inference.vllm_plugin.versions import check_version; check_version()"
-CHECK_S = 300
+VERSION_CHECK = (
+    "from sightline.inference.vllm_plugin.supported_versions import check_version; check_version()"
+)
+VERSION_CHECK_TIMEOUT_S = 300
 
 
-def find_python(name: str) -> str:
+def get_vllm_python(name: str) -> str:
     """The interpreter that a setting names; our own for an empty one."""
     found = shutil.which(name) if name else sys.executable
     if found is None:
@@ -34,12 +42,12 @@ def find_python(name: str) -> str:
     return os.path.abspath(found)
 
 
-def check_python(name: str) -> str:
+def check_vllm_python(name: str) -> str:
     """The interpreter, which has a vLLM that the plugin knows, and sightline."""
-    python = find_python(name)
+    python = get_vllm_python(name)
     done = subprocess.run(
-        [python, "-c", PROBE],
-        capture_output=True, text=True, timeout=CHECK_S, check=False, env=vllm_environment(1),
+        [python, "-c", VERSION_CHECK],
+        capture_output=True, text=True, timeout=VERSION_CHECK_TIMEOUT_S, check=False, env=build_vllm_environ(1),
     )  # fmt: skip
     if done.returncode == 0:
         return python
@@ -51,7 +59,7 @@ def check_python(name: str) -> str:
     )
 
 
-def vllm_command(settings: ServeSettings, python: str) -> list[str]:
+def build_vllm_command(settings: ServeSettings, python: str) -> list[str]:
     """The words of the command. vLLM's own console script looks for another distribution."""
     family = load_family(settings.model, **settings.overrides)
     serving = load_serving(settings.model, family, takes_updates=False)
@@ -60,28 +68,33 @@ def vllm_command(settings: ServeSettings, python: str) -> list[str]:
     words = [python, "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--model", str(settings.model), "--host", settings.host]
     words += ["--port", str(settings.port), "--dtype", settings.dtype]
-    words += ["--max-model-len", str(settings.max_len), "--max-num-seqs", str(settings.max_rows)]
+    words += [
+        "--max-model-len",
+        str(settings.max_model_len),
+        "--max-num-seqs",
+        str(settings.max_num_seqs),
+    ]
     words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    words += ["--limit-mm-per-prompt", json.dumps(serving.LIMITS)]
+    words += ["--limit-mm-per-prompt", json.dumps(serving.LIMIT_MM_PER_PROMPT)]
     words += ["--mm-processor-cache-gb", f"{settings.pixel_cache_bytes / GIBIBYTE:.6f}"]
-    words += ["--weight-transfer-config", json.dumps({"backend": TRANSFER})]
-    words += ["--middleware", MIDDLEWARE, "--logits-processors", BAN]
-    words += ["--additional-config", json.dumps({CONFIG: ours})]
+    words += ["--weight-transfer-config", json.dumps({"backend": WEIGHT_TRANSFER_BACKEND})]
+    words += ["--middleware", MIDDLEWARE, "--logits-processors", LOGITS_PROCESSOR]
+    words += ["--additional-config", json.dumps({CONFIG_KEY: ours})]
     words += ["--uvicorn-log-level", "warning", "--disable-fastapi-docs"]
-    if serving.OVERRIDES:
-        words += ["--hf-overrides", json.dumps(serving.OVERRIDES), "--load-format", LAYOUT]
-    if not settings.reuse_kv:
+    if serving.HF_OVERRIDES:
+        words += ["--hf-overrides", json.dumps(serving.HF_OVERRIDES), "--load-format", LOAD_FORMAT]
+    if not settings.enable_prefix_caching:
         words.append("--no-enable-prefix-caching")
-    if is_cpu(settings.device):
+    if runs_on_cpu(settings.device):
         words += ["--enforce-eager", *serving.CPU_ARGUMENTS]
     return words
 
 
-def is_cpu(device: str) -> bool:
+def runs_on_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and not Path("/dev/nvidia0").exists())
 
 
-def vllm_environment(threads: int) -> dict[str, str]:
+def build_vllm_environ(threads: int) -> dict[str, str]:
     given = dict(os.environ)
     # Compiling its sampler costs more than half a minute at the first request of a CPU.
     given.setdefault("TORCHDYNAMO_DISABLE", str(int(not Path("/dev/nvidia0").exists())))
@@ -99,17 +112,17 @@ def vllm_environment(threads: int) -> dict[str, str]:
     }
 
 
-def become_vllm(settings: ServeSettings, python: str) -> None:
+def exec_vllm(settings: ServeSettings, python: str) -> None:
     """Turns this process into the server; it keeps its number, its parent and its output.
 
     What watched for the parent's end in this program is gone then, so the kernel does.
     """
     roots = tuple(root.absolute() for root in settings.media_roots)
     settings = replace(settings, media_roots=roots, model=settings.model.absolute())
-    words = vllm_command(settings, python)
+    words = build_vllm_command(settings, python)
     die_with_parent()
     sys.stdout.flush()
-    os.execve(words[0], words, vllm_environment(settings.threads))
+    os.execve(words[0], words, build_vllm_environ(settings.threads))
 
 
 def serve_vllm(settings: ServeSettings, python: str) -> None:
@@ -117,4 +130,4 @@ def serve_vllm(settings: ServeSettings, python: str) -> None:
     if not settings.media_roots:
         raise ConfigError("a server without a media root", "name the store's folder")
     port = find_port(settings.host, settings.port, "port")
-    become_vllm(replace(settings, port=port), check_python(python))
+    exec_vllm(replace(settings, port=port), check_vllm_python(python))

@@ -16,13 +16,13 @@ import zlib
 from typing import TYPE_CHECKING
 
 from sightline.errors import MediaRefused, MediaUndecodable
-from sightline.media.header import Header, Limits, exif_orientation, read_header
+from sightline.media.header import ImageHeader, ImageLimits, exif_orientation, read_header
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Image
     from PIL.ImageFile import ImageFile
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = ImageLimits()
 
 # zlib level of PNGs made from PIL images: within 1% of the smallest for screenshots, at a
 # fraction of the time. One Pillow build gives one digest for one picture; another may not.
@@ -44,7 +44,7 @@ _DECODER_ERRORS = (
 )
 
 
-def inspect(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Header:
+def inspect_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> ImageHeader:
     """Mime and size as seen, for a whole image within `limits`; no pixel is decoded."""
     limits.check_bytes(len(data))
     header = read_header(data)
@@ -52,14 +52,14 @@ def inspect(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Header:
     return header
 
 
-def open_rgb(data: bytes, limits: Limits = DEFAULT_LIMITS) -> Image:
-    """The picture as an RGB image of exactly the size that `inspect` says."""
-    header = inspect(data, limits)
+def open_rgb(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> Image:
+    """The picture as an RGB image of exactly the size that `inspect_image` says."""
+    header = inspect_image(data, limits)
     fix = "save the image again with a program that can open it, and put that"
     try:
-        with _reader(header.mime)(io.BytesIO(data)) as image:
+        with _get_reader(header.mime)(io.BytesIO(data)) as image:
             image.load()
-            rgb = _turned(_as_rgb(image), header.orientation)
+            rgb = _rotate_upright(_convert_rgb(image), header.orientation)
     except _DECODER_ERRORS as error:
         what = f"{type(error).__name__}: {error}"
         raise MediaUndecodable(f"{header.mime} that does not decode ({what})", fix) from error
@@ -76,7 +76,9 @@ def encode_png(image: Image) -> bytes:
     """The picture as an RGB PNG without metadata, as `open_rgb` would show it."""
     try:
         image.load()
-        turned = _turned(_as_rgb(image), exif_orientation(image.info.get("exif") or b""))
+        turned = _rotate_upright(
+            _convert_rgb(image), exif_orientation(image.info.get("exif") or b"")
+        )
     except _DECODER_ERRORS as error:
         raise MediaRefused(
             f"a PIL image of mode {image.mode} cannot be made RGB ({error})",
@@ -87,7 +89,7 @@ def encode_png(image: Image) -> bytes:
     return out.getvalue()
 
 
-def warm() -> Image:
+def warm_up() -> Image:
     """A small picture that was encoded and decoded, so that the first real one does not wait for
     the codecs to load."""
     from PIL import Image as images
@@ -95,13 +97,13 @@ def warm() -> Image:
     return open_rgb(encode_png(images.new("RGB", (64, 64))))
 
 
-def is_image(source: object) -> bool:
+def is_pil_image(source: object) -> bool:
     from PIL.Image import Image
 
     return isinstance(source, Image)
 
 
-def _as_rgb(image: Image) -> Image:
+def _convert_rgb(image: Image) -> Image:
     """A new RGB image; `image` stays as it is."""
     from PIL import Image as images
 
@@ -120,7 +122,7 @@ def _as_rgb(image: Image) -> Image:
     return rgb
 
 
-def _turned(image: Image, orientation: int) -> Image:
+def _rotate_upright(image: Image, orientation: int) -> Image:
     """Upright, for an image stored with this EXIF orientation."""
     from PIL.Image import Transpose
 
@@ -136,7 +138,7 @@ def _turned(image: Image, orientation: int) -> Image:
     return image if method is None else image.transpose(method)
 
 
-def _reader(mime: str) -> type[ImageFile]:
+def _get_reader(mime: str) -> type[ImageFile]:
     # Not Image.open: it would guess the format anew, read a JPEG with an index of further
     # pictures as another format, and apply a pixel limit that any library may have changed.
     from PIL import GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin

@@ -24,11 +24,11 @@ _PORTS = {"http": 80, "https": 443}
 _LEAST_S = 0.001
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
-Resolve = Callable[[str, int], Sequence[str]]
+HostResolver = Callable[[str, int], Sequence[str]]
 """The addresses of a host and port, the first of which is used; OSError when there is none."""
 
 
-def resolve_name(host: str, port: int) -> list[str]:
+def resolve_host(host: str, port: int) -> list[str]:
     return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
@@ -37,7 +37,7 @@ def fetch(
     allowed_hosts: Collection[str],
     max_bytes: int,
     timeout_s: float,
-    resolve: Resolve = resolve_name,
+    resolve: HostResolver = resolve_host,
 ) -> bytes:
     """The body behind `url`; `MediaRefused` when it may not, or cannot, be had in time.
 
@@ -59,8 +59,8 @@ def fetch(
             "send the image as a data: url, or add the host to [media] http_hosts",
         )
     deadline = time.monotonic() + timeout_s
-    address = _checked_address(host, port, allowed_hosts, resolve, timeout_s)
-    connect = _PinnedHttps if parts.scheme == "https" else _Pinned
+    address = _get_public_address(host, port, allowed_hosts, resolve, timeout_s)
+    connect = _PinnedHttpsConnection if parts.scheme == "https" else _PinnedHttpConnection
     left_s = max(deadline - time.monotonic(), _LEAST_S)
     connection = connect(host, port, timeout=left_s)
     connection.address = address
@@ -100,11 +100,11 @@ def fetch(
     return body
 
 
-def _checked_address(
+def _get_public_address(
     host: str,
     port: int,
     allowed_hosts: Collection[str],
-    resolve: Resolve = resolve_name,
+    resolve: HostResolver = resolve_host,
     timeout_s: float | None = None,
 ) -> str:
     lookup = _start_lookup(host, port, resolve)
@@ -126,7 +126,7 @@ def _checked_address(
     return address
 
 
-def _start_lookup(host: str, port: int, resolve: Resolve) -> Future[Sequence[str]]:
+def _start_lookup(host: str, port: int, resolve: HostResolver) -> Future[Sequence[str]]:
     """In a thread: the system's own lookup can be neither given a limit nor broken off."""
     found: Future[Sequence[str]] = Future()
 
@@ -153,7 +153,7 @@ def _is_public(address: str) -> bool:
     return inner is None or _is_public(str(inner))
 
 
-class _Pinned(http.client.HTTPConnection):
+class _PinnedHttpConnection(http.client.HTTPConnection):
     """A connection to an address that was looked up and checked before."""
 
     address: str
@@ -171,7 +171,7 @@ class _Pinned(http.client.HTTPConnection):
                 self.wire.shutdown(socket.SHUT_RDWR)
 
 
-class _PinnedHttps(_Pinned):
+class _PinnedHttpsConnection(_PinnedHttpConnection):
     def connect(self) -> None:
         super().connect()
         # The certificate is checked against the host's name, not the address.

@@ -21,7 +21,7 @@ TEMPORARY_PREFIX = ".tmp-"
 
 
 @contextmanager
-def locked(root: Path, *, exclusive: bool = False) -> Iterator[None]:
+def lock_store(root: Path, *, exclusive: bool = False) -> Iterator[None]:
     # A lock belongs to an open file, so each use opens its own: threads do not free one another.
     fd = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -31,7 +31,7 @@ def locked(root: Path, *, exclusive: bool = False) -> Iterator[None]:
         os.close(fd)
 
 
-def path_in(root: Path, digest: str) -> Path:
+def get_image_path(root: Path, digest: str) -> Path:
     return root / digest[:2] / digest[2:4] / digest
 
 
@@ -42,14 +42,14 @@ def write(root: Path, path: Path, data: bytes) -> bool:
     are damage, and are replaced.
     """
     _make_directory(path.parent, root)
-    with locked(root):
-        if _holds(path, data):
+    with lock_store(root):
+        if _has_bytes(path, data):
             os.utime(path)
             return False
     temporary = path.parent / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
     try:
         _write_synced(temporary, data)
-        with locked(root):
+        with lock_store(root):
             os.rename(temporary, path)
     except BaseException:
         with suppress(FileNotFoundError):
@@ -59,13 +59,13 @@ def write(root: Path, path: Path, data: bytes) -> bool:
     return True
 
 
-def renew(root: Path, path: Path) -> bool:
+def renew_last_use(root: Path, path: Path) -> bool:
     """Set the file's last use to now; False when it is gone.
 
     Where this process may read and not write, the time stays as it is.
     """
     try:
-        with locked(root):
+        with lock_store(root):
             os.utime(path)
     except FileNotFoundError:
         return False
@@ -74,14 +74,14 @@ def renew(root: Path, path: Path) -> bool:
     return True
 
 
-def now_on_disk(root: Path) -> float:
+def read_disk_clock(root: Path) -> float:
     """The clock that file times come from, which on a network disk is not ours."""
     lock = root / LOCK_NAME
     os.utime(lock)
     return lock.stat().st_mtime
 
 
-def walk(root: Path) -> Iterator[os.DirEntry[str]]:
+def iter_files(root: Path) -> Iterator[os.DirEntry[str]]:
     """Every file in the two levels of directories below `root`, images and leftovers alike."""
     for first in _directories(root):
         for second in _directories(first.path):
@@ -109,7 +109,7 @@ def _directories(path: str | Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _holds(path: Path, data: bytes) -> bool:
+def _has_bytes(path: Path, data: bytes) -> bool:
     try:
         return path.stat().st_size == len(data) and path.read_bytes() == data
     except FileNotFoundError:

@@ -19,15 +19,15 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from sightline.errors import MediaError, MediaRefused, MessageError
-from sightline.media.fetch import Resolve, fetch, resolve_name
-from sightline.media.lru import Lru
+from sightline.media.fetch import HostResolver, fetch, resolve_host
+from sightline.media.lru import LruCache
 from sightline.media.ref import MediaRef, digest_of_url
 from sightline.media.store import MediaStore
 
 _MAX_SEEN_URLS = 8_192
 
 
-class Ingest:
+class ImageIngestor:
     """Takes images from the sources that the run allows. Blocks while it reads or fetches."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Ingest:
         http_hosts: Iterable[str] = (),
         max_bytes: int | None = None,
         timeout_s: float = 10.0,
-        resolve: Resolve = resolve_name,
+        resolve: HostResolver = resolve_host,
     ) -> None:
         """`max_bytes` of one image; left out, the store's own limit. `resolve` looks hosts up."""
         self.store = store
@@ -45,10 +45,10 @@ class Ingest:
         self.max_bytes = store.limits.max_bytes if max_bytes is None else max_bytes
         self.timeout_s = timeout_s
         self._resolve = resolve
-        self.file_roots = tuple(_checked_root(Path(root)) for root in file_roots)
+        self.file_roots = tuple(_resolve_root(Path(root)) for root in file_roots)
         # Conversations that begin with the same images share their data urls: one that was seen
         # before costs its hash, no decoding and no write.
-        self._seen: Lru[bytes, MediaRef] = Lru(_MAX_SEEN_URLS)
+        self._seen: LruCache[bytes, MediaRef] = LruCache(_MAX_SEEN_URLS)
         self._sources = {
             "data": self._from_data,
             "media": self._from_media,
@@ -71,7 +71,7 @@ class Ingest:
             raise type(error)(f"{path}: {error.problem}", error.fix) from error
 
     def _from_data(self, url: str) -> MediaRef:
-        key = key_of(url)
+        key = hash_url(url)
         seen = self._seen.find(key)
         if seen is not None and self.store.touch(seen.digest):
             return seen
@@ -141,7 +141,7 @@ class Ingest:
             )
 
 
-def key_of(url: str) -> bytes:
+def hash_url(url: str) -> bytes:
     """Names a url by its text, whatever the text is."""
     return sha256(url.encode("utf-8", "surrogatepass")).digest()
 
@@ -172,7 +172,7 @@ _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-def _checked_root(root: Path) -> Path:
+def _resolve_root(root: Path) -> Path:
     if not root.is_absolute():
         raise MediaError(f"the file root {root} is relative", "write file roots as absolute paths")
     return root.resolve()

@@ -10,7 +10,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-class Lru(Generic[Key, Value]):
+class LruCache(Generic[Key, Value]):
     def __init__(self, max_entries: int) -> None:
         self._entries: OrderedDict[Key, Value] = OrderedDict()
         self._max_entries = max_entries

@@ -31,7 +31,7 @@ def is_run_dir(path: Path) -> bool:
     return any((path / folder).is_dir() for folder in RUN_FOLDERS)
 
 
-def find_digests(*run_dirs: str | Path) -> set[str]:
+def collect_digests(*run_dirs: str | Path) -> set[str]:
     """Every digest in the traces, batches, samples, checkpoints and scores of these runs."""
     found: set[str] = set()
     for run_dir in map(Path, run_dirs):

@@ -28,8 +28,8 @@ from sightline.errors import (
     StoreFull,
 )
 from sightline.media import decode, files, sweep
-from sightline.media.header import Limits
-from sightline.media.lru import Lru
+from sightline.media.header import ImageLimits
+from sightline.media.lru import LruCache
 from sightline.media.ref import MediaRef, check_digest, verify_bytes
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class MediaStore:
         self,
         root: str | Path,
         fallback_roots: Iterable[str | Path] = (),
-        limits: Limits = decode.DEFAULT_LIMITS,
+        limits: ImageLimits = decode.DEFAULT_LIMITS,
         max_bytes: int | None = None,
         reserve_bytes: int = DEFAULT_RESERVE_BYTES,
     ) -> None:
@@ -70,8 +70,8 @@ class MediaStore:
         self.limits = limits
         self.max_bytes = max_bytes
         self.reserve_bytes = reserve_bytes
-        self._refs: Lru[str, MediaRef] = Lru(_MAX_REFS)
-        self._survey: _Survey | None = None
+        self._refs: LruCache[str, MediaRef] = LruCache(_MAX_REFS)
+        self._survey: _StoreSurvey | None = None
         self._survey_lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -90,7 +90,7 @@ class MediaStore:
         Bytes are kept as they are. A path is read, a PIL image is encoded as PNG.
         """
         data = self._bytes_of(source)
-        header = decode.inspect(data, self.limits)
+        header = decode.inspect_image(data, self.limits)
         digest = sha256(data).hexdigest()
         ref = MediaRef(digest, header.mime, header.width, header.height, len(data))
         with self._disk_errors():
@@ -120,7 +120,7 @@ class MediaStore:
                 "give a path as pathlib.Path; a url goes through Ingest(store).resolve, "
                 "which knows which sources are allowed",
             )
-        if decode.is_image(source):
+        if decode.is_pil_image(source):
             image: Image = source  # type: ignore[assignment]
             self.limits.check_size(image.width, image.height)
             return decode.encode_png(image)
@@ -156,7 +156,7 @@ class MediaStore:
         if ref is not None and self.touch(digest):
             return ref
         data = self._read(digest)
-        header = decode.inspect(data, self.limits)
+        header = decode.inspect_image(data, self.limits)
         ref = MediaRef(digest, header.mime, header.width, header.height, len(data))
         self._refs.set(digest, ref)
         return ref
@@ -164,7 +164,7 @@ class MediaStore:
     def has(self, ref: MediaRef | str) -> bool:
         digest = ref.digest if isinstance(ref, MediaRef) else ref
         check_digest(digest)
-        return any(files.path_in(root, digest).is_file() for root in self._roots)
+        return any(files.get_image_path(root, digest).is_file() for root in self._roots)
 
     def touch(self, digest: str) -> bool:
         """Count this as a use of the image; False when no root holds it."""
@@ -175,16 +175,16 @@ class MediaStore:
             return self.has(digest)
         if not _is_stale(last_use):
             return True
-        return files.renew(self.root, path) or self.has(digest)
+        return files.renew_last_use(self.root, path) or self.has(digest)
 
     def path(self, digest: str) -> Path:
         """Where `root` keeps this digest, whether it is there or not."""
         check_digest(digest)
-        return files.path_in(self.root, digest)
+        return files.get_image_path(self.root, digest)
 
     def digests(self) -> Iterator[str]:
         """Every digest in `root`."""
-        return (entry.name for entry in files.walk(self.root) if files.is_image_file(entry))
+        return (entry.name for entry in files.iter_files(self.root) if files.is_image_file(entry))
 
     @property
     def _roots(self) -> tuple[Path, ...]:
@@ -194,7 +194,7 @@ class MediaStore:
         check_digest(digest)
         damage: MediaError | None = None
         for root in self._roots:
-            path = files.path_in(root, digest)
+            path = files.get_image_path(root, digest)
             try:
                 with open(path, "rb") as file:
                     last_use = os.fstat(file.fileno()).st_mtime
@@ -210,7 +210,7 @@ class MediaStore:
                 unread.__cause__ = error  # by which a server knows that it may heal
                 damage = damage or unread
                 continue
-            if root is self.root and _is_stale(last_use) and not files.renew(root, path):
+            if root is self.root and _is_stale(last_use) and not files.renew_last_use(root, path):
                 continue  # gc removed it while it was read
             return data
         if damage:
@@ -253,11 +253,11 @@ class MediaStore:
         takes long (it gets at most 2% of the time). In between, what this process puts is added;
         what others put shows at the next count.
         """
-        return self._surveyed().size_bytes
+        return self._get_survey().size_bytes
 
     def count(self) -> int:
         """Number of images in `root`; as fresh as `size_bytes`."""
-        return self._surveyed().num_files
+        return self._get_survey().num_files
 
     def check_room(self) -> None:
         """Raise `StoreFull` above `max_bytes`, or with less than the reserve left on the disk."""
@@ -284,14 +284,16 @@ class MediaStore:
         probe = self.root / f"{files.TEMPORARY_PREFIX}probe-{os.getpid()}-{threading.get_ident()}"
         with self._disk_errors():
             self.root.mkdir(parents=True, exist_ok=True)
-            with files.locked(self.root):
+            with files.lock_store(self.root):
                 probe.write_bytes(b"")
                 probe.unlink()
 
-    def _surveyed(self) -> _Survey:
+    def _get_survey(self) -> _StoreSurvey:
         survey = self._survey
         if survey is None or survey.is_old():
-            survey = _Survey(self.root)  # outside the lock: it may take long, and put must not wait
+            survey = _StoreSurvey(
+                self.root
+            )  # outside the lock: it may take long, and put must not wait
             with self._survey_lock:
                 self._survey = survey
         return survey
@@ -317,13 +319,13 @@ def _is_stale(last_use: float) -> bool:
     return abs(time.time() - last_use) > RENEW_AFTER_S
 
 
-class _Survey:
+class _StoreSurvey:
     """How much the files of a root were, at one moment, plus what is added after it."""
 
     def __init__(self, root: Path) -> None:
         began = time.monotonic()
         self.num_files = self.size_bytes = 0
-        for entry in files.walk(root):
+        for entry in files.iter_files(root):
             if files.is_image_file(entry):
                 try:
                     size = entry.stat().st_size

@@ -52,7 +52,7 @@ def verify(root: Path, progress: Progress | None = None) -> VerifyReport:
     num_files = size_bytes = 0
     corrupt: list[str] = []
     leftovers: list[str] = []
-    for entry in files.walk(root):
+    for entry in files.iter_files(root):
         if not files.is_image_file(entry):
             leftovers.append(os.path.relpath(entry.path, root))
             continue
@@ -87,10 +87,10 @@ def gc(
         raise MediaError(f"no store at {root}", "name the directory of an existing store")
     removed: list[str] = []
     removed_bytes = num_in_use = num_young = num_temporary = num_seen = 0
-    entries = files.walk(root)
+    entries = files.iter_files(root)
     while batch := list(itertools.islice(entries, _BATCH)):
-        with files.locked(root, exclusive=True):
-            now = files.now_on_disk(root)
+        with files.lock_store(root, exclusive=True):
+            now = files.read_disk_clock(root)
             for entry in batch:
                 try:
                     # Not entry.stat(), which may be from before the lock.

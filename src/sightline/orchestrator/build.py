@@ -7,77 +7,78 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from sightline.algo.registry import load_advantage, load_credit, load_filters
+from sightline.algo.verdicts import GroupJudge
 from sightline.config import RunFile
 from sightline.media import MediaStore
-from sightline.monitor import EventLog, RunDir
-from sightline.orchestrator.beside import Beside
-from sightline.orchestrator.best import Best
-from sightline.orchestrator.evaluate import Evaluator
-from sightline.orchestrator.judge import Judge, build_filters
-from sightline.orchestrator.loop import Parts
-from sightline.orchestrator.policy import UNKNOWN, Policy
-from sightline.orchestrator.progress import Books
-from sightline.orchestrator.rollouts import Rollouts
-from sightline.orchestrator.watch import StepWatcher
+from sightline.orchestrator.background_evaluator import BackgroundEvaluator
+from sightline.orchestrator.best_checkpoint import BestCheckpoint
+from sightline.orchestrator.evaluator import Evaluator
+from sightline.orchestrator.loop import LoopComponents
+from sightline.orchestrator.policy_updater import UNKNOWN_VERSION, PolicyUpdater
+from sightline.orchestrator.rollout_scheduler import RolloutScheduler
+from sightline.orchestrator.run_state import RunState
+from sightline.orchestrator.step_metrics import StepMetrics
 from sightline.rollout.client import GenerateClient
-from sightline.wire.control import Announce, Control, Published
+from sightline.run import EventLog, RunDir
+from sightline.wire.control import BatchReady, ControlMessage, PublishedWeights
 
 
-class Board(Protocol):
-    async def send(self, peer: str, message: Control) -> None: ...
+class ControlSender(Protocol):
+    async def send(self, peer: str, message: ControlMessage) -> None: ...
 
-    async def announce(self, announce: Announce) -> None: ...
+    async def announce(self, announce: BatchReady) -> None: ...
 
 
 @dataclass
-class Built:
-    parts: Parts
+class OrchestratorComponents:
+    loop_components: LoopComponents
     evaluator: Evaluator
-    books: Books
+    run_state: RunState
     caches: dict[str, dict[str, float]]
     """Of the server; shared with what reports them."""
-    beside: Beside | None
+    background_evaluator: BackgroundEvaluator | None
 
-    def publish(self, published: Published) -> None:
+    def publish(self, published: PublishedWeights) -> None:
         """What follows from a new version: engines adopt it, covered batches go."""
         if bad := int(published.metrics.get("bad_media") or 0):
-            self.books.progress.bad_samples[str(published.version)] = bad
-        self.parts.judge.epochs[published.version] = published.epoch
-        self.books.forget_batches(published.checkpoint_step)
-        if self.beside is not None:
-            self.beside.publish(published)
-        self.parts.policy.publish(published)
+            self.run_state.progress.bad_samples[str(published.version)] = bad
+        self.loop_components.judge.epochs[published.version] = published.epoch
+        self.run_state.remove_covered_batches(published.checkpoint_step)
+        if self.background_evaluator is not None:
+            self.background_evaluator.publish(published)
+        self.loop_components.policy.publish(published)
 
 
 def build(
     config: RunFile,
     run_dir: RunDir,
     store: MediaStore,
-    books: Books,
+    run_state: RunState,
     events: EventLog,
-    board: Board,
+    sender: ControlSender,
     workers: list[str],
     clients: Sequence[GenerateClient],
-    evaluating: GenerateClient | None,
-) -> Built:
+    evaluator_client: GenerateClient | None,
+) -> OrchestratorComponents:
     settings = config.orchestrator
-    rollouts = Rollouts(
-        send=board.send,
+    rollouts = RolloutScheduler(
+        send=sender.send,
         workers=workers,
         group_size=settings.group_size,
         temperature=config.rollout.temperature,
         seed=config.run.seed,
-        next_group=books.progress.next_group,
-        again=list(books.progress.open_groups),
+        next_group=run_state.progress.next_group,
+        again=list(run_state.progress.open_groups),
         max_in_flight=config.rollout.max_in_flight,
         max_bytes=config.rollout.max_in_flight_mb * 1_000_000,
     )
     # Servers that ran before the run hold whatever they hold, until they adopt its first weights.
-    held = UNKNOWN if config.inference.servers else 0
-    policy = Policy([client.adopt for client in clients], run_dir.weights, held)
+    first_version = UNKNOWN_VERSION if config.inference.servers else 0
+    policy = PolicyUpdater([client.adopt for client in clients], run_dir.weights, first_version)
     caches: dict[str, dict[str, float]] = {}
-    watcher = StepWatcher(
-        books,
+    observer = StepMetrics(
+        run_state,
         policy,
         store,
         events,
@@ -86,35 +87,46 @@ def build(
         config.media.max_bad_fraction,
         caches,
     )
-    parts = Parts(
+    loop_components = LoopComponents(
         rollouts=rollouts,
         policy=policy,
-        judge=Judge(
+        judge=GroupJudge(
             max_lag=settings.max_lag,
-            advantage=settings.advantage,
-            by=settings.credit,
-            filters=build_filters(config.filters),
-            keep_without_signal=config.trainer.kl_weight > 0,
-            count_truncated=config.rollout.count_truncated,
+            advantage=load_advantage(settings.advantage, settings.advantage_args),
+            credit=load_credit(settings.credit),
+            filters=load_filters(config.filters),
+            keep_without_signal=config.trainer.kl_coef > 0,
+            keep_truncated=config.rollout.keep_truncated,
         ),
-        books=books,
-        trainer=board,
-        watcher=watcher,
+        run_state=run_state,
+        trainer=sender,
+        observer=observer,
         groups_per_step=settings.groups_per_step,
         max_lag=settings.max_lag,
-        probe_every=settings.probe_every,
+        diagnostics_every=settings.diagnostics_every,
         max_empty_batches=settings.max_empty_batches,
-        max_replaced=int(settings.max_replaced * settings.groups_per_step),
+        max_resampled_groups=int(settings.max_resample_fraction * settings.groups_per_step),
         last_step=config.run.steps,
         check_room=store.check_room,
     )
     evaluator = Evaluator(
-        rollouts, books, events, run_dir, config.eval.tasks, config.eval.temperature
+        rollouts, run_state, events, run_dir, config.eval.tasks, config.eval.temperature
     )
-    best = Best(Path(config.model.path), run_dir.checkpoints / "best", books)
-    beside = None
-    if evaluating is not None:
-        beside = Beside(
-            evaluator, policy, best, books, events, evaluating, config.eval.every, config.run.steps
+    best_checkpoint = BestCheckpoint(
+        Path(config.model.path), run_dir.checkpoints / "best", run_state
+    )
+    background_evaluator = None
+    if evaluator_client is not None:
+        background_evaluator = BackgroundEvaluator(
+            evaluator,
+            policy,
+            best_checkpoint,
+            run_state,
+            events,
+            evaluator_client,
+            config.eval.every,
+            config.run.steps,
         )
-    return Built(parts, evaluator, books, caches, beside)
+    return OrchestratorComponents(
+        loop_components, evaluator, run_state, caches, background_evaluator
+    )

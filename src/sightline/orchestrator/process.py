@@ -10,79 +10,79 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sightline.config import Inference, RunFile
+from sightline.config import InferenceConfig, RunFile
 from sightline.errors import ProcessFailed, WireError
 from sightline.media import MediaStore
-from sightline.monitor import EventLog, RunDir
 from sightline.orchestrator import loop
-from sightline.orchestrator.build import Built, build
-from sightline.orchestrator.busy import BusyNotes
-from sightline.orchestrator.evaluate import Evaluator
-from sightline.orchestrator.progress import Books
+from sightline.orchestrator.build import OrchestratorComponents, build
+from sightline.orchestrator.evaluator import Evaluator
+from sightline.orchestrator.run_state import RunState
+from sightline.orchestrator.server_stats import ServerStatsPoller
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.stock import StockClient
+from sightline.rollout.stock_vllm_client import StockVLLMClient
+from sightline.run import EventLog, RunDir
 from sightline.transport.zmq_channel import AsyncHub
 from sightline.wire import control
 from sightline.wire.control import (
-    Announce,
-    Control,
-    Finish,
-    Finished,
-    Held,
-    Played,
-    Published,
-    Quit,
-    Ready,
+    BatchReady,
+    ControlMessage,
+    FinishTraining,
+    MemoryReport,
+    ProcessReady,
+    PublishedWeights,
+    QuitRequest,
+    RolloutResult,
+    TrainingFinished,
 )
 
 TRAINER = "trainer"
 
 
 @dataclass
-class Switchboard:
+class ControlRouter:
     """Sends to the other processes and hands what they say to whom it concerns."""
 
     hub: AsyncHub
-    ready: dict[str, Ready] = field(default_factory=dict)
+    ready: dict[str, ProcessReady] = field(default_factory=dict)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     last_step: int = 0
     """The step that the trainer's last checkpoint covers."""
-    on_played: Callable[[Played, str], None] = lambda played, worker: None
-    on_published: Callable[[Published], None] = lambda published: None
-    on_held: Callable[[str, int], None] = lambda worker, held_bytes: None
-    on_lost: Callable[[str, str], None] = lambda worker, why: None
+    on_played: Callable[[RolloutResult, str], None] = lambda played, worker: None
+    on_published: Callable[[PublishedWeights], None] = lambda published: None
+    on_memory_report: Callable[[str, int], None] = lambda worker, held_bytes: None
+    on_worker_lost: Callable[[str, str], None] = lambda worker, why: None
 
     def __post_init__(self) -> None:
-        self._joined = asyncio.Condition()
+        self._ready_changed = asyncio.Condition()
 
-    async def send(self, peer: str, message: Control) -> None:
+    async def send(self, peer: str, message: ControlMessage) -> None:
         await self.hub.send(peer, control.encode(message))
 
-    async def announce(self, announce: Announce) -> None:
+    async def announce(self, announce: BatchReady) -> None:
         await self.send(TRAINER, announce)
 
     async def wait_for(self, names: set[str]) -> None:
-        async with self._joined:
-            await self._joined.wait_for(lambda: names <= self.ready.keys())
+        async with self._ready_changed:
+            await self._ready_changed.wait_for(lambda: names <= self.ready.keys())
 
     async def keep_receiving(self) -> None:
         while True:
             peer, data = await self.hub.receive()
             message = control.decode(data)
             match message:
-                case Played():
+                case RolloutResult():
                     self.on_played(message, peer)
-                case Published():
+                case PublishedWeights():
                     self.on_published(message)
-                case Held():
-                    self.on_held(peer, message.held_bytes)
-                case Ready():
+                case MemoryReport():
+                    self.on_memory_report(peer, message.held_bytes)
+                case ProcessReady():
                     if message.after:
-                        self.on_lost(peer, message.after)
-                    async with self._joined:
+                        self.on_worker_lost(peer, message.after)
+                    async with self._ready_changed:
                         self.ready[peer] = message
-                        self._joined.notify_all()
-                case Finished():
+                        self._ready_changed.notify_all()
+                case TrainingFinished():
                     self.last_step = message.step
                     self.finished.set()
                 case _:
@@ -101,89 +101,105 @@ async def main(
 ) -> None:
     """`evaluator` is the address of the server that evaluates beside the run, if there is one."""
     events = EventLog(run_dir.metrics, "orchestrator")
-    board = Switchboard(AsyncHub(hub))
+    router = ControlRouter(AsyncHub(hub))
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
-    evaluating = GenerateClient(evaluator) if evaluator else None
+    evaluator_client = GenerateClient(evaluator) if evaluator else None
     store = MediaStore(media_root, max_bytes=int(config.media.max_gb * 1e9))
-    clients = connect(config.inference, servers, store)
-    books = Books.open(run_dir, config.orchestrator.keep_batches)
-    built = build(config, run_dir, store, books, events, board, workers, clients, evaluating)
-    board.on_played = built.parts.rollouts.played
-    board.on_published = built.publish
-    board.on_lost = built.parts.rollouts.lost
-    board.on_held = built.parts.rollouts.dispatch.held
+    clients = build_clients(config.inference, servers, store)
+    run_state = RunState.open(run_dir, config.orchestrator.keep_batches)
+    components = build(
+        config, run_dir, store, run_state, events, router, workers, clients, evaluator_client
+    )
+    router.on_played = components.loop_components.rollouts.played
+    router.on_published = components.publish
+    router.on_worker_lost = components.loop_components.rollouts.on_worker_lost
+    router.on_memory_report = components.loop_components.rollouts.dispatcher.on_memory_report
     beat = None if config.inference.servers else run_dir.beat("server")
-    notes = BusyNotes(clients, events, built.caches, beat)
+    stats_poller = ServerStatsPoller(clients, events, components.caches, beat)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
     async def job() -> None:
         events.write("state", phase="starting")
-        for each in (*clients, *([] if evaluating is None else [evaluating])):
+        for each in (*clients, *([] if evaluator_client is None else [evaluator_client])):
             await each.wait_healthy()
-        await board.wait_for({TRAINER, *workers})
-        await _catch_up(board, books, built.parts)
-        await _train(config, built, events, stop)
+        await router.wait_for({TRAINER, *workers})
+        await _replay_batches(router, run_state, components.loop_components)
+        await _train(config, components, events, stop)
         with contextlib.suppress(OSError, ValueError):
-            await notes.take()
-        await _finish(board, books, store, workers, events)
+            await stats_poller.poll()
+        await _finish(router, run_state, store, workers, events)
 
     began = time.monotonic()
-    before = books.progress.seconds
+    before = run_state.progress.seconds
     try:
-        await _first_of(
+        await _run_with_helpers(
             job(),
-            board.keep_receiving(),
-            built.parts.policy.keep_adopting(),
-            built.parts.rollouts.dispatch.keep_sending(),
-            _keep_time(books, before, began),
-            notes.keep_taking(),
-            _keep_room(store),
-            *([] if built.beside is None else [built.beside.keep_evaluating()]),
+            router.keep_receiving(),
+            components.loop_components.policy.keep_adopting(),
+            components.loop_components.rollouts.dispatcher.keep_sending(),
+            _keep_counting_seconds(run_state, before, began),
+            stats_poller.keep_polling(),
+            _keep_checking_disk(store),
+            *(
+                []
+                if components.background_evaluator is None
+                else [components.background_evaluator.keep_evaluating()]
+            ),
         )
     finally:
-        for each in (*clients, *([] if evaluating is None else [evaluating])):
+        for each in (*clients, *([] if evaluator_client is None else [evaluator_client])):
             await each.close()
-        board.hub.close()
+        router.hub.close()
 
 
-def connect(
-    inference: Inference, servers: Sequence[str], store: MediaStore
+def build_clients(
+    inference: InferenceConfig, servers: Sequence[str], store: MediaStore
 ) -> list[GenerateClient]:
     """A client for each server, to give it weights and to ask how it is."""
     if inference.engine == "stock_vllm":
-        return [StockClient(server, store=store, banned=()) for server in servers]
+        return [StockVLLMClient(server, store=store, banned_token_ids=()) for server in servers]
     return [GenerateClient(server) for server in servers]
 
 
-async def _catch_up(board: Switchboard, books: Books, parts: loop.Parts) -> None:
+async def _replay_batches(
+    router: ControlRouter, run_state: RunState, loop_components: loop.LoopComponents
+) -> None:
     """Brings a trainer that starts from a checkpoint to the last batch on disk."""
-    at = board.ready[TRAINER].version
-    for announce in books.announcements_after(at):
-        await board.announce(announce)
-    await parts.policy.at_least(max(at, books.progress.step - parts.max_lag))
+    at = router.ready[TRAINER].version
+    for announce in run_state.announcements_after(at):
+        await router.announce(announce)
+    await loop_components.policy.wait_for_version(
+        max(at, run_state.progress.step - loop_components.max_lag)
+    )
 
 
-async def _train(config: RunFile, built: Built, events: EventLog, stop: asyncio.Event) -> None:
+async def _train(
+    config: RunFile, components: OrchestratorComponents, events: EventLog, stop: asyncio.Event
+) -> None:
     """Evaluates, trains, evaluates; cut short, without loss, when `stop` is set."""
-    books, parts, evaluator = built.books, built.parts, built.evaluator
+    run_state, loop_components, evaluator = (
+        components.run_state,
+        components.loop_components,
+        components.evaluator,
+    )
 
-    async def whole() -> None:
+    async def play_and_train() -> None:
         last = config.run.steps
-        await _evaluate(evaluator, books, events, "start", 0)
+        await _evaluate_once(evaluator, run_state, events, "start", 0)
         events.write("state", phase="training")
-        await loop.run(parts, range(books.progress.step + 1, last + 1))
-        await parts.policy.at_least(last)
-        if built.beside is not None:
-            await built.beside.drain()
-        await parts.rollouts.cancel()
-        await _evaluate(evaluator, books, events, "final", last, exchange=True)
-        if built.beside is not None:
-            await built.beside.consider_final(last)
+        await loop.run(loop_components, range(run_state.progress.step + 1, last + 1))
+        await loop_components.policy.wait_for_version(last)
+        if components.background_evaluator is not None:
+            await components.background_evaluator.drain()
+        await loop_components.rollouts.cancel()
+        await _evaluate_once(evaluator, run_state, events, "final", last, swap_images=True)
+        if components.background_evaluator is not None:
+            await components.background_evaluator.keep_final_if_best(last)
 
     stopping = asyncio.ensure_future(stop.wait())
-    working = asyncio.ensure_future(whole())
+    working = asyncio.ensure_future(play_and_train())
     await asyncio.wait({stopping, working}, return_when=asyncio.FIRST_COMPLETED)
     if working.done():
         stopping.cancel()
@@ -195,58 +211,62 @@ async def _train(config: RunFile, built: Built, events: EventLog, stop: asyncio.
             await working
 
 
-async def _evaluate(
+async def _evaluate_once(
     evaluator: Evaluator,
-    books: Books,
+    run_state: RunState,
     events: EventLog,
     name: str,
     step: int,
-    exchange: bool = False,
+    swap_images: bool = False,
 ) -> None:
     """Evaluates once: what an earlier sitting has played is not played again."""
     key = f"{name}_{step:06d}"
-    if key in books.progress.evals:
+    if key in run_state.progress.evals:
         return
     events.write("state", phase="evaluating")
-    measure = await evaluator.evaluate(name, step, exchange)
+    measure = await evaluator.evaluate(name, step, swap_images)
     if measure is not None:
-        books.progress.evals[key] = measure
-        books.save()
+        run_state.progress.evals[key] = measure
+        run_state.save()
 
 
 async def _finish(
-    board: Switchboard, books: Books, store: MediaStore, workers: list[str], events: EventLog
+    router: ControlRouter,
+    run_state: RunState,
+    store: MediaStore,
+    workers: list[str],
+    events: EventLog,
 ) -> None:
     events.write("state", phase="finishing")
-    await board.send(TRAINER, Finish(books.progress.step))
-    await board.finished.wait()
-    books.forget_batches(board.last_step)
+    await router.send(TRAINER, FinishTraining(run_state.progress.step))
+    await router.finished.wait()
+    run_state.remove_covered_batches(router.last_step)
     for worker in workers:
         with contextlib.suppress(ProcessFailed):  # it has just ended by itself
-            await board.send(worker, Quit())
-    books.save()
+            await router.send(worker, QuitRequest())
+    run_state.save()
     events.write(
         "totals",
-        books.progress.step,
-        images_shown=books.progress.images_shown,
+        run_state.progress.step,
+        images_shown=run_state.progress.images_shown,
         # A fresh look: this process learns of what the workers put only now and then.
         images_stored=MediaStore(store.root).count(),
-        tokens_sampled=books.progress.tokens_sampled,
-        forks=books.progress.forks,
-        door_errors=books.progress.door_errors,
-        bad_media=books.num_bad_media,
-        verdicts=dict(books.verdicts),
-        seconds=books.progress.seconds,
+        tokens_sampled=run_state.progress.tokens_sampled,
+        forks=run_state.progress.forks,
+        door_errors=run_state.progress.door_errors,
+        bad_media=run_state.num_bad_media,
+        verdicts=dict(run_state.verdicts),
+        seconds=run_state.progress.seconds,
     )
 
 
-async def _keep_time(books: Books, before: float, began: float) -> None:
+async def _keep_counting_seconds(run_state: RunState, before: float, began: float) -> None:
     while True:
-        books.progress.seconds = before + time.monotonic() - began
+        run_state.progress.seconds = before + time.monotonic() - began
         await asyncio.sleep(0.2)
 
 
-async def _keep_room(store: MediaStore) -> None:
+async def _keep_checking_disk(store: MediaStore) -> None:
     """Ends the run when store or disk are full; a step, or an evaluation, may last long."""
     while True:
         await asyncio.sleep(30.0)
@@ -255,7 +275,7 @@ async def _keep_room(store: MediaStore) -> None:
         await asyncio.to_thread(fresh.check_room)
 
 
-async def _first_of(job: Awaitable[None], *helpers: Awaitable[None]) -> None:
+async def _run_with_helpers(job: Awaitable[None], *helpers: Awaitable[None]) -> None:
     """Runs until `job` ends; a helper that ends first has failed, and its error is the run's."""
     main_task = asyncio.ensure_future(job)
     others = [asyncio.ensure_future(helper) for helper in helpers]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from sightline.algo.aggregation import AggregationFunction, by_tokens
 from sightline.families import Family
-from sightline.pack.average import AVERAGE, Average
-from sightline.pack.cost import Cost
-from sightline.pack.lay import lay
-from sightline.pack.tree import Row, Unit, as_units, cost_of
+from sightline.pack.build import build_micro_batch
+from sightline.pack.cost import PackSize
+from sightline.pack.tree import PackRow, PackUnit, build_units, measure_unit
 from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.sample import Sample
 
@@ -17,33 +19,34 @@ def pack(
     samples: Sequence[Sample],
     step: int,
     family: Family,
-    limit: Cost,
-    average: Average = AVERAGE,
+    limit: PackSize,
+    aggregation: AggregationFunction = by_tokens,
 ) -> list[MicroBatch]:
-    """The micro-batches of a batch; `average` says what a trained token weighs in its loss.
+    """The micro-batches of a batch; `aggregation` says what a trained token weighs in its loss.
 
     The same samples give the same packs, in every process and after every restart. A sample that
     is larger than `limit` gets a micro-batch of its own, and so does every sample of a family
     that cannot pack.
     """
-    weigh = average.of(samples)
+    weights = aggregation(np.array([len(sample.trained) for sample in samples], dtype=np.int64))
+    weight_of = {id(sample): float(w) for sample, w in zip(samples, weights, strict=True)}
     if family.packing.kind == "tree":
-        units = as_units(samples, limit)
+        units = build_units(samples, limit)
     else:
-        units = [[Row(sample)] for sample in samples]
+        units = [[PackRow(sample)] for sample in samples]
     if family.packing.kind == "rows":
-        limit = Cost(0, 0)
-    return [lay(units, step, family, weigh) for units in _bins(units, limit)]
+        limit = PackSize(0, 0)
+    return [build_micro_batch(units, step, family, weight_of) for units in _fill_bins(units, limit)]
 
 
-def _bins(units: Sequence[Unit], limit: Cost) -> list[list[Unit]]:
+def _fill_bins(units: Sequence[PackUnit], limit: PackSize) -> list[list[PackUnit]]:
     """First fit, longest first: few bins, and rows of like length beside one another.
 
     Trees and single rows do not share a bin: rows alone need no mask.
     """
-    costs = [cost_of(unit) for unit in units]
+    costs = [measure_unit(unit) for unit in units]
     order = sorted(range(len(units)), key=lambda i: (-costs[i].tokens, i))
-    kinds: dict[tuple[float, bool], list[tuple[Cost, list[Unit]]]] = {}
+    kinds: dict[tuple[float, bool], list[tuple[PackSize, list[PackUnit]]]] = {}
     for i in order:
         unit, cost = units[i], costs[i]
         bins = kinds.setdefault((unit[0].sample.temperature, len(unit) > 1), [])

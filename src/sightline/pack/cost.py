@@ -11,26 +11,26 @@ from sightline.wire.sample import Sample
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class PackSize:
     """The room that a sample takes in a micro-batch."""
 
     tokens: int
     patches: int
 
     @classmethod
-    def of(cls, sample: Sample) -> Cost:
+    def of(cls, sample: Sample) -> PackSize:
         patches = sum(int(np.prod(item.grid)) for item in sample.items)
         return cls(len(sample.token_ids), patches)
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.tokens + other.tokens, self.patches + other.patches)
+    def __add__(self, other: PackSize) -> PackSize:
+        return PackSize(self.tokens + other.tokens, self.patches + other.patches)
 
-    def fits(self, limit: Cost) -> bool:
+    def fits(self, limit: PackSize) -> bool:
         return self.tokens <= limit.tokens and self.patches <= limit.patches
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class MicroBatchWork:
     """What a micro-batch makes a model do."""
 
     tokens: int
@@ -44,7 +44,7 @@ class Work:
     """Pairs of patches within an image."""
 
     @classmethod
-    def of(cls, batch: MicroBatch) -> Work:
+    def of(cls, batch: MicroBatch) -> MicroBatchWork:
         ends = batch.subtree_end.numpy().astype(np.int64)
         sizes = [int(np.prod(packed.item.grid)) for packed in batch.items]
         return cls(
@@ -57,7 +57,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class CostModel:
     """What each unit of work costs, in any one unit: seconds, or operations.
 
     A price comes from the model or from the run file, and is never measured while training: the
@@ -72,7 +72,7 @@ class Price:
     patch: float = 0.0
     attended_patch: float = 0.0
 
-    def of(self, work: Work) -> float:
+    def of(self, work: MicroBatchWork) -> float:
         return (
             self.fixed
             + self.token * work.tokens

@@ -13,50 +13,50 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sightline.pack.cost import Cost
+from sightline.pack.cost import PackSize
 from sightline.wire.sample import Sample
 
-MIN_SAVED = 0.25
+MIN_SHARED_FRACTION = 0.25
 """A mask costs more than rows that are causal in themselves; a tree has to save so much first."""
 _IMAGE = 1 << 40
 _IN_SLOT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PackRow:
     sample: Sample
     shared: int = 0
     """How many of its first tokens are those of the row before it."""
 
 
-Unit = list[Row]
+PackUnit = list[PackRow]
 """What stays together in a micro-batch: one sample, or a tree."""
 
 
-def as_units(samples: Sequence[Sample], limit: Cost) -> list[Unit]:
+def build_units(samples: Sequence[Sample], limit: PackSize) -> list[PackUnit]:
     """Trees of the groups that are worth one, cut where they outgrow `limit`; the rest alone."""
     groups: dict[tuple[float, str], list[Sample]] = {}
     for sample in samples:
         group = sample.group_id or sample.trace_id  # what belongs to no group stands alone
         groups.setdefault((sample.temperature, group), []).append(sample)
-    units: list[Unit] = []
+    units: list[PackUnit] = []
     for members in groups.values():
-        rows = depth_first(members)
+        rows = order_depth_first(members)
         total = sum(len(row.sample.token_ids) for row in rows)
-        if sum(row.shared for row in rows) >= MIN_SAVED * total:
-            units += cut(rows, limit)
+        if sum(row.shared for row in rows) >= MIN_SHARED_FRACTION * total:
+            units += split_tree(rows, limit)
         else:
-            units += [[Row(sample)] for sample in members]
+            units += [[PackRow(sample)] for sample in members]
     return units
 
 
-def depth_first(samples: Sequence[Sample]) -> list[Row]:
+def order_depth_first(samples: Sequence[Sample]) -> list[PackRow]:
     """The same samples in whatever order give the same rows."""
     keys = _keys(samples)
     order = sorted(range(len(samples)), key=lambda i: (keys[i].tobytes(), samples[i].trace_id, i))
     rows, before = [], np.zeros(0, dtype=">i8")
     for i in order:
-        rows.append(Row(samples[i], _num_common(before, keys[i])))
+        rows.append(PackRow(samples[i], _count_common(before, keys[i])))
         before = keys[i]
     return rows
 
@@ -78,24 +78,24 @@ def _keys(samples: Sequence[Sample]) -> list[np.ndarray]:
     return keys
 
 
-def _num_common(a: np.ndarray, b: np.ndarray) -> int:
+def _count_common(a: np.ndarray, b: np.ndarray) -> int:
     length = min(len(a), len(b))
     different = np.flatnonzero(a[:length] != b[:length])
     return int(different[0]) if len(different) else length
 
 
-def cut(rows: Sequence[Row], limit: Cost) -> list[Unit]:
+def split_tree(rows: Sequence[PackRow], limit: PackSize) -> list[PackUnit]:
     """Pieces that fit. The first row of a piece brings its whole path, as context again."""
-    pieces: list[Unit] = []
+    pieces: list[PackUnit] = []
     for row in rows:
-        if pieces and cost_of([*pieces[-1], row]).fits(limit):
+        if pieces and measure_unit([*pieces[-1], row]).fits(limit):
             pieces[-1].append(row)
         else:
-            pieces.append([Row(row.sample)])
+            pieces.append([PackRow(row.sample)])
     return pieces
 
 
-def cost_of(unit: Unit) -> Cost:
+def measure_unit(unit: PackUnit) -> PackSize:
     tokens = sum(len(row.sample.token_ids) - row.shared for row in unit)
     grids = {item.key: item.grid for row in unit for item in row.sample.items}
-    return Cost(tokens, sum(int(np.prod(grid)) for grid in grids.values()))
+    return PackSize(tokens, sum(int(np.prod(grid)) for grid in grids.values()))

@@ -23,7 +23,7 @@ def truncate(samples: Sequence[Sample], limit: int) -> tuple[list[Sample], Count
         if len(sample.token_ids) <= limit:
             kept.append(sample)
             continue
-        shorter = cut(sample, limit)
+        shorter = truncate_sample(sample, limit)
         if isinstance(shorter, Sample):
             kept.append(shorter)
             shorter = CUT
@@ -31,7 +31,7 @@ def truncate(samples: Sequence[Sample], limit: int) -> tuple[list[Sample], Count
     return kept, counts
 
 
-def cut(sample: Sample, limit: int) -> Sample | str:
+def truncate_sample(sample: Sample, limit: int) -> Sample | str:
     """The beginning of a sample, up to its last token that trains; or why nothing is left.
 
     A cut that would go through an image goes before it. A sample that loses its first image would
@@ -53,11 +53,11 @@ def cut(sample: Sample, limit: int) -> Sample | str:
     places = {old: new for new, old in enumerate(used)}
     return msgspec.structs.replace(
         sample,
-        token_ids=_first(sample.token_ids, end),
-        trained=_first(sample.trained, num_trained),
-        logprobs=_first(sample.logprobs, num_trained),
-        advantages=_first(sample.advantages, num_trained),
-        versions=_first(sample.versions, num_trained),
+        token_ids=_take_first(sample.token_ids, end),
+        trained=_take_first(sample.trained, num_trained),
+        logprobs=_take_first(sample.logprobs, num_trained),
+        advantages=_take_first(sample.advantages, num_trained),
+        versions=_take_first(sample.versions, num_trained),
         segments=[
             Segment(s.node, s.start, min(s.stop, end)) for s in sample.segments if s.start < end
         ],
@@ -66,5 +66,5 @@ def cut(sample: Sample, limit: int) -> Sample | str:
     )
 
 
-def _first(array: Array, num: int) -> Array:
+def _take_first(array: Array, num: int) -> Array:
     return Array.of(array.numpy()[:num], array.dtype)

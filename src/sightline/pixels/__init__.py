@@ -4,7 +4,14 @@ Decoding runs in a bounded pool, once per key however many ask at once; the cach
 bytes; a pixel digest names what was made. Failures are never cached.
 """
 
-from sightline.pixels.materialize import Materializer, PixelCounts, Pixels, pixel_digest
-from sightline.pixels.shared import lay, open_laid
+from sightline.pixels.materialize import Materializer, PixelCacheStats, Pixels, pixel_digest
+from sightline.pixels.shared import open_shared_patches, share_patches
 
-__all__ = ["Materializer", "PixelCounts", "Pixels", "lay", "open_laid", "pixel_digest"]
+__all__ = [
+    "Materializer",
+    "PixelCacheStats",
+    "Pixels",
+    "share_patches",
+    "open_shared_patches",
+    "pixel_digest",
+]

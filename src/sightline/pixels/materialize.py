@@ -40,7 +40,7 @@ def pixel_digest(item: MediaItem, patches: np.ndarray) -> str:
 
 
 @dataclass
-class PixelCounts:
+class PixelCacheStats:
     """What the pool has done; reset by nobody, read by metrics."""
 
     made: int = 0
@@ -83,23 +83,23 @@ class Materializer:
     store: MediaStore
     max_bytes: int
     threads: int = 1
-    counts: PixelCounts = field(default_factory=PixelCounts)
+    counts: PixelCacheStats = field(default_factory=PixelCacheStats)
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="pixels")
         self._lock = threading.Lock()
         # By the whole item, not its key: one that lies about its image's size fails alone, and
         # finds nothing that was made for the true one.
-        self._held: OrderedDict[MediaItem, Pixels] = OrderedDict()
+        self._cache: OrderedDict[MediaItem, Pixels] = OrderedDict()
         self._flights: dict[MediaItem, Future[Pixels]] = {}
 
-    def warm(self) -> None:
+    def warm_up(self) -> None:
         """Starts the threads and takes a small picture through each; returns when all have."""
         together = threading.Barrier(self.threads)
 
         def one() -> None:
             together.wait(WARM_TIMEOUT_S)  # a thread that was done could take a second turn
-            image = decode.warm()
+            image = decode.warm_up()
             if self.family.shows_images:
                 ref = MediaRef("0" * 64, "image/png", image.width, image.height, 1)
                 self.family.patches(image, self.family.item(ref))
@@ -111,8 +111,8 @@ class Materializer:
         """The pixels of `item`, soon. The family's check of the item comes first."""
         self.family.check_item(item)
         with self._lock:
-            if (held := self._held.get(item)) is not None:
-                self._held.move_to_end(item)
+            if (held := self._cache.get(item)) is not None:
+                self._cache.move_to_end(item)
                 self.counts.hits += 1
                 done: Future[Pixels] = Future()
                 done.set_result(held)
@@ -122,7 +122,7 @@ class Materializer:
                 return flight
             flight = self._pool.submit(self._make, item)
             self._flights[item] = flight
-        flight.add_done_callback(lambda _: self._land(item))
+        flight.add_done_callback(lambda _: self._finish_flight(item))
         return flight
 
     def get(self, item: MediaItem) -> Pixels:
@@ -139,22 +139,22 @@ class Materializer:
                 self.counts.failed += 1
             raise
         pixels = Pixels(patches, pixel_digest(item, patches))
-        self._hold(item, pixels)
+        self._cache_pixels(item, pixels)
         return pixels
 
-    def _hold(self, item: MediaItem, pixels: Pixels) -> None:
+    def _cache_pixels(self, item: MediaItem, pixels: Pixels) -> None:
         with self._lock:
             self.counts.made += 1
             if pixels.nbytes > self.max_bytes:
                 self.counts.oversized += self.max_bytes > 0
                 return
-            self._held[item] = pixels
+            self._cache[item] = pixels
             self.counts.bytes_held += pixels.nbytes
             while self.counts.bytes_held > self.max_bytes:
-                _, old = self._held.popitem(last=False)
+                _, old = self._cache.popitem(last=False)
                 self.counts.bytes_held -= old.nbytes
                 self.counts.evicted += 1
 
-    def _land(self, item: MediaItem) -> None:
+    def _finish_flight(self, item: MediaItem) -> None:
         with self._lock:
             self._flights.pop(item, None)

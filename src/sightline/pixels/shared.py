@@ -1,7 +1,7 @@
 """Patches that the ranks of one machine share: made once, laid in memory, mapped by the others.
 
     rank 0 --lay--> sealed memory without a name       freed by the kernel with its last user
-      gives: where it is (`Laid`), in the share        rank r: opens it before it says `taken`
+      gives: where it is (`SharedPatches`), in the share        rank r: opens it before it says `taken`
 
 Nothing is written to a disk and nothing is left behind, however a process ends. Whoever finds the
 memory gone, or is on another machine, makes the pixels itself.
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from sightline.wire.share import Laid, LaidPatches
+from sightline.wire.rank_messages import PatchRange, SharedPatches
 
 _TOKEN_BYTES = 32
 # The bytes stay those that were digested: no process can change them any more.
@@ -29,7 +29,9 @@ _OPENING = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @contextmanager
-def lay(stacks: Sequence[np.ndarray | None], max_bytes: int) -> Iterator[Laid | None]:
+def share_patches(
+    stacks: Sequence[np.ndarray | None], max_bytes: int
+) -> Iterator[SharedPatches | None]:
     """Where the patches of each micro-batch lie, for as long as the context lasts; None: nowhere.
 
     Whoever opens them meanwhile keeps them. What goes beyond `max_bytes` is left out.
@@ -44,23 +46,23 @@ def lay(stacks: Sequence[np.ndarray | None], max_bytes: int) -> Iterator[Laid | 
         os.close(fd)
 
 
-def _fill(fd: int, stacks: Sequence[np.ndarray | None], max_bytes: int) -> Laid | None:
+def _fill(fd: int, stacks: Sequence[np.ndarray | None], max_bytes: int) -> SharedPatches | None:
     token = secrets.token_bytes(_TOKEN_BYTES)
-    places: list[LaidPatches | None] = [None] * len(stacks)
+    places: list[PatchRange | None] = [None] * len(stacks)
     try:
         end = _write(fd, token, 0)
         for i, stack in enumerate(stacks):
             if stack is None or end + stack.nbytes > max_bytes + _TOKEN_BYTES:
                 continue
-            places[i] = LaidPatches(end, *stack.shape)
+            places[i] = PatchRange(end, *stack.shape)
             end = _write(fd, np.ascontiguousarray(stack).data, end)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except OSError:  # no memory for it
         return None
-    return Laid(os.getpid(), fd, token.hex(), places)
+    return SharedPatches(os.getpid(), fd, token.hex(), places)
 
 
-def open_laid(laid: Laid | None) -> list[np.ndarray | None]:
+def open_shared_patches(laid: SharedPatches | None) -> list[np.ndarray | None]:
     """The patches that another process of this machine has laid, in its memory; [] for none."""
     if laid is None:
         return []

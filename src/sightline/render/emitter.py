@@ -69,7 +69,7 @@ class Emitter:
         self._run.clear()
         self._seam = None
         if seam:
-            ids, num_before = self._tokenizer.encode_seam(run, seam)
+            ids, num_before = self._tokenizer.encode_with_boundary(run, seam)
             self._trained_start = self._start + len(self._ids) + num_before
             self._ids.extend(ids)
         elif run:

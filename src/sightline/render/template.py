@@ -24,14 +24,14 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _now
+        environment.globals["raise_exception"] = _raise_template_error
+        environment.globals["strftime_now"] = _format_now
         self._template = environment.from_string(source)
 
     @classmethod
     def find(cls, path: Path) -> ChatTemplate | None:
         """The template of a checkpoint folder: a file of its own, or in the tokenizer's."""
-        source = find_source(path)
+        source = find_template_source(path)
         if source is None:
             return None
         try:
@@ -57,7 +57,7 @@ class ChatTemplate:
         )
 
 
-def find_source(path: Path) -> str | None:
+def find_template_source(path: Path) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
         return file.read_text()
@@ -76,9 +76,9 @@ def _to_json(value: Any, **settings: Any) -> str:
     return json.dumps(value, **{"ensure_ascii": False, **settings})
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise_template_error(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _now(form: str) -> str:
+def _format_now(form: str) -> str:
     return datetime.now().strftime(form)

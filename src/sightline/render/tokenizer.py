@@ -43,7 +43,7 @@ class Tokenizer:
         """The ids of text with every added token that it spells. Never for text of a message."""
         return list(self._full.encode(text, add_special_tokens=False).ids)
 
-    def encode_seam(self, text: str, seam: int) -> tuple[list[int], int]:
+    def encode_with_boundary(self, text: str, seam: int) -> tuple[list[int], int]:
         """The ids of `text`, and how many of them hold a character before index `seam`."""
         encoded = self._plain.encode(text, add_special_tokens=False)
         ids = list(encoded.ids)

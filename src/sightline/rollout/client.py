@@ -17,22 +17,22 @@ import aiohttp
 import msgspec
 
 from sightline.errors import EngineError
-from sightline.rollout.pace import Pace
+from sightline.rollout.pacer import LoopPacer
+from sightline.run.stages import NO_STAGE, Stage
 from sightline.wire.generate import (
     AdoptRequest,
     ErrorAnswer,
     GenerateRequest,
     GenerateResponse,
 )
-from sightline.wire.stage import NO_STAGE, Stage
 
 _encoder = msgspec.json.Encoder()
 _responses = msgspec.json.Decoder(GenerateResponse)
 _errors = msgspec.json.Decoder(ErrorAnswer)
-MAY_HEAL = 503
+RETRY_STATUS = 503
 """The one status after which the same request may be answered."""
-_FIRST_WAIT_S = 0.05
-_LONGEST_WAIT_S = 5.0
+_FIRST_RETRY_S = 0.05
+_LONGEST_RETRY_S = 5.0
 
 
 @dataclass
@@ -60,13 +60,13 @@ class GenerateClient:
     settings: dict[str, Any] = field(default_factory=dict)
     """The processor settings of this side, to show beside the server's where they differ."""
     counts: WireCounts = field(default_factory=WireCounts)
-    pace: Pace = field(default_factory=Pace)
+    pacer: LoopPacer = field(default_factory=LoopPacer)
     """Of all who make requests here: their work comes one after another."""
 
     def __post_init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
-    def at(self, base_url: str) -> Self:
+    def for_server(self, base_url: str) -> Self:
         """The same for another server: it counts for itself, and keeps pace with this one."""
         return replace(self, base_url=base_url, counts=WireCounts())
 
@@ -80,7 +80,7 @@ class GenerateClient:
             )
         with turn.begin("generate", server=self.base_url, request_bytes=len(body)) as stage:
             answer = await self.post("/inference/v1/generate", body, stage)
-        await self.pace.turn()
+        await self.pacer.turn()
         return _responses.decode(answer)
 
     @contextlib.contextmanager
@@ -95,14 +95,14 @@ class GenerateClient:
         await self.post("/sightline/v1/adopt", _encoder.encode(AdoptRequest(path)))
 
     async def get(self, path: str) -> bytes:
-        async with self._open().get(self.base_url + path) as answer:
+        async with self._get_session().get(self.base_url + path) as answer:
             return await answer.read()
 
     async def wait_healthy(self) -> None:
         """Returns when the server answers; the launcher ends the run if it never will."""
         while True:
             with contextlib.suppress(aiohttp.ClientError):
-                async with self._open().get(self.base_url + "/health") as answer:
+                async with self._get_session().get(self.base_url + "/health") as answer:
                     if answer.status == 200:
                         return
             await asyncio.sleep(0.1)
@@ -111,7 +111,7 @@ class GenerateClient:
         if self._session is not None:
             await self._session.close()
 
-    def _open(self) -> aiohttp.ClientSession:
+    def _get_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self.connections),
@@ -121,7 +121,7 @@ class GenerateClient:
 
     async def post(self, path: str, body: bytes, stage: Stage = NO_STAGE) -> bytes:
         give_up = math.inf
-        wait_s = _FIRST_WAIT_S
+        wait_s = _FIRST_RETRY_S
         headers = {"Content-Type": "application/json", **stage.headers}
         num_tries = 0
         while True:
@@ -134,14 +134,14 @@ class GenerateClient:
             give_up = min(give_up, time.monotonic() + self.deadline_s)
             # Spread out, so that many who were refused together do not come back together.
             pause_s = max(wait_s, asked_s) * (0.75 + 0.5 * random.random())
-            if error.status != MAY_HEAL or time.monotonic() + pause_s > give_up:
-                raise self._with_settings(error)
+            if error.status != RETRY_STATUS or time.monotonic() + pause_s > give_up:
+                raise self._add_settings(error)
             self.counts.retries += 1
             stage.note(retries=num_tries)
             await asyncio.sleep(pause_s)
-            wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
+            wait_s = min(wait_s * 2, _LONGEST_RETRY_S)
 
-    def _with_settings(self, error: EngineError) -> EngineError:
+    def _add_settings(self, error: EngineError) -> EngineError:
         if error.kind != "fingerprint" or not self.settings:
             return error
         ours = json.dumps(self.settings, sort_keys=True)
@@ -154,7 +154,7 @@ class GenerateClient:
         self.counts.requests += 1
         self.counts.sent_bytes += len(body)
         try:
-            async with self._open().post(
+            async with self._get_session().post(
                 self.base_url + path, data=body, headers=headers
             ) as answer:
                 data = await answer.read()
@@ -162,18 +162,18 @@ class GenerateClient:
                 if answer.status == 200:
                     return data
                 after = answer.headers.get("retry-after", "")
-                return _error_of(answer.status, data), float(after) if after.isdigit() else 0.0
+                return _read_error(answer.status, data), float(after) if after.isdigit() else 0.0
         except aiohttp.ClientError as error:
             unreachable = EngineError(
                 f"the inference server at {self.base_url} does not answer: {error}",
                 "look at its log (logs/server.log where the run started it), and start it again",
                 kind="unreachable",
-                status=MAY_HEAL,
+                status=RETRY_STATUS,
             )
             return unreachable, 0.0
 
 
-def _error_of(status: int, data: bytes) -> EngineError:
+def _read_error(status: int, data: bytes) -> EngineError:
     try:
         body = _errors.decode(data).error
     except msgspec.MsgspecError:

@@ -17,36 +17,45 @@ from typing import Any
 from sightline.config import RunFile
 from sightline.envs.mix import build_environment
 from sightline.families import load_family, load_renderer
-from sightline.media import Ingest, MediaStore
-from sightline.rollout.beat import Heart
+from sightline.media import ImageIngestor, MediaStore
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.play import Player
-from sightline.rollout.stock import StockClient
+from sightline.rollout.heartbeat import Heartbeat
+from sightline.rollout.player import RolloutPlayer
+from sightline.rollout.stock_vllm_client import StockVLLMClient
+from sightline.run.stages import NO_STAGE_RECORDER, StageRecorder
 from sightline.transport.zmq_channel import AsyncSpoke
 from sightline.wire import control
-from sightline.wire.control import Cancel, Held, Play, Quit, Ready
-from sightline.wire.stage import NO_STAGES, Stages
+from sightline.wire.control import (
+    CancelRollouts,
+    MemoryReport,
+    ProcessReady,
+    QuitRequest,
+    RolloutRequest,
+)
 
-HELD_EVERY_S = 0.5
+MEMORY_REPORT_EVERY_S = 0.5
 
 
 def build_player(
-    config: RunFile, media_root: Path, servers: Sequence[str], stages: Stages = NO_STAGES
-) -> Player:
+    config: RunFile,
+    media_root: Path,
+    servers: Sequence[str],
+    stages: StageRecorder = NO_STAGE_RECORDER,
+) -> RolloutPlayer:
     store = MediaStore(media_root)
     model = config.model
     family = load_family(model.path, **model.overrides())
-    door = Ingest(store, config.media.file_roots, config.media.http_hosts)
-    renderer = load_renderer(model.path, store, family, door, model.number_pictures)
+    resolver = ImageIngestor(store, config.media.file_roots, config.media.http_hosts)
+    renderer = load_renderer(model.path, store, family, resolver, model.number_images)
     client = GenerateClient(servers[0], settings=family.settings)
     if config.inference.engine == "stock_vllm":
-        client = StockClient(
+        client = StockVLLMClient(
             servers[0],
             store=store,
-            banned=renderer.pad_token_ids,
-            reads_files=not config.inference.sends_images,
+            banned_token_ids=renderer.pad_token_ids,
+            shares_store=not config.inference.inline_images,
         )
-    return Player(
+    return RolloutPlayer(
         env=build_environment(config.env),
         renderer=renderer,
         store=store,
@@ -55,14 +64,14 @@ def build_player(
         modality=family.modality,
         max_tokens=config.rollout.max_tokens,
         timeout_s=config.rollout.timeout_s,
-        door=door,
-        max_len=config.inference.max_len,
+        resolver=resolver,
+        max_model_len=config.inference.max_model_len,
         max_turns=config.rollout.max_turns,
         stages=stages,
     )
 
 
-def share_interpreter() -> None:
+def tune_interpreter() -> None:
     """Called when everything is loaded, so that the event loop waits for little else."""
     # Threads that work in Python give way to it ten times sooner than they would.
     sys.setswitchinterval(0.0005)
@@ -72,29 +81,33 @@ def share_interpreter() -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerContext:
     """Where a worker stands among the others."""
 
     name: str
     hub: str
     servers: Sequence[str]
-    beat_file: Path
+    heartbeat_file: Path
 
 
 async def main(
-    config: RunFile, media_root: Path, place: Place, after: str = "", stages: Stages = NO_STAGES
+    config: RunFile,
+    media_root: Path,
+    context: WorkerContext,
+    after: str = "",
+    stages: StageRecorder = NO_STAGE_RECORDER,
 ) -> None:
     """`after` says how the worker of the same name ended that this one replaces."""
-    player = build_player(config, media_root, place.servers, stages)
-    share_interpreter()
+    player = build_player(config, media_root, context.servers, stages)
+    tune_interpreter()
     running: dict[str, asyncio.Task[None]] = {}
-    heart = Heart(place.beat_file, lambda: len(running), player.threads.stuck_s)
-    heart.start()
-    spoke = AsyncSpoke(place.hub, place.name)
-    await spoke.send(control.encode(Ready(place.name, after=after)))
+    heartbeat = Heartbeat(context.heartbeat_file, lambda: len(running), player.threads.stuck_s)
+    heartbeat.start()
+    spoke = AsyncSpoke(context.hub, context.name)
+    await spoke.send(control.encode(ProcessReady(context.name, after=after)))
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def play(request: Play) -> None:
+    async def play(request: RolloutRequest) -> None:
         try:
             played = await player.play(request)
             await spoke.send(control.encode(played))
@@ -104,7 +117,7 @@ async def main(
         finally:
             running.pop(request.rollout_id, None)
 
-    telling = asyncio.create_task(_tell_held(player, spoke))
+    reporting = asyncio.create_task(_report_memory(player, spoke))
     while True:
         received = asyncio.ensure_future(spoke.receive())
         either: set[asyncio.Future[Any]] = {received, failed}
@@ -113,26 +126,26 @@ async def main(
             failed.result()
         message = control.decode(received.result())
         match message:
-            case Play():
+            case RolloutRequest():
                 running[message.rollout_id] = asyncio.create_task(play(message))
-            case Cancel():
+            case CancelRollouts():
                 for rollout_id in message.rollout_ids or tuple(running):
                     if (task := running.get(rollout_id)) is not None:
                         task.cancel()
-            case Quit():
+            case QuitRequest():
                 break
-    for task in (telling, *running.values()):
+    for task in (reporting, *running.values()):
         task.cancel()
-    heart.stop()
+    heartbeat.stop()
     await player.close()
     spoke.close()
 
 
-async def _tell_held(player: Player, spoke: AsyncSpoke) -> None:
+async def _report_memory(player: RolloutPlayer, spoke: AsyncSpoke) -> None:
     """Says what the rollouts under way take in memory, when that has changed."""
-    told = 0
+    reported = 0
     while True:
-        await asyncio.sleep(HELD_EVERY_S)
-        if (now := player.held_bytes) != told:
-            told = now
-            await spoke.send(control.encode(Held(now)))
+        await asyncio.sleep(MEMORY_REPORT_EVERY_S)
+        if (now := player.held_bytes) != reported:
+            reported = now
+            await spoke.send(control.encode(MemoryReport(now)))

@@ -8,25 +8,26 @@ A model call is prepared, sent and committed; what was committed can be trained 
     samples = flatten(trace, {node.id: advantage})
 """
 
-from sightline.trace.codec import decode, encode, read_traces, write_traces
+from sightline.trace.codec import decode_trace, encode_trace, read_traces, write_traces
 from sightline.trace.node import Node, NodeSlot, PolicySpan
-from sightline.trace.replay import Difference, Replayed, Scored
+from sightline.trace.replay import PromptScores, ReplayDifference, ReplayReport, replay_trace
 from sightline.trace.sample import flatten
 from sightline.trace.trace import Trace
 from sightline.trace.turn import Turn
 
 __all__ = [
-    "Difference",
+    "ReplayDifference",
     "Node",
     "NodeSlot",
     "PolicySpan",
-    "Replayed",
-    "Scored",
+    "ReplayReport",
+    "PromptScores",
     "Trace",
     "Turn",
-    "decode",
-    "encode",
+    "decode_trace",
+    "encode_trace",
     "flatten",
+    "replay_trace",
     "read_traces",
     "write_traces",
 ]

@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 
 from sightline.errors import WireError
-from sightline.trace.foreign import MOST_BYTES, refusal
+from sightline.trace.foreign_data import MAX_FOREIGN_BYTES, build_foreign_data_error
 from sightline.trace.trace import TRACE_SCHEMA, Trace
 from sightline.wire.file import write_atomic
 
 FILE_MAGIC = b"sightline traces 1\n"
 
 
-class _Head(msgspec.Struct):
+class _SchemaHeader(msgspec.Struct):
     """The one field that all schemas share."""
 
     schema: int
@@ -28,24 +28,24 @@ class _Head(msgspec.Struct):
 # What msgspec raises about bytes: of the wrong shape, text that is no UTF-8, nested too deeply.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
-_heads = msgspec.msgpack.Decoder(_Head)
+_heads = msgspec.msgpack.Decoder(_SchemaHeader)
 _readers: dict[int, Callable[[bytes], Trace]] = {1: msgspec.msgpack.Decoder(Trace).decode}
 
 
-def encode(trace: Trace) -> bytes:
+def encode_trace(trace: Trace) -> bytes:
     trace.check()
     return _encoder.encode(trace)
 
 
-def decode(data: bytes, what: str = "data") -> Trace:
+def decode_trace(data: bytes, what: str = "data") -> Trace:
     """The trace in `data`; `what` names the data in errors."""
     try:
         schema = _heads.decode(data).schema
     except _UNREADABLE as error:
-        raise refusal(data, f"{what} is not a trace: {error}") from error
+        raise build_foreign_data_error(data, f"{what} is not a trace: {error}") from error
     reader = _readers.get(schema)
     if reader is None:
-        raise refusal(
+        raise build_foreign_data_error(
             data,
             f"{what} is a trace of schema {schema}; this sightline reads {min(_readers)} to "
             f"{TRACE_SCHEMA}",
@@ -54,7 +54,7 @@ def decode(data: bytes, what: str = "data") -> Trace:
     try:
         return reader(data)
     except _UNREADABLE as error:
-        raise refusal(
+        raise build_foreign_data_error(
             data, f"{what} says it is a trace of schema {schema} and is not: {error}"
         ) from error
 
@@ -63,7 +63,7 @@ def write_traces(path: Path | str, traces: Iterable[Trace]) -> None:
     """Writes all of `traces` to `path`, or leaves it as it was."""
     parts = [FILE_MAGIC]
     for trace in traces:
-        data = encode(trace)
+        data = encode_trace(trace)
         parts += [len(data).to_bytes(4, "big"), data]
     write_atomic(Path(path), b"".join(parts))
 
@@ -72,7 +72,9 @@ def read_traces(path: Path | str) -> Iterator[Trace]:
     """The traces of a file, one at a time."""
     with open(path, "rb") as file:
         if (head := file.read(len(FILE_MAGIC))) != FILE_MAGIC:
-            raise refusal(head + file.read(MOST_BYTES), f"{path} is not a file of traces")
+            raise build_foreign_data_error(
+                head + file.read(MAX_FOREIGN_BYTES), f"{path} is not a file of traces"
+            )
         number = 0
         while size := file.read(4):
             data = file.read(int.from_bytes(size, "big"))
@@ -81,5 +83,5 @@ def read_traces(path: Path | str) -> Iterator[Trace]:
                     f"{path} ends inside trace {number}",
                     "the file was cut off while it was copied; copy it again",
                 )
-            yield decode(data, f"{path}, trace {number}")
+            yield decode_trace(data, f"{path}, trace {number}")
             number += 1

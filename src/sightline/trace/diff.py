@@ -8,15 +8,15 @@ from typing import Any
 
 from sightline.render import Renderer
 from sightline.trace.node import Node
-from sightline.trace.replay import first_difference, spell_tokens
+from sightline.trace.replay import describe_tokens, first_difference
 from sightline.trace.trace import Trace
 
-_BEFORE = ("env", "task", "split", "seed", "temperature")
-_AFTER = (
+_FIELDS_BEFORE_NODES = ("env", "task", "split", "seed", "temperature")
+_FIELDS_AFTER_NODES = (
     "forks", "reward", "rewards", "per_turn", "truncated", "limit", "error", "error_kind",
     "door_errors",
 )  # fmt: skip
-_OF_NODES = ("parent", "message", "sampled_start", "slots", "finish_reason", "versions")
+_NODE_FIELDS = ("parent", "message", "sampled_start", "slots", "finish_reason", "versions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,28 +26,32 @@ class TraceDifference:
     other: str
 
 
-def diff(one: Trace, other: Trace, renderer: Renderer | None = None) -> TraceDifference | None:
+def find_trace_difference(
+    one: Trace, other: Trace, renderer: Renderer | None = None
+) -> TraceDifference | None:
     """The first difference in the order in which things happened; None when there is none.
 
     A `renderer` spells out the tokens around it.
     """
-    for name in _BEFORE:
-        if (found := _field(name, one, other)) is not None:
+    for name in _FIELDS_BEFORE_NODES:
+        if (found := _compare_field(name, one, other)) is not None:
             return found
     for a, b in zip_longest(one.nodes, other.nodes):
         if a is None or b is None:
             return TraceDifference(
-                f"node {min(len(one.nodes), len(other.nodes))}", _node(a), _node(b)
+                f"node {min(len(one.nodes), len(other.nodes))}",
+                _describe_node(a),
+                _describe_node(b),
             )
-        if (found := _nodes(a, b, one, other, renderer)) is not None:
+        if (found := _compare_nodes(a, b, one, other, renderer)) is not None:
             return found
-    for name in _AFTER:
-        if (found := _field(name, one, other)) is not None:
+    for name in _FIELDS_AFTER_NODES:
+        if (found := _compare_field(name, one, other)) is not None:
             return found
     return None
 
 
-def _nodes(
+def _compare_nodes(
     a: Node, b: Node, one: Trace, other: Trace, renderer: Renderer | None
 ) -> TraceDifference | None:
     where = f"node {a.id} ({a.message.role})"
@@ -56,11 +60,11 @@ def _nodes(
         at = first_difference(ids, others)
         return TraceDifference(
             f"{where}, token {at}",
-            spell_tokens(ids, at, renderer),
-            spell_tokens(others, at, renderer),
+            describe_tokens(ids, at, renderer),
+            describe_tokens(others, at, renderer),
         )
-    for name in _OF_NODES:
-        if (found := _field(name, a, b)) is not None:
+    for name in _NODE_FIELDS:
+        if (found := _compare_field(name, a, b)) is not None:
             return TraceDifference(f"{where}, {found.where}", found.one, found.other)
     if a.logprobs != b.logprobs:
         logprobs, others = (node.logprobs.numpy().tolist() for node in (a, b))
@@ -75,10 +79,10 @@ def _nodes(
     return None if tools == more else TraceDifference(f"{where}, tools", tools, more)
 
 
-def _field(name: str, one: Any, other: Any) -> TraceDifference | None:
+def _compare_field(name: str, one: Any, other: Any) -> TraceDifference | None:
     a, b = getattr(one, name), getattr(other, name)
     return None if a == b else TraceDifference(name, f"{a!r}", f"{b!r}")
 
 
-def _node(node: Node | None) -> str:
+def _describe_node(node: Node | None) -> str:
     return "no such node" if node is None else f"{node.message.role}: {node.message.text!r}"

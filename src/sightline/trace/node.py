@@ -11,20 +11,20 @@ from sightline.errors import Misaligned
 from sightline.message import Message
 from sightline.wire import Array, MediaItem
 from sightline.wire.generate import VersionSpan
-from sightline.wire.weights import version_of_label
+from sightline.wire.weights import parse_version_label
 
 ROOT = -1
 """The parent of a first message."""
 NO_TOOLS = -1
 
 
-def int32(values: Iterable[int]) -> Array:
+def int32_array(values: Iterable[int]) -> Array:
     """An int32 array of a list of ids; several times faster than through numpy."""
     ids = array("i", values)
     return Array(dtype="int32", shape=(len(ids),), data=ids.tobytes())
 
 
-def float32(values: Iterable[float]) -> Array:
+def float32_array(values: Iterable[float]) -> Array:
     numbers = array("f", values)
     return Array(dtype="float32", shape=(len(numbers),), data=numbers.tobytes())
 
@@ -52,7 +52,7 @@ class PolicySpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def of(cls, span: VersionSpan) -> PolicySpan:
         """The span as the generate protocol writes it, its label taken apart."""
-        version, epoch = version_of_label(span.version)
+        version, epoch = parse_version_label(span.version)
         return cls(version=version, epoch=epoch, start=span.start, stop=span.end)
 
 
@@ -100,7 +100,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
                 f"{self.finish_reason!r}",
                 "a node has both or neither",
             )
-        check_tiled(self.versions, num_sampled, f"node {self.id}")
+        check_policy_spans(self.versions, num_sampled, f"node {self.id}")
         last = 0
         for slot in self.slots:
             if slot.offset < last or slot.length < 1:
@@ -126,7 +126,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
         return len(self.token_ids) - self.sampled_start
 
 
-def check_tiled(versions: Sequence[PolicySpan], num_sampled: int, what: str) -> None:
+def check_policy_spans(versions: Sequence[PolicySpan], num_sampled: int, what: str) -> None:
     """Spans follow one another from the first sampled token to the last."""
     last = 0
     for span in versions:

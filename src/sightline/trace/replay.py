@@ -13,25 +13,23 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from sightline.errors import EngineError
 from sightline.render import Bridged, Renderer
 from sightline.trace.node import NO_TOOLS, ROOT, Node
+from sightline.trace.trace import Trace
 from sightline.wire import Slot
 
-if TYPE_CHECKING:
-    from sightline.trace.trace import Trace
-
-TOLERANCE = 1e-3
+LOGPROB_TOLERANCE = 1e-3
 """Of a logprob; a float32 engine agrees with itself to about 1e-5."""
 BRIDGED, RENDERED, NEITHER = "bridged", "rendered", "neither"
-AROUND = 4
+NUM_CONTEXT_TOKENS = 4
 """Tokens that are spelled out on either side of a difference."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class PromptScores:
     """What a server says about a prompt."""
 
     logprobs: Sequence[float | None]
@@ -42,14 +40,14 @@ class Scored:
     """Of the weights."""
 
 
-class Scorer(Protocol):
+class PromptScorer(Protocol):
     async def __call__(
         self, token_ids: list[int], slots: list[Slot], temperature: float
-    ) -> Scored: ...
+    ) -> PromptScores: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ReplayDifference:
     node: int
     what: str
     """ids, slots, message, pixels, logprobs or refused."""
@@ -57,9 +55,9 @@ class Difference:
 
 
 @dataclass(slots=True)
-class ReplayedTurn:
+class TurnReplay:
     node: int
-    how: str
+    prompt_origin: str
     """Which way of making the prompt gives the recorded one: bridged, rendered or neither."""
     num_sampled: int
     max_logprob_change: float | None = None
@@ -67,10 +65,10 @@ class ReplayedTurn:
 
 
 @dataclass(slots=True)
-class Replayed:
+class ReplayReport:
     trace_id: str
-    turns: list[ReplayedTurn] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)
+    turns: list[TurnReplay] = field(default_factory=list)
+    differences: list[ReplayDifference] = field(default_factory=list)
     versions: set[str] = field(default_factory=set)
     """Of the weights that scored."""
     num_digests: int = 0
@@ -82,18 +80,21 @@ class Replayed:
         return max(changes, default=None)
 
 
-async def replay(
-    trace: Trace, renderer: Renderer, score: Scorer | None, tolerance: float = TOLERANCE
-) -> Replayed:
+async def replay_trace(
+    trace: Trace,
+    renderer: Renderer,
+    score: PromptScorer | None,
+    tolerance: float = LOGPROB_TOLERANCE,
+) -> ReplayReport:
     """Renders, parses and scores all turns of `trace` again; without `score`, all but the last."""
-    replayed = Replayed(trace.id)
+    replayed = ReplayReport(trace.id)
     for node in trace.turns:
-        how, differences = await asyncio.to_thread(_again, trace, node, renderer)
-        replayed.turns.append(ReplayedTurn(node.id, how, node.num_sampled))
+        prompt_origin, differences = await asyncio.to_thread(_replay_turn, trace, node, renderer)
+        replayed.turns.append(TurnReplay(node.id, prompt_origin, node.num_sampled))
         replayed.differences += differences
     if score is not None:
-        scoring = _Scoring(trace, replayed, tolerance)
-        for path, turns in _paths(trace):
+        scoring = _ScoreComparison(trace, replayed, tolerance)
+        for path, turns in _split_turns_by_path(trace):
             await scoring.score(path, turns, score)
     replayed.differences.sort(key=lambda difference: difference.node)
     return replayed
@@ -102,26 +103,30 @@ async def replay(
 # --- rendered again
 
 
-def _again(trace: Trace, node: Node, renderer: Renderer) -> tuple[str, list[Difference]]:
+def _replay_turn(
+    trace: Trace, node: Node, renderer: Renderer
+) -> tuple[str, list[ReplayDifference]]:
     path = trace.path(node.id)
     recorded = trace.tokens(path)[: -node.num_sampled]
     slots = trace.slots(path)
-    how, made, made_slots = _best(trace, node, renderer, recorded, slots)
+    prompt_origin, made, made_slots = _rebuild_prompt(trace, node, renderer, recorded, slots)
     found = []
     if made != recorded:
-        found.append(Difference(node.id, "ids", _spell_ids(recorded, made, renderer)))
+        found.append(ReplayDifference(node.id, "ids", _describe_ids(recorded, made, renderer)))
     if made_slots != slots:
-        found.append(Difference(node.id, "slots", _spell_slots(slots, made_slots)))
+        found.append(ReplayDifference(node.id, "slots", _describe_slots(slots, made_slots)))
     completion = trace.tokens([node.id])[node.sampled_start :]
     said = renderer.parse(completion).as_message()
     if said != node.message:
         found.append(
-            Difference(node.id, "message", f"recorded {node.message!r}, now parsed as {said!r}")
+            ReplayDifference(
+                node.id, "message", f"recorded {node.message!r}, now parsed as {said!r}"
+            )
         )
-    return how, found
+    return prompt_origin, found
 
 
-def _best(
+def _rebuild_prompt(
     trace: Trace, node: Node, renderer: Renderer, recorded: list[int], slots: list[Slot]
 ) -> tuple[str, list[int], list[Slot]]:
     """The prompt of a turn, made as it was; where neither way gives it, as it would be made now."""
@@ -130,13 +135,17 @@ def _best(
     last = trace.graph.last_turn(node.parent)
     bridged = None
     if last != ROOT and trace.nodes[last].tools == node.tools:
-        tip = trace.graph.tip(last)
+        path_tokens = trace.graph.path_tokens(last)
         new = [trace.nodes[n].message for n in before if n > last]
-        answer = renderer.bridge(tip.prompt_ids, tip.completion_ids, new, tools) if new else None
+        answer = (
+            renderer.bridge(path_tokens.prompt_ids, path_tokens.completion_ids, new, tools)
+            if new
+            else None
+        )
         if isinstance(answer, Bridged):
             bridged = (
-                [*tip.prompt_ids, *tip.completion_ids, *answer.token_ids],
-                [*tip.slots, *answer.slots],
+                [*path_tokens.prompt_ids, *path_tokens.completion_ids, *answer.token_ids],
+                [*path_tokens.slots, *answer.slots],
             )
             if bridged == (recorded, slots):
                 return BRIDGED, *bridged
@@ -147,17 +156,17 @@ def _best(
     return NEITHER, *(bridged or whole)
 
 
-def _spell_ids(recorded: list[int], made: list[int], renderer: Renderer) -> str:
+def _describe_ids(recorded: list[int], made: list[int], renderer: Renderer) -> str:
     at = first_difference(recorded, made)
     return (
         f"token {at} of {len(recorded)} recorded, {len(made)} made now: "
-        f"recorded {spell_tokens(recorded, at, renderer)}, now {spell_tokens(made, at, renderer)}"
+        f"recorded {describe_tokens(recorded, at, renderer)}, now {describe_tokens(made, at, renderer)}"
     )
 
 
-def _spell_slots(recorded: list[Slot], made: list[Slot]) -> str:
+def _describe_slots(recorded: list[Slot], made: list[Slot]) -> str:
     at = first_difference(recorded, made)
-    return f"slot {at}: recorded {spell_slot(recorded, at)}, now {spell_slot(made, at)}"
+    return f"slot {at}: recorded {describe_slot(recorded, at)}, now {describe_slot(made, at)}"
 
 
 def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
@@ -166,16 +175,16 @@ def first_difference(one: Sequence[object], other: Sequence[object]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def spell_tokens(token_ids: Sequence[int], at: int, renderer: Renderer | None) -> str:
+def describe_tokens(token_ids: Sequence[int], at: int, renderer: Renderer | None) -> str:
     """The ids around `at`, and their text where a renderer can tell it."""
     if at >= len(token_ids):
         return f"the end, after {len(token_ids)} tokens"
-    part = list(token_ids[max(at - AROUND, 0) : at + AROUND + 1])
+    part = list(token_ids[max(at - NUM_CONTEXT_TOKENS, 0) : at + NUM_CONTEXT_TOKENS + 1])
     text = f" {renderer.decode(part)!r}" if renderer is not None else ""
     return f"{token_ids[at]} in {part}{text}"
 
 
-def spell_slot(slots: Sequence[Slot], at: int) -> str:
+def describe_slot(slots: Sequence[Slot], at: int) -> str:
     if at >= len(slots):
         return f"none after {len(slots)}"
     slot = slots[at]
@@ -188,7 +197,7 @@ def spell_slot(slots: Sequence[Slot], at: int) -> str:
 # --- scored again
 
 
-def _paths(trace: Trace) -> Iterator[tuple[list[int], list[int]]]:
+def _split_turns_by_path(trace: Trace) -> Iterator[tuple[list[int], list[int]]]:
     """Paths, longest first, with the turns that no longer path holds; each ends in one of them."""
     taken = set[int]()
     branches = sorted(trace.branches(), key=lambda path: (-trace.graph.end(path[-1]), path[-1]))
@@ -199,14 +208,14 @@ def _paths(trace: Trace) -> Iterator[tuple[list[int], list[int]]]:
             yield path[: path.index(turns[-1]) + 1], turns
 
 
-class _Scoring:
-    def __init__(self, trace: Trace, replayed: Replayed, tolerance: float) -> None:
+class _ScoreComparison:
+    def __init__(self, trace: Trace, replayed: ReplayReport, tolerance: float) -> None:
         self._trace = trace
         self._replayed = replayed
         self._tolerance = tolerance
         self._turns = {turn.node: turn for turn in replayed.turns}
 
-    async def score(self, path: list[int], turns: list[int], score: Scorer) -> None:
+    async def score(self, path: list[int], turns: list[int], score: PromptScorer) -> None:
         trace, replayed = self._trace, self._replayed
         try:
             scored = await score(trace.tokens(path), trace.slots(path), trace.temperature)
@@ -214,20 +223,20 @@ class _Scoring:
             if error.status >= 500:
                 raise  # the server fails, which says nothing about the trace
             detail = f"{error.kind}: {error.problem}"
-            replayed.differences += [Difference(node, "refused", detail) for node in turns]
+            replayed.differences += [ReplayDifference(node, "refused", detail) for node in turns]
             return
         replayed.versions.add(scored.version)
         self._compare_digests(path, scored)
         for node in turns:
             self._compare_logprobs(trace.nodes[node], scored)
 
-    def _compare_digests(self, path: list[int], scored: Scored) -> None:
+    def _compare_digests(self, path: list[int], scored: PromptScores) -> None:
         pairs = [(node, slot) for node in path for slot in self._trace.nodes[node].slots]
         for (node, slot), seen in zip(pairs, scored.pixel_digests, strict=True):
             if slot.pixel_digest is None or seen is None:
                 continue
             self._replayed.num_digests += 1
-            found = Difference(
+            found = ReplayDifference(
                 node,
                 "pixels",
                 f"image {slot.item.ref.digest[:12]}: recorded {slot.pixel_digest}, now {seen}",
@@ -235,7 +244,7 @@ class _Scoring:
             if seen != slot.pixel_digest and found not in self._replayed.differences:
                 self._replayed.differences.append(found)
 
-    def _compare_logprobs(self, node: Node, scored: Scored) -> None:
+    def _compare_logprobs(self, node: Node, scored: PromptScores) -> None:
         stop = self._trace.graph.end(node.id)
         now = scored.logprobs[stop - node.num_sampled : stop]
         worst, place = 0.0, -1
@@ -247,7 +256,7 @@ class _Scoring:
         if worst > self._tolerance:
             then = float(node.logprobs.numpy()[place])
             self._replayed.differences.append(
-                Difference(
+                ReplayDifference(
                     node.id,
                     "logprobs",
                     f"sampled token {place}: recorded {then:.6f}, now {now[place]}; "

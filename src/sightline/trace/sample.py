@@ -23,7 +23,7 @@ def flatten(trace: Trace, advantages: Advantages) -> list[Sample]:
     node trains in the first branch that holds it and is context in the others; a branch ends at
     its last node that trains, and one without such a node gives no sample.
     """
-    advantage_of = _by_node(trace, advantages)
+    advantage_of = _map_advantages(trace, advantages)
     branches = sorted(trace.branches(), key=lambda path: (-trace.graph.end(path[-1]), path[-1]))
     samples, taken = [], set[int]()
     for path in branches:
@@ -31,11 +31,11 @@ def flatten(trace: Trace, advantages: Advantages) -> list[Sample]:
         if trained:
             taken.update(trained)
             upto = path[: path.index(trained[-1]) + 1]
-            samples.append(_sample(trace, upto, {n: advantage_of[n] for n in trained}))
+            samples.append(_build_sample(trace, upto, {n: advantage_of[n] for n in trained}))
     return samples
 
 
-def _by_node(trace: Trace, advantages: Advantages) -> dict[int, float]:
+def _map_advantages(trace: Trace, advantages: Advantages) -> dict[int, float]:
     """The advantage of every turn that trains."""
     found: dict[int, float] = {}
     for node in trace.turns:
@@ -53,7 +53,7 @@ def _by_node(trace: Trace, advantages: Advantages) -> dict[int, float]:
     return found
 
 
-def _sample(trace: Trace, path: Sequence[int], advantage_of: dict[int, float]) -> Sample:
+def _build_sample(trace: Trace, path: Sequence[int], advantage_of: dict[int, float]) -> Sample:
     if trace.reward is None:
         raise Misaligned(
             f"trace {trace.id} has no reward", "a rollout that did not end does not train"
@@ -82,9 +82,9 @@ def _sample(trace: Trace, path: Sequence[int], advantage_of: dict[int, float]) -
         group_id=trace.group_id,
         env=trace.env,
         reward=trace.reward,
-        token_ids=_joined("int32", [trace.nodes[n].token_ids.data for n in path]),
+        token_ids=_join_arrays("int32", [trace.nodes[n].token_ids.data for n in path]),
         trained=Array.of(np.concatenate(trained), "int32"),
-        logprobs=_joined("float32", logprobs),
+        logprobs=_join_arrays("float32", logprobs),
         advantages=Array.of(advantages, "float32"),
         versions=Array.of(versions, "int32"),
         segments=segments,
@@ -94,6 +94,6 @@ def _sample(trace: Trace, path: Sequence[int], advantage_of: dict[int, float]) -
     )
 
 
-def _joined(dtype: str, parts: Sequence[bytes]) -> Array:
+def _join_arrays(dtype: str, parts: Sequence[bytes]) -> Array:
     data = b"".join(parts)
     return Array(dtype=dtype, shape=(len(data) // 4,), data=data)

@@ -19,11 +19,10 @@ from sightline.errors import MessageError, Misaligned
 from sightline.message import Message
 from sightline.render import Refused, Renderer
 from sightline.render.protocol import Messages, Tools
-from sightline.trace.branch import Branches
+from sightline.trace.graph import TraceGraph
+from sightline.trace.history_match import match_history
 from sightline.trace.node import NO_TOOLS, ROOT, Node
-from sightline.trace.recognise import recognise
-from sightline.trace.replay import TOLERANCE, Replayed, Scorer, replay
-from sightline.trace.turn import Place, Turn
+from sightline.trace.turn import BranchPoint, Turn
 from sightline.wire import Slot
 from sightline.wire.item import check_slots
 
@@ -68,7 +67,7 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
 
     def __post_init__(self) -> None:
         self.check()
-        self.graph = Branches(self.nodes)
+        self.graph = TraceGraph(self.nodes)
 
     def check(self) -> None:
         """Raises Misaligned when nodes or credits do not line up."""
@@ -98,9 +97,11 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
         read = renderer.messages(messages)
         if not read:
             raise MessageError.at("messages", "an empty list", "pass at least one message")
-        node, history = recognise(self.nodes, self.graph, read)
+        node, history = match_history(self.nodes, self.graph, read)
         last = self.graph.last_turn(node)
-        return self._turn(last, history, history[len(self.graph.path(last)) :], renderer, tools)
+        return self._prepare_turn(
+            last, history, history[len(self.graph.path(last)) :], renderer, tools
+        )
 
     def extend(
         self, leaf: int, new_messages: Messages, renderer: Renderer, tools: Tools | None = None
@@ -117,9 +118,9 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
         last = self.graph.last_turn(leaf)
         if last != leaf:
             new = [self.nodes[n].message for n in self.graph.path(leaf) if n > last] + new
-        return self._turn(last, None, new, renderer, tools)
+        return self._prepare_turn(last, None, new, renderer, tools)
 
-    def _turn(
+    def _prepare_turn(
         self,
         last: int,
         history: list[Message] | None,
@@ -133,7 +134,7 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
         if last != ROOT:
             asked_with = self.nodes[last].tools
             if toolset == ("" if asked_with == NO_TOOLS else self.toolsets[asked_with]):
-                turn = self._bridged(last, new, renderer, tools, toolset)
+                turn = self._bridge_turn(last, new, renderer, tools, toolset)
                 if isinstance(turn, Turn):
                     return turn
                 refused = turn.reason
@@ -141,23 +142,23 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
                 refused = TOOLS_CHANGED
         if history is None:
             history = [self.nodes[n].message for n in self.graph.path(last)] + new
-        return self._rendered(last, history, refused, renderer, tools, toolset)
+        return self._render_turn(last, history, refused, renderer, tools, toolset)
 
-    def _bridged(
+    def _bridge_turn(
         self, last: int, new: list[Message], renderer: Renderer, tools: Tools | None, toolset: str
     ) -> Turn | Refused:
-        tip = self.graph.tip(last)
-        bridged = renderer.bridge(tip.prompt_ids, tip.completion_ids, new, tools)
+        path_tokens = self.graph.path_tokens(last)
+        bridged = renderer.bridge(path_tokens.prompt_ids, path_tokens.completion_ids, new, tools)
         if isinstance(bridged, Refused):
             return bridged
         end = self.graph.end(last)
-        place = Place(last, end, tip.pixel_digests, last)
-        prompt_ids = [*tip.prompt_ids, *tip.completion_ids, *bridged.token_ids]
-        slots = [*tip.slots, *bridged.slots]
-        check_slots(slots[max(len(tip.slots) - 1, 0) :], len(prompt_ids))
-        return Turn(self, renderer, place, prompt_ids, slots, new, bridged.spans, toolset)
+        branch_point = BranchPoint(last, end, path_tokens.pixel_digests, last)
+        prompt_ids = [*path_tokens.prompt_ids, *path_tokens.completion_ids, *bridged.token_ids]
+        slots = [*path_tokens.slots, *bridged.slots]
+        check_slots(slots[max(len(path_tokens.slots) - 1, 0) :], len(prompt_ids))
+        return Turn(self, renderer, branch_point, prompt_ids, slots, new, bridged.spans, toolset)
 
-    def _rendered(
+    def _render_turn(
         self,
         last: int,
         history: list[Message],
@@ -168,29 +169,20 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
     ) -> Turn:
         rendered = renderer.render(history, tools)
         check_slots(rendered.slots, len(rendered.token_ids))
-        walked = self.graph.walk(history, rendered)
-        known = self.graph.pixel_digests(self.graph.path(walked.node))
-        place = Place(walked.node, walked.num_tokens, known, last, refused)
-        num_old = walked.num_messages
+        matched = self.graph.match_rendered(history, rendered)
+        known = self.graph.pixel_digests(self.graph.path(matched.node))
+        branch_point = BranchPoint(matched.node, matched.num_tokens, known, last, refused)
+        num_old = matched.num_messages
         return Turn(
             self,
             renderer,
-            place,
+            branch_point,
             rendered.token_ids,
             rendered.slots,
             history[num_old:],
             rendered.spans[num_old:],
             toolset,
         )
-
-    async def replay(
-        self, renderer: Renderer, score: Scorer | None, tolerance: float = TOLERANCE
-    ) -> Replayed:
-        """Renders and scores every turn again and reports each difference from what is recorded.
-
-        `score` asks a server; `rollout.replay.ServerScorer` is one. None leaves scoring out.
-        """
-        return await replay(self, renderer, score, tolerance)
 
     def toolset(self, tools: str) -> int:
         """The number of a toolset, which is added when it is new."""

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING
 from sightline.errors import Misaligned, PixelMismatch
 from sightline.message import AssistantMessage, Message
 from sightline.render import Renderer, Span
-from sightline.trace.branch import Tip
-from sightline.trace.node import Node, NodeSlot, PolicySpan, check_tiled, float32, int32
+from sightline.trace.graph import PathTokens
+from sightline.trace.node import (
+    Node,
+    NodeSlot,
+    PolicySpan,
+    check_policy_spans,
+    float32_array,
+    int32_array,
+)
 from sightline.wire import Slot
 
 if TYPE_CHECKING:
@@ -24,7 +31,7 @@ DIVERGED = "diverged"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BranchPoint:
     """Where a turn hangs on the trace, and why it had to be rendered whole."""
 
     parent: int
@@ -50,7 +57,7 @@ class Turn:
         self,
         trace: Trace,
         renderer: Renderer,
-        place: Place,
+        branch_point: BranchPoint,
         prompt_ids: list[int],
         slots: list[Slot],
         new_messages: Sequence[Message],
@@ -61,7 +68,7 @@ class Turn:
         self.prompt_ids = prompt_ids
         self.slots = slots
         self._renderer = renderer
-        self._place = place
+        self._branch_point = branch_point
         self._new_messages = new_messages
         self._tools = tools
         self._stops = self._check_spans(spans)
@@ -69,7 +76,7 @@ class Turn:
     @property
     def new_tokens(self) -> list[int]:
         """The ids of the prompt that the trace does not hold."""
-        return self.prompt_ids[self._place.start :]
+        return self.prompt_ids[self._branch_point.start :]
 
     def commit(
         self,
@@ -88,18 +95,18 @@ class Turn:
         completion = list(completion_ids)
         self._check_completion(completion, logprobs, versions, finish_reason)
         digests = self._check_digests(pixel_digests)
-        parent, fresh = self._lay_messages(digests)
-        reason = self._place.refused or self._fork(parent, resampled=not fresh)
+        parent, fresh = self._build_message_nodes(digests)
+        reason = self._branch_point.refused or self._find_fork_reason(parent, resampled=not fresh)
 
-        header = self.prompt_ids[self._stops[-1] if self._stops else self._place.start :]
+        header = self.prompt_ids[self._stops[-1] if self._stops else self._branch_point.start :]
         said = message if message is not None else self._renderer.parse(completion)
         node = Node(
             id=len(self.trace.nodes) + len(fresh),
             parent=fresh[-1].id if fresh else parent,
             message=said.as_message(),
-            token_ids=int32(header + completion),
+            token_ids=int32_array(header + completion),
             sampled_start=len(header),
-            logprobs=float32(logprobs),
+            logprobs=float32_array(logprobs),
             versions=tuple(versions),
             finish_reason=finish_reason,
             tools=self.trace.toolset(self._tools),
@@ -109,17 +116,17 @@ class Turn:
             branches.add(new)
         if reason:
             self.trace.forks[reason] = self.trace.forks.get(reason, 0) + 1
-        tip = Tip(self.prompt_ids, completion, self.slots, digests)
-        branches.keep_tip(node.id, tip, instead_of=self._place.last_turn)
+        path_tokens = PathTokens(self.prompt_ids, completion, self.slots, digests)
+        branches.cache_path_tokens(node.id, path_tokens, replaces=self._branch_point.last_turn)
         return node
 
-    def _lay_messages(self, digests: list[str | None]) -> tuple[int, list[Node]]:
+    def _build_message_nodes(self, digests: list[str | None]) -> tuple[int, list[Node]]:
         """The last node that is already there, and nodes for the messages that are not.
 
         Another turn with the same prompt may have been committed since this one was prepared.
         """
-        parent, fresh = self._place.parent, list[Node]()
-        start, next_slot = self._place.start, len(self._place.pixel_digests)
+        parent, fresh = self._branch_point.parent, list[Node]()
+        start, next_slot = self._branch_point.start, len(self._branch_point.pixel_digests)
         for message, stop in zip(self._new_messages, self._stops, strict=True):
             slots = []
             while next_slot < len(self.slots) and self.slots[next_slot].offset < stop:
@@ -128,7 +135,7 @@ class Turn:
                     NodeSlot(slot.offset - start, slot.length, slot.item, digests[next_slot])
                 )
                 next_slot += 1
-            ids = int32(self.prompt_ids[start:stop])
+            ids = int32_array(self.prompt_ids[start:stop])
             start = stop
             twin = None if fresh else self.trace.graph.find_child(parent, message, ids.data, slots)
             if twin is not None:
@@ -148,7 +155,7 @@ class Turn:
             )
         return parent, fresh
 
-    def _fork(self, parent: int, resampled: bool) -> str:
+    def _find_fork_reason(self, parent: int, resampled: bool) -> str:
         """Why the turn is a fork; empty when it just goes on."""
         siblings = self.trace.graph.children(parent)
         if not siblings:
@@ -160,7 +167,7 @@ class Turn:
     def _check_spans(self, spans: Sequence[Span]) -> list[int]:
         """Where each new message ends. Spans tile the new tokens, slots lie inside them."""
         stops = [span.stop for span in spans]
-        ends = [self._place.start, *stops]
+        ends = [self._branch_point.start, *stops]
         if (
             len(stops) == len(self._new_messages)
             and ends == sorted(ends)
@@ -170,7 +177,7 @@ class Turn:
             return stops
         raise Misaligned(
             f"trace {self.trace.id}: {len(self._new_messages)} new messages end at {stops}, in "
-            f"{len(self.prompt_ids)} tokens from {self._place.start} on, the last slot at "
+            f"{len(self.prompt_ids)} tokens from {self._branch_point.start} on, the last slot at "
             f"{self.slots[-1].end if self.slots else None}",
             "this is a bug of the renderer: one span a message, images inside, then the header "
             "of the assistant's turn",
@@ -194,7 +201,7 @@ class Turn:
             raise Misaligned(
                 f"{who}: a logprob is not finite", "look for NaN in the engine's weights"
             )
-        check_tiled(versions, len(completion), who)
+        check_policy_spans(versions, len(completion), who)
         if pads := set(self._renderer.pad_token_ids).intersection(completion):
             raise Misaligned(
                 f"{who}: image pads {sorted(pads)} were sampled",
@@ -210,7 +217,7 @@ class Turn:
                 f"{len(self.slots)} slots",
                 "the engine must give one digest a slot of the prompt, in their order",
             )
-        known = self._place.pixel_digests
+        known = self._branch_point.pixel_digests
         if digests[: len(known)] != known:
             for i, recorded in enumerate(known):
                 self._check_digest(self.slots[i].item.ref.digest, digests[i], recorded)

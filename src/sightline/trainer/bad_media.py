@@ -23,12 +23,12 @@ from sightline.pixels import Pixels
 from sightline.wire import MediaItem
 from sightline.wire.sample import Batch, Sample
 
-BadMedia = MediaError | Misaligned | PixelMismatch | PixelsUnproven
+BadMediaError = MediaError | Misaligned | PixelMismatch | PixelsUnproven
 BadT = TypeVar("BadT", bound=SightlineError)
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class DroppedSample:
     """A sample that an image cost."""
 
     sample: str
@@ -40,22 +40,22 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """`[media] on_bad`, with its budget."""
+class BadMediaPolicy:
+    """`[media] on_bad_image`, with its budget."""
 
-    on_bad: Literal["drop_sample", "stop"] = "drop_sample"
+    on_bad_image: Literal["drop_sample", "stop"] = "drop_sample"
     max_bad_fraction: float = 0.0
-    allows_unproven: bool = False
+    allows_unverified_pixels: bool = False
     """Whether samples train whose sampler gave no digest of its pixels."""
 
-    def keep(
+    def filter_samples(
         self,
         batch: Batch,
         made: Mapping[MediaItem, Pixels],
-        problems: Mapping[MediaItem, BadMedia],
+        problems: Mapping[MediaItem, BadMediaError],
         store: MediaStore,
-        lost: Sequence[Dropped] = (),
-    ) -> tuple[list[Sample], list[Dropped]]:
+        lost: Sequence[DroppedSample] = (),
+    ) -> tuple[list[Sample], list[DroppedSample]]:
         """The samples whose images are all well, and the others; raises past the budget.
 
         `lost` are samples of the batch that had no image to begin with.
@@ -68,26 +68,26 @@ class Policy:
                 kept.append(sample)
                 continue
             item, bare = found
-            error = named(bare, sample.trace_id, batch.step, item, store)
-            if self.on_bad == "stop":
+            error = add_location(bare, sample.trace_id, batch.step, item, store)
+            if self.on_bad_image == "stop":
                 raise error from bare
             reason = type(bare).__name__
             dropped.append(
-                Dropped(sample.trace_id, item.ref.digest, reason, error.problem, error.fix)
+                DroppedSample(sample.trace_id, item.ref.digest, reason, error.problem, error.fix)
             )
         self._check_budget(batch.step, len(kept) + len(dropped), dropped)
         return kept, dropped
 
-    def _find_unproven(self, sample: Sample) -> tuple[MediaItem, BadMedia] | None:
-        if self.allows_unproven or not is_unproven(sample):
+    def _find_unproven(self, sample: Sample) -> tuple[MediaItem, BadMediaError] | None:
+        if self.allows_unverified_pixels or not is_unproven(sample):
             return None
         slot = next(slot for slot in sample.slots if slot.pixel_digest is None)
         return sample.items[slot.item], PixelsUnproven(
             "the sampler gave no digest of the pixels that it saw",
-            "sample with an engine that gives one, or set [media] allow_unproven = true",
+            "sample with an engine that gives one, or set [media] allow_unverified_pixels = true",
         )
 
-    def _check_budget(self, step: int, num: int, dropped: Sequence[Dropped]) -> None:
+    def _check_budget(self, step: int, num: int, dropped: Sequence[DroppedSample]) -> None:
         if len(dropped) > self.max_bad_fraction * num:
             raise MediaError(
                 f"step {step}: bad media cost {len(dropped)} of {num} samples "
@@ -102,18 +102,18 @@ def is_unproven(sample: Sample) -> bool:
     return any(slot.pixel_digest is None for slot in sample.slots)
 
 
-def count_reasons(dropped: Sequence[Dropped]) -> dict[str, int]:
+def count_reasons(dropped: Sequence[DroppedSample]) -> dict[str, int]:
     return dict(Counter(one.reason for one in dropped))
 
 
-def named(error: BadT, sample: str, step: int, item: MediaItem, store: MediaStore) -> BadT:
+def add_location(error: BadT, sample: str, step: int, item: MediaItem, store: MediaStore) -> BadT:
     """The error with what a reader needs to find the image: who wanted it, when, and where."""
     roots = " and ".join(str(root) for root in (store.root, *store.fallback_roots))
     where = f"sample {sample} of step {step}, image {item.ref.digest[:12]}"
     return type(error)(f"{where}: {error.problem} (searched: {roots})", error.fix)
 
 
-def mismatch(seen: str, made: str) -> PixelMismatch:
+def build_pixel_mismatch(seen: str, made: str) -> PixelMismatch:
     return PixelMismatch(
         f"the sampler saw pixels {seen}, the trainer made {made}",
         "run the same Pillow and the same processor settings on both sides",
@@ -121,13 +121,13 @@ def mismatch(seen: str, made: str) -> PixelMismatch:
 
 
 def _find_problem(
-    sample: Sample, made: Mapping[MediaItem, Pixels], problems: Mapping[MediaItem, BadMedia]
-) -> tuple[MediaItem, BadMedia] | None:
+    sample: Sample, made: Mapping[MediaItem, Pixels], problems: Mapping[MediaItem, BadMediaError]
+) -> tuple[MediaItem, BadMediaError] | None:
     for item in sample.items:
         if item in problems:
             return item, problems[item]
     for slot in sample.slots:
         item = sample.items[slot.item]
         if slot.pixel_digest is not None and slot.pixel_digest != made[item].digest:
-            return item, mismatch(slot.pixel_digest, made[item].digest)
+            return item, build_pixel_mismatch(slot.pixel_digest, made[item].digest)
     return None

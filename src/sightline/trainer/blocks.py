@@ -17,7 +17,7 @@ MAX_GRAPHS = 64
 """Of one class of blocks."""
 
 
-def num_compiled() -> int:
+def count_compiled_graphs() -> int:
     """Graphs that this process has compiled so far.
 
     Blocks of one class share theirs: dynamo takes a module's parameters for inputs. A graph is
@@ -36,20 +36,20 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
     compile = partial(torch.compile, backend=backend)
     if backend:
         _allow_graphs()
-        attention.register(opaque=True)
+        attention.register_attention(opaque=True)
     for block in forward.blocks():
         plain, kind = block.forward, cast(Hashable, type(block))
         broken = compile(plain) if backend else plain
         whole = broken
         if recompute:
             # To keep and set back the state of random numbers costs the host time, for each block.
-            again = partial(checkpoint, use_reentrant=False, preserve_rng_state=_draws(block))
+            again = partial(checkpoint, use_reentrant=False, preserve_rng_state=_has_dropout(block))
             broken = partial(again, broken)
-            whole = partial(compile(_again_of(kind)), block) if backend else broken
-        block.forward = partial(_by_pattern, whole, broken) if backend else broken
+            whole = partial(compile(_build_recompute(kind)), block) if backend else broken
+        block.forward = partial(_forward_by_pattern, whole, broken) if backend else broken
 
 
-def _by_pattern(
+def _forward_by_pattern(
     whole: Callable[..., Any],
     broken: Callable[..., Any],
     hidden: torch.Tensor,
@@ -58,12 +58,12 @@ def _by_pattern(
 ) -> Any:
     """A block that is one graph is computed again inside of its backward graph, which costs the
     host nothing; one that is broken at its attention, as it is."""
-    found = attention.in_graph(hidden, options)
+    found = attention.find_graph_options(hidden, options)
     return broken(hidden, *args, **options) if found is None else whole(hidden, *args, **found)
 
 
 @cache
-def _again_of(kind: Any) -> Callable[..., Any]:
+def _build_recompute(kind: Any) -> Callable[..., Any]:
     """A function for each class of blocks: a compiler counts the graphs of a function by its code,
     and gives up after so many."""
 
@@ -83,6 +83,6 @@ def _allow_graphs() -> None:
     config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
 
 
-def _draws(block: torch.nn.Module) -> bool:
+def _has_dropout(block: torch.nn.Module) -> bool:
     """Whether it would compute something else the second time."""
     return any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in block.modules())

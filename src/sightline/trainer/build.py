@@ -9,43 +9,51 @@ from pathlib import Path
 
 import torch
 
+from sightline.algo.losses import load_loss
+from sightline.algo.losses import supervised as supervised_loss
+from sightline.algo.registry import load_aggregation
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.feature_cache import FeatureCache
-from sightline.compute.model import DTYPES, load_model, pick_device
-from sightline.compute.transfer import stack
-from sightline.config import Lora, Media, Model, RunFile, SftFile, Trainer
+from sightline.compute.model import MODEL_DTYPES, load_model, pick_device
+from sightline.compute.transfer import stack_pinned
+from sightline.config import LoraConfig, MediaConfig, ModelConfig, RunFile, SftFile, TrainerConfig
 from sightline.errors import ResumeRefused
 from sightline.families import Forward, load_family, load_renderer
 from sightline.media import MediaStore
-from sightline.monitor import EventLog, RunDir
-from sightline.pack import Average, Cost
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.trainer.aside import Aside
+from sightline.run import EventLog, RunDir
+from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.blocks import wrap_blocks
-from sightline.trainer.checkpoint import Checkpoints, Chosen
-from sightline.trainer.features import Features, is_frozen
-from sightline.trainer.feed import Feed, Preparer, ReadyBatch
-from sightline.trainer.keeper import Follower, Keeper
+from sightline.trainer.checkpoint import CheckpointStore, ResumePoint
+from sightline.trainer.checkpoint_saver import (
+    CheckpointSaver,
+    collect_from_ranks,
+    deliver_alone,
+    deliver_to_lead,
+)
+from sightline.trainer.distribute import BatchDistributor, ShareFeed
+from sightline.trainer.features import FrozenTowerFeatures, has_frozen_tower
+from sightline.trainer.feed import BatchFeed, BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
 from sightline.trainer.ledger import Ledger, read_ledger
-from sightline.trainer.loop import Parts
-from sightline.trainer.lora import NO_ADAPTERS, add_adapters, stand_of
+from sightline.trainer.loop import TrainerComponents
+from sightline.trainer.lora import NO_ADAPTERS, add_adapters, describe_adapter_base
 from sightline.trainer.optimizer import build_optimizer, freeze_vision
-from sightline.trainer.price import price_of
-from sightline.trainer.publish import Files, Outbox, Publisher, Sent
-from sightline.trainer.pulse import LONG_S, Pulse
-from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
-from sightline.trainer.saver import Saver, alone, from_all, to_lead
-from sightline.trainer.shard import agree, join, shard
+from sightline.trainer.price import estimate_price
+from sightline.trainer.publish import AsyncPublisher, BroadcastPublisher, FilePublisher, Publisher
+from sightline.trainer.ranks import SINGLE_RANK, FollowerChannel, LeadChannel, RankInfo
+from sightline.trainer.run_writer import FollowerRunWriter, LeadRunWriter
+from sightline.trainer.shard import all_gather_list, join_process_group, shard_model
 from sightline.trainer.snapshot import restore
-from sightline.trainer.spread import ShareFeed, Spread
-from sightline.wire.control import Announce, Control
+from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
+from sightline.wire.control import BatchReady, ControlMessage
 from sightline.wire.weights import Adapter, WeightFile
 
 MEGABYTE = 1 << 20
 
 
-def device_of(name: str, ranks: Ranks) -> torch.device:
+def pick_rank_device(name: str, ranks: RankInfo) -> torch.device:
     """Where a rank computes; ranks of one machine take its GPUs in turn."""
     device = torch.device(pick_device(name))
     if device.type == "cuda":
@@ -56,20 +64,20 @@ def device_of(name: str, ranks: Ranks) -> torch.device:
 
 
 def build_learner(
-    model: Model,
-    trainer: Trainer,
+    model: ModelConfig,
+    trainer: TrainerConfig,
     store: MediaStore,
     steps: int,
-    ranks: Ranks = ALONE,
-    imitates: bool = False,
-    lora: Lora = NO_ADAPTERS,
+    ranks: RankInfo = SINGLE_RANK,
+    supervised: bool = False,
+    lora: LoraConfig = NO_ADAPTERS,
     seed: int = 0,
 ) -> Learner:
-    device = device_of(trainer.device, ranks)
+    device = pick_rank_device(trainer.device, ranks)
     master = model.dtype if trainer.master_dtype == "model" else "float32"
     is_mixed = master != model.dtype
     if ranks.size > 1 or is_mixed:
-        join(ranks, device)
+        join_process_group(ranks, device)
     family = load_family(model.path, **model.overrides())
     renderer = load_renderer(model.path, store, family)
     forward = load_model(model.path, family, str(device), master)
@@ -78,18 +86,18 @@ def build_learner(
         add_adapters(forward, lora, model.train_vision, seed)
     elif not model.train_vision:
         freeze_vision(forward)
-    wrap_blocks(forward, trainer.activation_checkpointing, trainer.compile)
+    wrap_blocks(forward, trainer.activation_checkpointing, trainer.compile_backend)
     reference = None
-    if trainer.kl_weight > 0:
+    if trainer.kl_coef > 0:
         reference = load_model(model.path, family, str(device), model.dtype)
         reference.model.eval().requires_grad_(False)
-    whole = reference_whole = None
+    whole = sharded_reference = None
     if ranks.size > 1 or is_mixed:
-        compute = DTYPES[model.dtype] if is_mixed else None
-        whole = shard(forward, ranks.size, device, compute=compute)
+        compute = MODEL_DTYPES[model.dtype] if is_mixed else None
+        whole = shard_model(forward, ranks.size, device, compute=compute)
     if ranks.size > 1 and reference is not None:
-        reference_whole = shard(reference, ranks.size, device, frozen=True)
-    features, reference_features = _kept(forward, reference, trainer, ranks)
+        sharded_reference = shard_model(reference, ranks.size, device, frozen=True)
+    features, reference_features = _build_features(forward, reference, trainer, ranks)
     return Learner(
         forward=forward,
         reference=reference,
@@ -102,83 +110,85 @@ def build_learner(
         device=device,
         ranks=ranks,
         whole=whole,
-        reference_whole=reference_whole,
+        sharded_reference=sharded_reference,
         features=features,
         reference_features=reference_features,
-        imitates=imitates,
+        loss=supervised_loss if supervised else load_loss(trainer.loss, trainer.loss_args),
     )
 
 
-def _kept(
-    forward: Forward, reference: Forward | None, trainer: Trainer, ranks: Ranks
-) -> tuple[Features | None, Features | None]:
+def _build_features(
+    forward: Forward, reference: Forward | None, trainer: TrainerConfig, ranks: RankInfo
+) -> tuple[FrozenTowerFeatures | None, FrozenTowerFeatures | None]:
     """Of the model and of the reference; a frozen tower is the reference's own."""
     cache = FeatureCache(trainer.feature_cache_mb * MEGABYTE)
-    if is_frozen(forward):
-        kept = Features(forward, cache, ranks.size)
+    if has_frozen_tower(forward):
+        kept = FrozenTowerFeatures(forward, cache, ranks.size)
         return kept, kept
-    if reference is not None and is_frozen(reference):
-        return None, Features(reference, cache, ranks.size)
+    if reference is not None and has_frozen_tower(reference):
+        return None, FrozenTowerFeatures(reference, cache, ranks.size)
     return None, None
 
 
-def learner_of(
-    config: RunFile | SftFile, store: MediaStore, ranks: Ranks, imitates: bool = False
+def build_run_learner(
+    config: RunFile | SftFile, store: MediaStore, ranks: RankInfo, supervised: bool = False
 ) -> Learner:
     return build_learner(
-        config.model, config.trainer, store, config.run.steps, ranks, imitates, config.lora,
+        config.model, config.trainer, store, config.run.steps, ranks, supervised, config.lora,
         config.run.seed,
     )  # fmt: skip
 
 
 def build_preparer(
-    media: Media, learner: Learner, store: MediaStore, sampled: bool = True
-) -> Preparer:
+    media: MediaConfig, learner: Learner, store: MediaStore, sampled: bool = True
+) -> BatchPreparer:
     """`sampled` is false for conversations that no sampler saw: there is no digest to ask for."""
     trainer = learner.config
-    return Preparer(
+    return BatchPreparer(
         family=learner.family,
         materializer=build_materializer(learner, store),
-        limit=Cost(trainer.micro_batch_tokens, trainer.micro_batch_patches),
+        limit=PackSize(trainer.micro_batch_tokens, trainer.micro_batch_patches),
         max_bad_fraction=media.max_bad_fraction,
-        allows_unproven=media.allow_unproven or not sampled,
-        average=Average(trainer.loss_average, trainer.loss_constant),
-        on_bad=media.on_bad,
-        max_sequence=trainer.max_sequence,
-        stack=partial(stack, device=learner.device),
+        allows_unverified_pixels=media.allow_unverified_pixels or not sampled,
+        aggregation=load_aggregation(trainer.loss_aggregation, trainer.loss_aggregation_args),
+        on_bad_image=media.on_bad_image,
+        max_sequence_tokens=trainer.max_sequence_tokens,
+        stack=partial(stack_pinned, device=learner.device),
     )
 
 
 def build(
     config: RunFile,
     run_dir: RunDir,
-    announcements: Callable[[], Announce | None],
-    send: Callable[[Control], None],
-    ranks: Ranks = ALONE,
-    lead: Lead | None = None,
-    pulse: Pulse | None = None,
-) -> Parts:
+    announcements: Callable[[], BatchReady | None],
+    send: Callable[[ControlMessage], None],
+    ranks: RankInfo = SINGLE_RANK,
+    lead: LeadChannel | None = None,
+    watchdog: StallWatchdog | None = None,
+) -> TrainerComponents:
     """Of rank 0, which hears the orchestrator; with `lead` it hands out what the others compute."""
     store = MediaStore(Path(config.media.root or run_dir.media))
-    learner = learner_of(config, store, ranks)
+    learner = build_run_learner(config, store, ranks)
     events = EventLog(run_dir.metrics, "trainer")
-    deliver = alone if lead is None else from_all(lead)
-    watch = watch_of(config, lead)
+    deliver = deliver_alone if lead is None else collect_from_ranks(lead)
+    watch = build_watchdog_factory(config, lead)
     saver, chosen = build_saver(config, run_dir, learner, deliver, watch())
     _check_fallback(chosen, run_dir, events)
     saver.checkpoints.clear()
     preparer = build_preparer(config.media, learner, store)
     learner.pixels = preparer.materializer.counts
-    learner.pulse = pulse or Pulse()
-    learner.probe_every = config.orchestrator.probe_every
-    hand_out: Callable[[ReadyBatch], ReadyBatch] = _keep_all
+    learner.watchdog = watchdog or StallWatchdog()
+    learner.diagnostics_every = config.orchestrator.diagnostics_every
+    distribute: Callable[[ReadyBatch], ReadyBatch] = _keep_all
     if lead is not None:
-        hand_out = build_spread(lead, ranks, learner)
-    feed = Feed(announcements, preparer, chosen.step + 1, hand_out, watch())
-    publisher = _publisher(config, run_dir, _stand(config, learner))
-    dtype = DTYPES[config.model.dtype]
-    outbox = Outbox(publisher, dtype, Aside("publish", feed.fail, watch()))
-    keeper = Keeper(
+        distribute = build_distributor(lead, ranks, learner)
+    feed = BatchFeed(announcements, preparer, chosen.step + 1, distribute, watch())
+    publisher = _build_publisher(config, run_dir, _describe_base(config, learner))
+    dtype = MODEL_DTYPES[config.model.dtype]
+    async_publisher = AsyncPublisher(
+        publisher, dtype, BackgroundTask("publish", feed.fail, watch())
+    )
+    run_writer = LeadRunWriter(
         run_dir=run_dir,
         learner=learner,
         saver=saver,
@@ -187,28 +197,30 @@ def build(
         send=send,
         source=Path(config.model.path),
         train_vision=config.model.train_vision,
-        outbox=outbox,
+        async_publisher=async_publisher,
         dtype=dtype,
         materializer=preparer.materializer,
     )
-    return Parts(
+    return TrainerComponents(
         feed=feed,
         learner=learner,
-        keeper=keeper,
-        pulse=learner.pulse,
+        run_writer=run_writer,
+        watchdog=learner.watchdog,
         first_step=chosen.step,
     )
 
 
-def watch_of(config: RunFile | SftFile, channel: Lead | Follow | None) -> Callable[[], Pulse]:
+def build_watchdog_factory(
+    config: RunFile | SftFile, channel: LeadChannel | FollowerChannel | None
+) -> Callable[[], StallWatchdog]:
     """Makes what watches a thread that works beside the loop."""
     tell = channel.fail if channel is not None else lambda problem: None
-    return lambda: Pulse(config.trainer.stuck_after_s, tell)
+    return lambda: StallWatchdog(config.trainer.stall_timeout_s, tell)
 
 
-def build_spread(lead: Lead, ranks: Ranks, learner: Learner) -> Spread:
-    price = price_of(learner.forward, learner.config.micro_batch_price)
-    return Spread(lead, ranks.size, price, learner.config.pixel_cache_mb * MEGABYTE)
+def build_distributor(lead: LeadChannel, ranks: RankInfo, learner: Learner) -> BatchDistributor:
+    price = estimate_price(learner.forward, learner.config.micro_batch_cost_model)
+    return BatchDistributor(lead, ranks.size, price, learner.config.pixel_cache_mb * MEGABYTE)
 
 
 def build_materializer(learner: Learner, store: MediaStore) -> Materializer:
@@ -217,17 +229,17 @@ def build_materializer(learner: Learner, store: MediaStore) -> Materializer:
     return Materializer(learner.family, store, max_bytes, threads=torch.get_num_threads())
 
 
-def _publisher(config: RunFile, run_dir: RunDir, stand: Adapter | None) -> Publisher:
+def _build_publisher(config: RunFile, run_dir: RunDir, stand: Adapter | None) -> Publisher:
     if config.trainer.publish == "files":
-        return Files(run_dir.weights, stand)
-    return Sent(run_dir.weights, Broadcaster(config.trainer.address), stand)
+        return FilePublisher(run_dir.weights, stand)
+    return BroadcastPublisher(run_dir.weights, Broadcaster(config.trainer.address), stand)
 
 
-def _stand(config: RunFile, learner: Learner) -> Adapter | None:
+def _describe_base(config: RunFile, learner: Learner) -> Adapter | None:
     """What published adapters stand on; every rank looks at it once, before the first step."""
     if config.lora.publish == "merged":
         return None
-    return stand_of(learner.forward.model, DTYPES[config.model.dtype])
+    return describe_adapter_base(learner.forward.model, MODEL_DTYPES[config.model.dtype])
 
 
 def build_saver(
@@ -235,22 +247,28 @@ def build_saver(
     run_dir: RunDir,
     learner: Learner,
     deliver: Callable[[int, WeightFile], list[WeightFile] | None],
-    pulse: Pulse,
-) -> tuple[Saver, Chosen]:
+    watchdog: StallWatchdog,
+) -> tuple[CheckpointSaver, ResumePoint]:
     """What writes checkpoints from now on, with the newest whole one put back."""
     settings, ranks = config.trainer, learner.ranks
-    checkpoints = Checkpoints(run_dir.checkpoints, settings.keep_checkpoints, settings.keep_every)
-    chosen = checkpoints.choose(lambda found: agree(found, ranks.size), ranks.rank, ranks.size)
+    checkpoints = CheckpointStore(
+        run_dir.checkpoints, settings.keep_checkpoints, settings.keep_checkpoints_every
+    )
+    chosen = checkpoints.choose(
+        lambda found: all_gather_list(found, ranks.size), ranks.rank, ranks.size
+    )
     shards = chosen.shards()
     if shards is not None and chosen.path is not None:
         restore(shards, learner.forward.model, learner.optimizer, ranks, chosen.path)
     every = settings.checkpoint_every
     train_vision = config.model.train_vision
-    aside = Aside("checkpoint", pulse=pulse, at_least_s=LONG_S)
-    return Saver(checkpoints, ranks, every, chosen.step, train_vision, deliver, aside), chosen
+    background_task = BackgroundTask("checkpoint", watchdog=watchdog, min_limit_s=LONG_LIMIT_S)
+    return CheckpointSaver(
+        checkpoints, ranks, every, chosen.step, train_vision, deliver, background_task
+    ), chosen
 
 
-def _check_fallback(chosen: Chosen, run_dir: RunDir, events: EventLog) -> None:
+def _check_fallback(chosen: ResumePoint, run_dir: RunDir, events: EventLog) -> None:
     """Says which checkpoints were refused; going back needs the batches since."""
     for problem in chosen.refused:
         print(f"refused: {problem}", file=sys.stderr, flush=True)
@@ -268,29 +286,33 @@ def _keep_all(ready: ReadyBatch) -> ReadyBatch:
 
 
 def build_follower(
-    config: RunFile, run_dir: RunDir, ranks: Ranks, follow: Follow, pulse: Pulse
-) -> Parts:
+    config: RunFile,
+    run_dir: RunDir,
+    ranks: RankInfo,
+    follow: FollowerChannel,
+    watchdog: StallWatchdog,
+) -> TrainerComponents:
     """Of a rank other than 0."""
     store = MediaStore(Path(config.media.root or run_dir.media))
-    learner = learner_of(config, store, ranks)
-    watch = watch_of(config, follow)
-    saver, chosen = build_saver(config, run_dir, learner, to_lead(follow), watch())
-    as_adapters = _stand(config, learner) is not None
-    learner.pulse = pulse
-    learner.probe_every = config.orchestrator.probe_every
+    learner = build_run_learner(config, store, ranks)
+    watch = build_watchdog_factory(config, follow)
+    saver, chosen = build_saver(config, run_dir, learner, deliver_to_lead(follow), watch())
+    as_adapters = _describe_base(config, learner) is not None
+    learner.watchdog = watchdog
+    learner.diagnostics_every = config.orchestrator.diagnostics_every
     family, materializer = learner.family, build_materializer(learner, store)
     learner.pixels = materializer.counts
-    return Parts(
+    return TrainerComponents(
         feed=ShareFeed(
             follow,
             materializer,
             len(family.positions(1, ())[0]),
             chosen.step + 1,
-            partial(stack, device=learner.device),
+            partial(stack_pinned, device=learner.device),
             watch(),
         ),
         learner=learner,
-        keeper=Follower(learner, saver, as_adapters),
-        pulse=learner.pulse,
+        run_writer=FollowerRunWriter(learner, saver, as_adapters),
+        watchdog=learner.watchdog,
         first_step=chosen.step,
     )

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import msgspec
 
-from sightline.compute.tensor_file import digest_of_file, sync
+from sightline.compute.tensor_file import digest_file, fsync_path
 from sightline.errors import Misaligned, ResumeRefused
-from sightline.trainer.snapshot import Shards, Snapshot
+from sightline.trainer.snapshot import ShardReader, ShardSnapshot
 from sightline.wire.file import write_atomic
 from sightline.wire.weights import WeightFile
 
@@ -38,17 +38,17 @@ class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ResumePoint:
     """The newest checkpoint that is whole, and the newer ones that are not."""
 
     path: Path | None
     step: int
     refused: list[str]
 
-    def shards(self) -> Shards | None:
+    def shards(self) -> ShardReader | None:
         if self.path is None:
             return None
-        return Shards(self.path / file.name for file in read_manifest(self.path).files)
+        return ShardReader(self.path / file.name for file in read_manifest(self.path).files)
 
 
 def read_manifest(path: Path) -> CheckpointManifest:
@@ -68,7 +68,7 @@ def read_manifest(path: Path) -> CheckpointManifest:
 def check_file(path: Path, file: WeightFile) -> None:
     found = path / file.name
     nbytes = found.stat().st_size if found.is_file() else -1
-    if nbytes != file.nbytes or digest_of_file(found) != file.sha256:
+    if nbytes != file.nbytes or digest_file(found) != file.sha256:
         raise ResumeRefused(f"{found} is not the file that its manifest names", _USE_ANOTHER)
 
 
@@ -76,11 +76,11 @@ _USE_ANOTHER = "use another checkpoint of the run"
 
 
 @dataclass
-class Checkpoints:
+class CheckpointStore:
     root: Path
     keep: int
     """Newest ones that stay."""
-    keep_every: int = 0
+    keep_checkpoints_every: int = 0
     """Those of every so many steps stay too; 0 keeps none of them."""
 
     def all(self) -> list[Path]:
@@ -91,7 +91,7 @@ class Checkpoints:
         return sorted(found, key=step_of)
 
     @property
-    def covered(self) -> int:
+    def oldest_resume_step(self) -> int:
         """No resume goes back beyond this step: the batches up to it may go.
 
         Where several checkpoints are kept, the newest may turn out corrupt.
@@ -100,24 +100,24 @@ class Checkpoints:
         fallback = 1 if self.keep == 1 else 2
         return steps[-fallback] if len(steps) >= fallback else 0
 
-    def choose(self, agree: Callable[[list[str]], list[str]] = lambda mine: mine,
-               rank: int = 0, size: int = 1) -> Chosen:  # fmt: skip
+    def choose(self, gather_problems: Callable[[list[str]], list[str]] = lambda mine: mine,
+               rank: int = 0, size: int = 1) -> ResumePoint:  # fmt: skip
         """Every rank calls it, reads its share of the files, and gets the same answer.
 
-        `agree` puts together what each rank found wrong.
+        `gather_problems` puts together what each rank found wrong.
         """
         refused: list[str] = []
         for path in reversed(self.all()):
-            if not (problems := agree(_problems(path, rank, size))):
-                return Chosen(path, step_of(path), refused)
+            if not (problems := gather_problems(_find_problems(path, rank, size))):
+                return ResumePoint(path, step_of(path), refused)
             refused.append(problems[0])
-        return Chosen(None, 0, refused)
+        return ResumePoint(None, 0, refused)
 
     def part(self, step: int) -> Path:
         """The folder that a checkpoint grows in."""
         return self.root / f".step_{step:06d}.part"
 
-    def write_share(self, step: int, rank: int, snapshot: Snapshot) -> WeightFile:
+    def write_shard(self, step: int, rank: int, snapshot: ShardSnapshot) -> WeightFile:
         """What one rank holds."""
         part = self.part(step)
         part.mkdir(parents=True, exist_ok=True)
@@ -135,13 +135,13 @@ class Checkpoints:
                     f"{part / file.name} has {nbytes} bytes, its rank has written {file.nbytes}",
                     "this is a bug; report it",
                 )
-        Shards(part / file.name for file in manifest.files)  # raises where a row is missing
+        ShardReader(part / file.name for file in manifest.files)  # raises where a row is missing
         write_atomic(part / MANIFEST, msgspec.json.encode(manifest))
-        sync(part)
+        fsync_path(part)
         # One of this step that is there was refused, or the run would not have made it again.
         shutil.rmtree(target, ignore_errors=True)
         os.rename(part, target)
-        sync(self.root)
+        fsync_path(self.root)
         self._prune()
 
     def clear(self) -> None:
@@ -151,7 +151,9 @@ class Checkpoints:
 
     def _prune(self) -> None:
         for old in self.all()[: -self.keep]:
-            if not (self.keep_every and step_of(old) % self.keep_every == 0):
+            if not (
+                self.keep_checkpoints_every and step_of(old) % self.keep_checkpoints_every == 0
+            ):
                 shutil.rmtree(old)
 
 
@@ -161,7 +163,7 @@ def step_of(path: Path) -> int:
     return int(found.group(1))
 
 
-def _problems(path: Path, rank: int, size: int) -> list[str]:
+def _find_problems(path: Path, rank: int, size: int) -> list[str]:
     try:
         for place, file in enumerate(read_manifest(path).files):
             if place % size == rank:

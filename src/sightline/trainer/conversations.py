@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from sightline.config import Data, Media
+from sightline.config import DataConfig, MediaConfig
 from sightline.envs import Environment
-from sightline.envs.image_values import with_images
+from sightline.envs.cell_images import put_cell_images
 from sightline.envs.protocol import Tools
 from sightline.envs.task_files import open_tasks
 from sightline.errors import MediaError, MessageError
-from sightline.media import Ingest, MediaRef, MediaStore
-from sightline.message import IMAGE_KINDS, Door, Message, image_source, to_messages
+from sightline.media import ImageIngestor, MediaRef, MediaStore
+from sightline.message import IMAGE_KINDS, ImageResolver, Message, get_image_source, to_messages
 
 TRAIN, HELD_OUT = "train", "eval"
 _CELL_KEYS = {"bytes", "path"}
@@ -29,7 +29,7 @@ Put = Callable[[Any], MediaRef]
 
 
 @dataclass(frozen=True)
-class Conversation:
+class TrainingConversation:
     name: str
     """Names it in messages and metrics."""
     messages: list[Message]
@@ -40,13 +40,13 @@ class Conversation:
         return any(message.images for message in self.messages)
 
 
-class Source(Protocol):
+class ConversationSource(Protocol):
     num_held_out: int
     """Conversations that never train."""
 
     def name(self, index: int, split: str) -> str: ...
 
-    def conversation(self, index: int, split: str) -> Conversation:
+    def conversation(self, index: int, split: str) -> TrainingConversation:
         """Those to train on go on for ever; those held out are as many as there are."""
         ...
 
@@ -62,12 +62,12 @@ class Demonstrations:
     def name(self, index: int, split: str) -> str:
         return f"sft.{index}"
 
-    def conversation(self, index: int, split: str) -> Conversation:
+    def conversation(self, index: int, split: str) -> TrainingConversation:
         # Not the string that an environment seeds a task with: the same draws would leak it.
         rng = random.Random(f"{self._seed}:demonstration:{index}")
         task = self._env.task(index, "sft")
         messages = self._env.demonstration(task, self._store.put, rng)
-        return Conversation(self.name(index, split), messages, self._env.tools)
+        return TrainingConversation(self.name(index, split), messages, self._env.tools)
 
 
 class FileConversations:
@@ -77,25 +77,31 @@ class FileConversations:
     image of the row's column of images.
     """
 
-    def __init__(self, data: Data, put: Put, door: Door, seed: int) -> None:
-        self._data, self._put, self._door, self._seed = data, put, door, seed
+    def __init__(self, data: DataConfig, put: Put, resolver: ImageResolver, seed: int) -> None:
+        self._data, self._put, self._resolver, self._seed = data, put, resolver, seed
         self._path = Path(data.path)
         self._folder = self._path.parent if self._path.is_file() else self._path
-        self._rows = open_tasks(data.path, data.part, (data.images,), eval=data.eval, seed=seed)
+        self._rows = open_tasks(
+            data.path,
+            data.split,
+            (data.images_column,),
+            eval_fraction=data.eval_fraction,
+            seed=seed,
+        )
         self.num_held_out = self._rows.count(HELD_OUT)
-        self._rows.pick(0, TRAIN)  # raises where no row is left to train on
+        self._rows.get_row_number(0, TRAIN)  # raises where no row is left to train on
         self._order: tuple[int, list[int]] = (-1, [])
 
     def name(self, index: int, split: str) -> str:
         return f"row {self._number(index, split)}"
 
-    def conversation(self, index: int, split: str) -> Conversation:
+    def conversation(self, index: int, split: str) -> TrainingConversation:
         return self.row(self._number(index, split))
 
-    def row(self, number: int) -> Conversation:
+    def row(self, number: int) -> TrainingConversation:
         where = f"{self._path}, row {number}"
         try:
-            return self._converted(self._rows.read(number, self._put), f"row {number}")
+            return self._convert_row(self._rows.read(number, self._put), f"row {number}")
         except (MediaError, MessageError) as error:
             raise type(error)(f"{where}: {error.problem}", error.fix) from error
 
@@ -104,30 +110,34 @@ class FileConversations:
 
     def _number(self, index: int, split: str) -> int:
         if split == HELD_OUT:
-            return self._rows.pick(index, split)
+            return self._rows.get_row_number(index, split)
         epoch, at = divmod(index, self._rows.count(TRAIN))
         if self._order[0] != epoch:
             order = list(range(self._rows.count(TRAIN)))
             random.Random(f"{self._seed}:epoch:{epoch}").shuffle(order)
             self._order = (epoch, order)
-        return self._rows.pick(self._order[1][at], TRAIN)
+        return self._rows.get_row_number(self._order[1][at], TRAIN)
 
-    def _converted(self, row: dict[str, Any], name: str) -> Conversation:
-        column = self._data.messages
+    def _convert_row(self, row: dict[str, Any], name: str) -> TrainingConversation:
+        column = self._data.messages_column
         if row.get(column) is None:
             raise MessageError.at(
-                column, f"missing; the row has {', '.join(sorted(row))}", "set [data] messages"
+                column,
+                f"missing; the row has {', '.join(sorted(row))}",
+                "set [data] messages_column",
             )
-        images = row.get(self._data.images) or []
-        shown = _Shown(images if isinstance(images, list) else [images], self._put, self._folder)
-        messages = to_messages(shown.fill(_decoded(row[column], column)), self._door)
+        images = row.get(self._data.images_column) or []
+        shown = _RowImages(
+            images if isinstance(images, list) else [images], self._put, self._folder
+        )
+        messages = to_messages(shown.fill(_decode_cell(row[column], column)), self._resolver)
         if not any(message.role == "assistant" for message in messages):
             raise MessageError.at(column, "nothing that the assistant says", "remove the row")
-        tools = _decoded(row["tools"], "tools") if row.get("tools") else None
-        return Conversation(name, messages, tools)
+        tools = _decode_cell(row["tools"], "tools") if row.get("tools") else None
+        return TrainingConversation(name, messages, tools)
 
 
-class _Shown:
+class _RowImages:
     """The images of a row, on their way into the parts that show them."""
 
     def __init__(self, images: Sequence[MediaRef], put: Put, folder: Path) -> None:
@@ -166,9 +176,9 @@ class _Shown:
             return {"type": "image", "image": self._next(path)}
         for key, value in sources.items():
             if isinstance(value, dict) and value and value.keys() <= _CELL_KEYS:
-                cell = with_images(value, self._put, self._folder, f"{path}.{key}")
+                cell = put_cell_images(value, self._put, self._folder, f"{path}.{key}")
                 return {"type": "image", "image": cell}
-        image_source(part, path)  # raises, with the path, where there is none
+        get_image_source(part, path)  # raises, with the path, where there is none
         return part
 
     def _next(self, path: str) -> MediaRef:
@@ -177,13 +187,13 @@ class _Shown:
                 path,
                 f"image part {self._used + 1} without a source, and the row has "
                 f"{len(self._images)} images",
-                "give it a url, or the row an image more ([data] images names the column)",
+                "give it a url, or the row an image more ([data] images_column names the column)",
             )
         self._used += 1
         return self._images[self._used - 1]
 
 
-def _decoded(cell: Any, path: str) -> Any:
+def _decode_cell(cell: Any, path: str) -> Any:
     """A cell, or what its text says: some tables hold nested values as JSON."""
     if not isinstance(cell, str):
         return cell
@@ -193,13 +203,15 @@ def _decoded(cell: Any, path: str) -> Any:
         raise MessageError.at(path, f"text that is no JSON: {error}", "mend the row") from error
 
 
-def open_conversations(data: Data, media: Media, store: MediaStore, seed: int) -> FileConversations:
+def open_conversations(
+    data: DataConfig, media: MediaConfig, store: MediaStore, seed: int
+) -> FileConversations:
     return FileConversations(
-        data, store.put, Ingest(store, media.file_roots, media.http_hosts), seed
+        data, store.put, ImageIngestor(store, media.file_roots, media.http_hosts), seed
     )
 
 
-class _Look:
+class _PlaceholderResolver:
     """A door that looks at urls, and takes nothing in."""
 
     ref = MediaRef("0" * 64, "image/png", 64, 64, 1)
@@ -208,9 +220,9 @@ class _Look:
         return self.ref
 
 
-def show_images(data: Data, seed: int, most: int = 200) -> bool:
+def check_rows_for_images(data: DataConfig, seed: int, most: int = 200) -> bool:
     """Whether the first rows, which are checked on the way, show images. Nothing is stored."""
-    look = _Look()
+    look = _PlaceholderResolver()
     found = FileConversations(data, lambda source: look.ref, look, seed)
     shown = [found.row(i).shows_images for i in range(min(most, len(found)))]
     return any(shown)

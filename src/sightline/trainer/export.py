@@ -9,23 +9,23 @@ from pathlib import Path
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
+from sightline.compute.checkpoint_files import find_transposed, open_checkpoint
 from sightline.compute.model import load_model
-from sightline.compute.stored import open_folder, turned_names
-from sightline.compute.tensor_file import as_it_is, each_whole, write_tensors
+from sightline.compute.tensor_file import iterate_gathered, keep_tensor, write_tensors
 from sightline.config import RunFile, SftFile
 from sightline.errors import ConfigError
 from sightline.families import load_family
-from sightline.trainer.checkpoint import Checkpoints, check_file, read_manifest
+from sightline.trainer.checkpoint import CheckpointStore, check_file, read_manifest
 from sightline.trainer.lora import (
     add_adapters,
-    hand_over,
-    hand_over_adapters,
+    build_merge_gather,
+    gather_adapters_for_lead,
+    gather_for_lead,
     has_adapters,
-    merging,
     plain_parameters,
     save_adapters,
 )
-from sightline.trainer.snapshot import Shards, restore_model
+from sightline.trainer.snapshot import ShardReader, restore_model
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTERS = "adapter"
@@ -42,14 +42,14 @@ def export_checkpoint(
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and "index.json" not in file.name:
             shutil.copy2(file, part / file.name)
-    weights = plain_parameters(model) | buffers_of(model)
-    gather = merging(model)
-    known = open_folder(source)
+    weights = plain_parameters(model) | persistent_buffers(model)
+    gather = build_merge_gather(model)
+    known = open_checkpoint(source)
     if known and not weights.keys() <= known.keys():
         # In memory transformers may hold tensors joined that files hold apart, experts say.
-        whole = {name: tensor.cpu() for name, tensor in each_whole(weights, gather)}
-        weights, gather = revert_weight_conversion(model, whole), as_it_is
-    turned = turned_names(known, weights)
+        whole = {name: tensor.cpu() for name, tensor in iterate_gathered(weights, gather)}
+        weights, gather = revert_weight_conversion(model, whole), keep_tensor
+    turned = find_transposed(known, weights)
     write_tensors(part / WEIGHTS_FILE, weights, gather, dtype, {"format": "pt"}, turned)
     if has_adapters(model):
         save_adapters(model, part / ADAPTERS, source)
@@ -57,14 +57,14 @@ def export_checkpoint(
     os.rename(part, target)
 
 
-def help_export(model: torch.nn.Module) -> None:
+def gather_for_export(model: torch.nn.Module) -> None:
     """What the other ranks do while rank 0 exports: they hand over their shards."""
-    hand_over(model)
+    gather_for_lead(model)
     if has_adapters(model):
-        hand_over_adapters(model)
+        gather_adapters_for_lead(model)
 
 
-def export_saved(checkpoint: Path, config: RunFile | SftFile, target: Path) -> None:
+def export_training_checkpoint(checkpoint: Path, config: RunFile | SftFile, target: Path) -> None:
     """The checkpoint folder at `checkpoint`, checked against its manifest, as a plain one."""
     manifest = read_manifest(checkpoint)
     for file in manifest.files:
@@ -74,20 +74,20 @@ def export_saved(checkpoint: Path, config: RunFile | SftFile, target: Path) -> N
     forward = load_model(settings.path, family, "cpu", settings.dtype)
     if config.lora.rank:
         add_adapters(forward, config.lora, settings.train_vision, config.run.seed)
-    restore_model(Shards(checkpoint / file.name for file in manifest.files), forward.model)
+    restore_model(ShardReader(checkpoint / file.name for file in manifest.files), forward.model)
     export_checkpoint(Path(settings.path), target, forward.model)
 
 
-def find_checkpoint(root: Path) -> Path:
+def get_newest_checkpoint(root: Path) -> Path:
     """The newest whole one under `root`."""
-    chosen = Checkpoints(root, keep=1).choose()
+    chosen = CheckpointStore(root, keep=1).choose()
     if chosen.path is None:
         said = f": {chosen.refused[0]}" if chosen.refused else ""
         raise ConfigError(f"{root} holds no whole checkpoint{said}", "name another run")
     return chosen.path
 
 
-def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a checkpoint holds beside parameters: the bias of a router, say. It does not train."""
     kept = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in kept}

@@ -12,22 +12,22 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sightline.compute.feature_cache import FeatureCache, Shown
-from sightline.compute.transfer import send
+from sightline.compute.feature_cache import FeatureCache, ImageFeatures
+from sightline.compute.transfer import copy_to_device
 from sightline.errors import Misaligned
 from sightline.families import Forward
 from sightline.trainer.feed import ReadyMicroBatch
-from sightline.trainer.shard import most_of_ranks
+from sightline.trainer.shard import max_over_ranks
 
 
-def is_frozen(forward: Forward) -> bool:
+def has_frozen_tower(forward: Forward) -> bool:
     """Whether the model has a tower of which nothing trains."""
     parameters = [parameter for _, parameter in forward.vision_parameters()]
     return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
 
 
 @dataclass
-class Features:
+class FrozenTowerFeatures:
     forward: Forward
     cache: FeatureCache
     num_ranks: int = 1
@@ -42,17 +42,21 @@ class Features:
         items = ready.batch.items
         sizes = [int(np.prod(entry.item.grid)) for entry in items]
         starts = np.cumsum([0, *sizes])
-        shown = [self.cache.find(entry.item.key) if ready.is_as_stored else None for entry in items]
+        shown = [
+            self.cache.find(entry.item.key) if ready.has_stored_pixels else None for entry in items
+        ]
         missing = [place for place, found in enumerate(shown) if found is None]
         # Before the first of them: from then on every rank stands in the tower's collectives.
-        passes = most_of_ranks(len(missing), self.num_ranks) if ready.shows else len(missing)
+        passes = max_over_ranks(len(missing), self.num_ranks) if ready.shows else len(missing)
         for place in missing:
             assert ready.patches is not None
             entry = items[place]
-            patches = send(ready.patches[starts[place] : starts[place + 1]], device)
-            made = Shown(self.forward.encode(patches, [entry.item.grid]), entry.pixel_digest or "")
+            patches = copy_to_device(ready.patches[starts[place] : starts[place + 1]], device)
+            made = ImageFeatures(
+                self.forward.encode(patches, [entry.item.grid]), entry.pixel_digest or ""
+            )
             shown[place] = made
-            if ready.is_as_stored:
+            if ready.has_stored_pixels:
                 self.cache.put(entry.item.key, made)
         for _ in range(passes - len(missing)):
             encode_blank(self.forward, device)
@@ -61,7 +65,7 @@ class Features:
 
 def encode_blank(forward: Forward, device: torch.device) -> torch.Tensor:
     """The smallest image through the tower, as one number: its collectives want every rank."""
-    smallest = forward.blank()
+    smallest = forward.blank_image()
     if smallest is None:
         raise Misaligned("images on another rank, and no vision tower here", "report this")
     patches, grid = smallest

@@ -23,18 +23,26 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from sightline.algo.aggregation import AggregationFunction, by_tokens
 from sightline.errors import MediaError, Misaligned
 from sightline.families import Family
-from sightline.pack import Average, Cost, pack, truncate
+from sightline.pack import PackSize, pack, truncate
 from sightline.pixels import Materializer, Pixels
-from sightline.trainer.bad_media import BadMedia, Dropped, Policy, count_reasons, is_unproven, named
-from sightline.trainer.pulse import Pulse
+from sightline.trainer.bad_media import (
+    BadMediaError,
+    BadMediaPolicy,
+    DroppedSample,
+    add_location,
+    count_reasons,
+    is_unproven,
+)
+from sightline.trainer.watchdog import StallWatchdog
 from sightline.wire import MediaItem
-from sightline.wire.control import Announce
+from sightline.wire.control import BatchReady
 from sightline.wire.micro_batch import MicroBatch, PackedItem
-from sightline.wire.sample import Batch, digest_of
+from sightline.wire.sample import Batch, digest_batch
 
-Stack = Callable[[Sequence[np.ndarray]], np.ndarray]
+StackPatches = Callable[[Sequence[np.ndarray]], np.ndarray]
 """Lays the patches of a micro-batch's images one after the other, where the device takes them."""
 
 
@@ -45,7 +53,7 @@ class ReadyMicroBatch:
     """uint8, of the distinct images in their order; None when there is none."""
     shows: bool = False
     """Whether another rank shows an image beside it: then this one goes through the tower too."""
-    is_as_stored: bool = True
+    has_stored_pixels: bool = True
     """Whether the patches are those of the items; a probe exchanges them."""
 
 
@@ -58,10 +66,10 @@ class ReadyBatch:
     num_slots: int
     num_images: int
     materialize_s: float
-    dropped: list[Dropped] = field(default_factory=list)
+    dropped: list[DroppedSample] = field(default_factory=list)
     """Samples that bad media cost."""
     truncated: dict[str, int] = field(default_factory=dict)
-    """Samples beyond `[trainer] max_sequence`: cut, or left out and why."""
+    """Samples beyond `[trainer] max_sequence_tokens`: cut, or left out and why."""
     held_out: bool = False
     """To be evaluated; nothing is learnt from it."""
     is_last: bool = False
@@ -80,38 +88,40 @@ class ReadyBatch:
 
 
 @dataclass
-class Preparer:
+class BatchPreparer:
     """Turns one batch into a ready one."""
 
     family: Family
     materializer: Materializer
-    limit: Cost
+    limit: PackSize
     max_bad_fraction: float
-    average: Average = field(default_factory=Average)
-    on_bad: Literal["drop_sample", "stop"] = "drop_sample"
-    max_sequence: int = 0
+    aggregation: AggregationFunction = by_tokens
+    on_bad_image: Literal["drop_sample", "stop"] = "drop_sample"
+    max_sequence_tokens: int = 0
     """In tokens; 0 is any length."""
-    allows_unproven: bool = False
+    allows_unverified_pixels: bool = False
     """Whether samples train whose sampler gave no digest of its pixels."""
-    stack: Stack = np.concatenate
+    stack: StackPatches = np.concatenate
 
-    def prepare(self, batch: Batch, digest: str, lost: Sequence[Dropped] = ()) -> ReadyBatch:
+    def prepare(self, batch: Batch, digest: str, lost: Sequence[DroppedSample] = ()) -> ReadyBatch:
         """`lost` are samples that bad media has already cost; they count with the others."""
         truncated: dict[str, int] = {}
-        if self.max_sequence:
-            fitting, counts = truncate(batch.samples, self.max_sequence)
+        if self.max_sequence_tokens:
+            fitting, counts = truncate(batch.samples, self.max_sequence_tokens)
             batch, truncated = Batch(batch.step, fitting), dict(counts)
         began = time.monotonic()
         made_before = self.materializer.counts.made
         made, problems = self._materialize(batch)
-        policy = Policy(self.on_bad, self.max_bad_fraction, self.allows_unproven)
-        kept, dropped = policy.keep(batch, made, problems, self.materializer.store, lost)
+        policy = BadMediaPolicy(
+            self.on_bad_image, self.max_bad_fraction, self.allows_unverified_pixels
+        )
+        kept, dropped = policy.filter_samples(batch, made, problems, self.materializer.store, lost)
         spent = time.monotonic() - began
-        packs = pack(kept, batch.step, self.family, self.limit, self.average)
+        packs = pack(kept, batch.step, self.family, self.limit, self.aggregation)
         return ReadyBatch(
             step=batch.step,
             digest=digest,
-            micro_batches=[_ready(packed, made, self.stack) for packed in packs],
+            micro_batches=[_attach_pixels(packed, made, self.stack) for packed in packs],
             num_samples=len(kept),
             num_slots=sum(len(sample.slots) for sample in kept),
             num_images=len({item.key for sample in kept for item in sample.items}),
@@ -124,12 +134,12 @@ class Preparer:
 
     def _materialize(
         self, batch: Batch
-    ) -> tuple[dict[MediaItem, Pixels], dict[MediaItem, BadMedia]]:
+    ) -> tuple[dict[MediaItem, Pixels], dict[MediaItem, BadMediaError]]:
         # By the whole item: one that lies about its image fails alone.
         wanted = {item: sample for sample in batch.samples for item in sample.items}
         flights: dict[MediaItem, Future[Pixels]] = {}
         made: dict[MediaItem, Pixels] = {}
-        problems: dict[MediaItem, BadMedia] = {}
+        problems: dict[MediaItem, BadMediaError] = {}
         for item in wanted:
             try:
                 flights[item] = self.materializer.submit(item)
@@ -142,12 +152,14 @@ class Preparer:
                 if isinstance(error.__cause__, OSError):
                     # A disk that fails may heal; a replay would then train on other samples.
                     store, sample = self.materializer.store, wanted[item]
-                    raise named(error, sample.trace_id, batch.step, item, store) from error
+                    raise add_location(error, sample.trace_id, batch.step, item, store) from error
                 problems[item] = error
         return made, problems
 
 
-def _ready(packed: MicroBatch, made: dict[MediaItem, Pixels], stack: Stack) -> ReadyMicroBatch:
+def _attach_pixels(
+    packed: MicroBatch, made: dict[MediaItem, Pixels], stack: StackPatches
+) -> ReadyMicroBatch:
     """With its pixels, and the digests that every other process has to come to."""
     if not packed.items:
         return ReadyMicroBatch(packed, None)
@@ -160,7 +172,7 @@ def _ready(packed: MicroBatch, made: dict[MediaItem, Pixels], stack: Stack) -> R
     return ReadyMicroBatch(msgspec.structs.replace(packed, items=items), patches)
 
 
-class Ahead:
+class BatchPrefetcher:
     """Iterates over batches that a thread makes ready, one ahead; it begins with the first."""
 
     def __init__(self, batches: Iterable[ReadyBatch]) -> None:
@@ -196,24 +208,24 @@ class Ahead:
             self._ready.put(error)
 
 
-class Feed:
+class BatchFeed:
     """Iterates over ready batches, in step order, prepared one ahead by a thread."""
 
     def __init__(
         self,
-        announcements: Callable[[], Announce | None],
-        preparer: Preparer,
+        announcements: Callable[[], BatchReady | None],
+        preparer: BatchPreparer,
         next_step: int,
-        spread: Callable[[ReadyBatch], ReadyBatch] = lambda ready: ready,
-        pulse: Pulse | None = None,
+        distribute: Callable[[ReadyBatch], ReadyBatch] = lambda ready: ready,
+        watchdog: StallWatchdog | None = None,
     ) -> None:
-        """`pulse` watches the thread: the loop's own rests while it waits for a batch."""
+        """`watchdog` watches the thread: the loop's own rests while it waits for a batch."""
         self._announcements = announcements
-        self._pulse = pulse or Pulse()
-        self._spread = spread
+        self._watchdog = watchdog or StallWatchdog()
+        self._distribute = distribute
         self._preparer = preparer
         self._next_step = next_step
-        self._ahead = Ahead(self._batches())
+        self._ahead = BatchPrefetcher(self._batches())
         self.fail = self._ahead.fail
 
     def __iter__(self) -> Iterator[ReadyBatch]:
@@ -221,19 +233,19 @@ class Feed:
 
     def _batches(self) -> Iterator[ReadyBatch]:
         while (announced := self._announcements()) is not None:
-            self._pulse.mark(f"preparing step {announced.step}")
+            self._watchdog.mark(f"preparing step {announced.step}")
             ready = self._read(announced)
-            self._pulse.rest()  # ranks that do not take their share are named by who hands it out
-            yield self._spread(ready)
+            self._watchdog.rest()  # ranks that do not take their share are named by who hands it out
+            yield self._distribute(ready)
 
-    def _read(self, announced: Announce) -> ReadyBatch:
+    def _read(self, announced: BatchReady) -> ReadyBatch:
         if announced.step != self._next_step:
             raise Misaligned(
                 f"batch of step {announced.step} announced, step {self._next_step} is next",
                 "resume the run: `sightline rl --resume RUN`",
             )
         data = Path(announced.path).read_bytes()
-        if digest_of(data) != announced.digest:
+        if digest_batch(data) != announced.digest:
             raise Misaligned(
                 f"{announced.path} is not the batch that was announced",
                 "resume the run: `sightline rl --resume RUN`",

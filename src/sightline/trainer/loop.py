@@ -17,67 +17,67 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sightline.trainer.feed import ReadyBatch
-from sightline.trainer.learner import Stepped
-from sightline.trainer.pulse import LONG_S, Pulse
+from sightline.trainer.learner import StepResult
+from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
 
 
-class Learns(Protocol):
-    def step(self, ready: ReadyBatch) -> Stepped: ...
+class SupportsStep(Protocol):
+    def step(self, ready: ReadyBatch) -> StepResult: ...
 
 
-class Keeps(Protocol):
+class RunWriter(Protocol):
     """What outlasts the process: ledger, scores, weights, checkpoints."""
 
-    def record(self, ready: ReadyBatch, stepped: Stepped) -> None: ...
+    def record(self, ready: ReadyBatch, result: StepResult) -> None: ...
 
     def check(self) -> None:
         """Raises what went wrong beside the loop."""
         ...
 
-    def publish(self, ready: ReadyBatch, stepped: Stepped) -> None:
+    def publish(self, ready: ReadyBatch, result: StepResult) -> None:
         """Returns when the weights may change again; the version leaves meanwhile."""
         ...
 
-    def publish_again(self, step: int) -> None:
+    def republish(self, step: int) -> None:
         """The version that the run goes on from."""
         ...
 
     def checkpoint(self, step: int, last: bool = False) -> None: ...
 
     def report(
-        self, ready: ReadyBatch, stepped: Stepped, busy: tuple[float, float], publish_s: float
+        self, ready: ReadyBatch, result: StepResult, busy: tuple[float, float], publish_s: float
     ) -> None: ...
 
     def finish(self, step: int) -> None: ...
 
 
 @dataclass
-class Parts:
+class TrainerComponents:
     feed: Iterable[ReadyBatch]
-    learner: Learns
-    keeper: Keeps
-    pulse: Pulse
+    learner: SupportsStep
+    run_writer: RunWriter
+    watchdog: StallWatchdog
     first_step: int
     """The step of the checkpoint that the run goes on from; 0 at the start."""
 
 
-def run(parts: Parts) -> None:
+def run(components: TrainerComponents) -> None:
     """Trains until the orchestrator announces no more."""
-    step = parts.first_step
-    for ready in parts.feed:
-        parts.keeper.check()
+    step = components.first_step
+    for ready in components.feed:
+        components.run_writer.check()
         began = time.time()
-        stepped = parts.learner.step(ready)
+        result = components.learner.step(ready)
         step = ready.step
         trained = time.time()
-        parts.pulse.mark(f"publishing step {step}")
-        parts.keeper.record(ready, stepped)
-        parts.keeper.publish(ready, stepped)
-        parts.keeper.checkpoint(step)
-        parts.keeper.report(ready, stepped, (began, trained), time.time() - trained)
-        parts.pulse.rest()
-    parts.pulse.mark(f"the last checkpoint, of step {step}", LONG_S)
-    parts.keeper.checkpoint(step, last=True)
-    parts.pulse.mark("the export", LONG_S)
-    parts.keeper.finish(step)
-    parts.pulse.rest()
+        components.watchdog.mark(f"publishing step {step}")
+        components.run_writer.record(ready, result)
+        components.run_writer.publish(ready, result)
+        components.run_writer.checkpoint(step)
+        components.run_writer.report(ready, result, (began, trained), time.time() - trained)
+        components.watchdog.rest()
+    components.watchdog.mark(f"the last checkpoint, of step {step}", LONG_LIMIT_S)
+    components.run_writer.checkpoint(step, last=True)
+    components.watchdog.mark("the export", LONG_LIMIT_S)
+    components.run_writer.finish(step)
+    components.watchdog.rest()

@@ -17,15 +17,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from sightline.compute import adapters as published
-from sightline.compute.tensor_file import DTYPES, Gather, each_whole, write_tensors
-from sightline.config import Lora
+from sightline.compute import lora_weights as published
+from sightline.compute.tensor_file import (
+    SAFETENSORS_DTYPES,
+    Gather,
+    iterate_gathered,
+    write_tensors,
+)
+from sightline.config import LoraConfig
 from sightline.errors import ConfigError
 from sightline.families import Forward
-from sightline.trainer.shard import whole_tensor
+from sightline.trainer.shard import full_tensor
 from sightline.wire.weights import Adapter
 
-NO_ADAPTERS = Lora()
+NO_ADAPTERS = LoraConfig()
 ADAPTER = "default"
 """peft's name of an adapter that has none."""
 _BASE = ".base_layer."
@@ -34,27 +39,29 @@ ADAPTER_FILE = "adapter_model.safetensors"
 """As peft calls it."""
 
 
-def add_adapters(forward: Forward, settings: Lora, train_vision: bool, seed: int) -> list[str]:
+def add_adapters(
+    forward: Forward, settings: LoraConfig, train_vision: bool, seed: int
+) -> list[str]:
     """Puts adapters into the layers that `settings` name, which come back; the rest is frozen.
 
     A vision tower that trains and gets none trains whole. All ranks draw the same numbers.
     """
-    peft = _peft()
-    names = _targets(forward, settings)
+    peft = _import_peft()
+    names = _find_target_layers(forward, settings)
     config = peft.LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=names
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(config, forward.model)
-    _always_from_inputs(forward)
+    _require_input_gradients(forward)
     if train_vision and not settings.vision_targets:
         for _, parameter in forward.vision_parameters():
             parameter.requires_grad_(True)
     return names
 
 
-def _always_from_inputs(forward: Forward) -> None:
+def _require_input_gradients(forward: Forward) -> None:
     """Lets gradients flow into the embedded tokens, which are frozen, on every rank.
 
     They do so by themselves where an image that trains was put among them. FSDP reduces the first
@@ -67,7 +74,7 @@ def _always_from_inputs(forward: Forward) -> None:
             module.register_forward_hook(lambda module, args, out: out.requires_grad_(True))
 
 
-def _targets(forward: Forward, settings: Lora) -> list[str]:
+def _find_target_layers(forward: Forward, settings: LoraConfig) -> list[str]:
     vision = {id(parameter) for _, parameter in forward.vision_parameters()}
     inside = {id(module) for block in forward.blocks() for module in block.modules()}
     wanted = {"targets": settings.targets, "vision_targets": settings.vision_targets}
@@ -85,11 +92,11 @@ def _targets(forward: Forward, settings: Lora) -> list[str]:
         if any(fnmatch(last, pattern) for pattern in wanted[setting]):
             found.append(name)
     for setting, patterns in wanted.items():
-        _check_used(setting, patterns, known[setting])
+        _check_patterns(setting, patterns, known[setting])
     return found
 
 
-def _check_used(setting: str, patterns: Sequence[str], known: set[str]) -> None:
+def _check_patterns(setting: str, patterns: Sequence[str], known: set[str]) -> None:
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in known):
             raise ConfigError(
@@ -107,46 +114,46 @@ def plain_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def merging(model: nn.Module) -> Gather:
+def build_merge_gather(model: nn.Module) -> Gather:
     """How each of the plain parameters becomes whole: gathered, and W as W + s B A.
 
     Where the model is sharded every rank has to call it, for the same ones in the same order.
     """
     parameters = dict(model.named_parameters())
     added = {}
-    for layer in _adapted(model):
+    for layer in _adapted_layers(model):
         a, b = parameters[f"{layer}{_A}"], parameters[f"{layer}{_B}"]
         added[id(parameters[f"{layer}{_BASE}weight"])] = (a, b, _scale(model, layer))
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
-        whole = whole_tensor(tensor)
+        whole = full_tensor(tensor)
         if (found := added.get(id(tensor))) is None:
             return whole
-        b, a, scale = whole_tensor(found[1]), whole_tensor(found[0]), found[2]
-        return published.merged(whole, a, b, scale)
+        b, a, scale = full_tensor(found[1]), full_tensor(found[0]), found[2]
+        return published.merge_lora(whole, a, b, scale)
 
     return gather
 
 
-def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """What trains: A and B under the name of their W, and whole what trains without any."""
     found = {n: p for n, p in plain_parameters(model).items() if p.requires_grad}
     parameters = dict(model.named_parameters())
-    for layer in _adapted(model):
-        for inside, outside in ((_A, published.A), (_B, published.B)):
+    for layer in _adapted_layers(model):
+        for inside, outside in ((_A, published.LORA_A), (_B, published.LORA_B)):
             found[f"{layer}.weight{outside}"] = parameters[f"{layer}{inside}"]
     return found
 
 
-def stand_of(model: nn.Module, dtype: torch.dtype) -> Adapter:
+def describe_adapter_base(model: nn.Module, dtype: torch.dtype) -> Adapter:
     """What the adapters stand on, and how much each counts. Every rank has to call it."""
     frozen = {n: p for n, p in plain_parameters(model).items() if not p.requires_grad}
-    base = published.digest_of(each_whole(frozen, whole_tensor), dtype)
-    scales = {f"{layer}.weight": _scale(model, layer) for layer in _adapted(model)}
-    return Adapter(base, DTYPES[dtype], scales)
+    base = published.digest_tensors(iterate_gathered(frozen, full_tensor), dtype)
+    scales = {f"{layer}.weight": _scale(model, layer) for layer in _adapted_layers(model)}
+    return Adapter(base, SAFETENSORS_DTYPES[dtype], scales)
 
 
-def outgoing(
+def select_published(
     model: nn.Module, adapter: Adapter | None, dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], Gather, torch.dtype | None]:
     """What a version consists of, how each tensor becomes whole, and as what it is written.
@@ -154,14 +161,14 @@ def outgoing(
     Adapters are written as they train: rounded, they would not merge to what the trainer has.
     """
     if adapter is not None:
-        return adapters_of(model), whole_tensor, None
-    return plain_parameters(model), merging(model), dtype
+        return trained_tensors(model), full_tensor, None
+    return plain_parameters(model), build_merge_gather(model), dtype
 
 
-def hand_over(model: nn.Module, as_adapters: bool = False) -> None:
+def gather_for_lead(model: nn.Module, as_adapters: bool = False) -> None:
     """What the other ranks do while rank 0 writes the plain parameters, or the adapters."""
-    tensors = adapters_of(model) if as_adapters else plain_parameters(model)
-    for _ in each_whole(tensors, whole_tensor if as_adapters else merging(model)):
+    tensors = trained_tensors(model) if as_adapters else plain_parameters(model)
+    for _ in iterate_gathered(tensors, full_tensor if as_adapters else build_merge_gather(model)):
         pass
 
 
@@ -171,20 +178,22 @@ def save_adapters(model: nn.Module, target: Path, source: Path) -> None:
     config = copy.copy(model.peft_config[ADAPTER])
     config.base_model_name_or_path, config.inference_mode = str(source), True
     config.save_pretrained(target)
-    write_tensors(target / ADAPTER_FILE, _outside(model), whole_tensor, metadata={"format": "pt"})
+    write_tensors(
+        target / ADAPTER_FILE, _peft_tensors(model), full_tensor, metadata={"format": "pt"}
+    )
 
 
-def hand_over_adapters(model: nn.Module) -> None:
+def gather_adapters_for_lead(model: nn.Module) -> None:
     """What the other ranks do while rank 0 saves them."""
-    for _ in each_whole(_outside(model), whole_tensor):
+    for _ in iterate_gathered(_peft_tensors(model), full_tensor):
         pass
 
 
 def has_adapters(model: nn.Module) -> bool:
-    return next(_adapted(model), None) is not None
+    return next(_adapted_layers(model), None) is not None
 
 
-def _outside(model: nn.Module) -> dict[str, torch.Tensor]:
+def _peft_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The adapters under the names that peft writes."""
     return {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": parameter
@@ -193,7 +202,7 @@ def _outside(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def _adapted(model: nn.Module) -> Iterator[str]:
+def _adapted_layers(model: nn.Module) -> Iterator[str]:
     for name, _ in model.named_parameters():
         if name.endswith(_A):
             yield name.removesuffix(_A)
@@ -203,7 +212,7 @@ def _scale(model: nn.Module, layer: str) -> float:
     return float(model.get_submodule(layer).scaling[ADAPTER])
 
 
-def _peft():  # type: ignore[no-untyped-def]
+def _import_peft():  # type: ignore[no-untyped-def]
     try:
         import peft
     except ModuleNotFoundError as error:

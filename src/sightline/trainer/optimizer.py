@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sightline.config import Trainer
+from sightline.config import TrainerConfig
 from sightline.families import Forward
 
 
@@ -16,19 +16,19 @@ def freeze_vision(forward: Forward) -> None:
         parameter.requires_grad_(False)
 
 
-def build_optimizer(forward: Forward, config: Trainer) -> torch.optim.AdamW:
+def build_optimizer(forward: Forward, config: TrainerConfig) -> torch.optim.AdamW:
     """AdamW over what trains; matrices decay, vectors do not."""
     seen = {id(parameter) for _, parameter in forward.vision_parameters()}
     trained = [p for p in forward.model.parameters() if p.requires_grad]
     text = [p for p in trained if id(p) not in seen]
     vision = [p for p in trained if id(p) in seen]
-    groups = _groups(text, config.lr, config.weight_decay)
+    groups = _build_groups(text, config.lr, config.weight_decay)
     if vision:
-        groups += _groups(vision, config.vision_lr or config.lr, config.weight_decay)
+        groups += _build_groups(vision, config.vision_lr or config.lr, config.weight_decay)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
 
-def _groups(
+def _build_groups(
     parameters: list[torch.nn.Parameter], peak: float, weight_decay: float
 ) -> list[dict[str, Any]]:
     matrices = [p for p in parameters if p.ndim >= 2]
@@ -44,13 +44,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, scale: float) -> None:
         group["lr"] = group["peak_lr"] * scale
 
 
-def lr_scale(config: Trainer, step: int, steps: int) -> float:
+def lr_scale(config: TrainerConfig, step: int, steps: int) -> float:
     """Of the peak learning rates, at `step`, counted from 1."""
     if step <= config.warmup_steps:
         return step / config.warmup_steps
-    if config.schedule == "constant":
+    if config.lr_schedule == "constant":
         return 1.0
     done = (step - config.warmup_steps) / max(steps - config.warmup_steps, 1)
     done = min(done, 1.0)
-    left = 1 - done if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return config.lr_end + (1 - config.lr_end) * left
+    left = 1 - done if config.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return config.final_lr_fraction + (1 - config.final_lr_fraction) * left

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from torch import nn
 
 from sightline.families import Forward
-from sightline.pack import Price
+from sightline.pack import CostModel
 
 # A multiplication and an addition, forward; twice as many in the backward pass.
 _OPERATIONS = 6
 
 
-def price_of(forward: Forward, stated: Sequence[float] = ()) -> Price:
+def estimate_price(forward: Forward, stated: Sequence[float] = ()) -> CostModel:
     """The stated price, in the order of its fields; none stated: operations of this model.
 
     Counted are the matrices of text blocks by tokens, of vision blocks by patches, of mergers by
@@ -22,25 +22,25 @@ def price_of(forward: Forward, stated: Sequence[float] = ()) -> Price:
     Left out is what a pass costs besides: `sightline bench cost` measures that.
     """
     if stated:
-        return Price(*stated)
+        return CostModel(*stated)
     seen = {id(parameter) for _, parameter in forward.vision_parameters()}
     blocks = forward.blocks()
     vision = [block for block in blocks if any(id(p) in seen for p in block.parameters())]
     text = [block for block in blocks if block not in vision]
-    inside = sum(map(_matrices, vision))
-    return Price(
-        token=_OPERATIONS * sum(map(_matrices, text)),
+    inside = sum(map(_count_matrix_elements, vision))
+    return CostModel(
+        token=_OPERATIONS * sum(map(_count_matrix_elements, text)),
         # Scores and their sum of values: a product of the block's width each.
-        attended=2 * _OPERATIONS * sum(map(_width, text)),
-        trained=_OPERATIONS * _matrices(forward.model.get_output_embeddings()),
-        patch=_OPERATIONS * (inside + _around(forward, vision)),
-        attended_patch=2 * _OPERATIONS * sum(map(_width, vision)),
+        attended=2 * _OPERATIONS * sum(map(_hidden_size, text)),
+        trained=_OPERATIONS * _count_matrix_elements(forward.model.get_output_embeddings()),
+        patch=_OPERATIONS * (inside + _tower_outside_blocks(forward, vision)),
+        attended_patch=2 * _OPERATIONS * sum(map(_hidden_size, vision)),
     )
 
 
-def _around(forward: Forward, blocks: Sequence[nn.Module]) -> float:
+def _tower_outside_blocks(forward: Forward, blocks: Sequence[nn.Module]) -> float:
     """Of the vision tower outside of its blocks, by patch: convolutions, and the mergers' share."""
-    smallest = forward.blank()
+    smallest = forward.blank_image()
     if smallest is None:
         return 0.0
     tables = [m for m in forward.model.modules() if isinstance(m, nn.Embedding)]
@@ -51,11 +51,11 @@ def _around(forward: Forward, blocks: Sequence[nn.Module]) -> float:
     return embed + sum(p.numel() for p in own if p.ndim == 2) / math.prod(smallest[1])
 
 
-def _matrices(module: nn.Module) -> int:
+def _count_matrix_elements(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if p.ndim > 1)
 
 
-def _width(block: nn.Module) -> int:
+def _hidden_size(block: nn.Module) -> int:
     """The size of the hidden states: a block's last vector is a norm over them or added to them."""
     vectors = [p.numel() for p in block.parameters() if p.ndim == 1]
     return vectors[-1] if vectors else 0

@@ -24,12 +24,12 @@ FLOOR = 1e-9
 """Mean change of a logprob that no arithmetic can tell from none."""
 NUM_PASSES = 3
 """With its own images, with its own again, and with others."""
-HARDLY = 1e-3
+WEAK_CHANGE = 1e-3
 """Below this change the model hardly looks: a probability moves by less than a thousandth."""
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ImageSwapProbe:
     tokens: int
     """Trained tokens behind an image that was exchanged."""
     exchanged_kl: float
@@ -52,14 +52,14 @@ class Probe:
                 f"Blind: exchanging the images changes nothing about {self.tokens} sampled tokens. "
                 "The pixels do not reach the model; training on them teaches it to guess."
             )
-        looks = "hardly looks" if self.change < HARDLY else "looks"
+        looks = "hardly looks" if self.change < WEAK_CHANGE else "looks"
         return (
             f"The model {looks}: exchanging the images moves the logprobs of {self.tokens} sampled "
             f"tokens by {self.change:.2g} on average."
         )
 
 
-def donors_of(ready: ReadyMicroBatch) -> np.ndarray | None:
+def pick_donors(ready: ReadyMicroBatch) -> np.ndarray | None:
     """For each image the one of the same grid that takes its place, in a circle.
 
     None where no two distinct images have the same grid.
@@ -74,19 +74,19 @@ def donors_of(ready: ReadyMicroBatch) -> np.ndarray | None:
     return donors if (donors != np.arange(len(grids))).any() else None
 
 
-def exchange(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | None:
+def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | None:
     """The micro-batch with images exchanged, and which images changed; None where none can."""
-    donors = donors_of(ready)
+    donors = pick_donors(ready)
     if donors is None or ready.patches is None:
         return None
     sizes = [int(np.prod(entry.item.grid)) for entry in ready.batch.items]
     starts = np.cumsum([0, *sizes])
     rows = np.concatenate([np.arange(starts[d], starts[d] + sizes[d]) for d in donors])
     moved = donors != np.arange(len(donors))
-    return replace(ready, patches=ready.patches[rows], is_as_stored=False), moved
+    return replace(ready, patches=ready.patches[rows], has_stored_pixels=False), moved
 
 
-def behind(ready: ReadyMicroBatch, moved: np.ndarray) -> np.ndarray:
+def find_tokens_behind(ready: ReadyMicroBatch, moved: np.ndarray) -> np.ndarray:
     """(S,): whether a trained token may attend to an image that was exchanged."""
     batch = ready.batch
     sees = np.zeros(len(batch.token_ids), dtype=bool)
@@ -98,38 +98,46 @@ def behind(ready: ReadyMicroBatch, moved: np.ndarray) -> np.ndarray:
     return sees[batch.trained.numpy()]
 
 
-def can_tell(ready: ReadyMicroBatch) -> bool:
+def can_probe(ready: ReadyMicroBatch) -> bool:
     """Whether images can be exchanged, and something trained stands behind one of them."""
-    donors = donors_of(ready)
-    return donors is not None and bool(behind(ready, donors != np.arange(len(donors))).any())
+    donors = pick_donors(ready)
+    return donors is not None and bool(
+        find_tokens_behind(ready, donors != np.arange(len(donors))).any()
+    )
 
 
-def choose(candidates: Sequence[ReadyMicroBatch]) -> tuple[str, ReadyMicroBatch] | None:
+def pick_probe_micro_batch(
+    candidates: Sequence[ReadyMicroBatch],
+) -> tuple[str, ReadyMicroBatch] | None:
     """One that can tell, with its name: the same one, however they are spread over ranks."""
-    able = [ready for ready in candidates if can_tell(ready)]
+    able = [ready for ready in candidates if can_probe(ready)]
     named = [(f"{(first := m.batch.origins[0]).trace_id}/{first.node}", m) for m in able]
     return min(named, key=lambda found: found[0], default=None)
 
 
-def accompany(ready: ReadyMicroBatch, score: Callable[[ReadyMicroBatch], np.ndarray]) -> None:
+def run_probe_passes(
+    ready: ReadyMicroBatch, score: Callable[[ReadyMicroBatch], np.ndarray]
+) -> None:
     """As many passes as a probe takes, and through the tower, for a rank that probes elsewhere."""
     for _ in range(NUM_PASSES):
         score(replace(ready, shows=True))
 
 
-def probe(ready: ReadyMicroBatch, score: Callable[[ReadyMicroBatch], np.ndarray]) -> Probe | None:
+def probe(
+    ready: ReadyMicroBatch, score: Callable[[ReadyMicroBatch], np.ndarray]
+) -> ImageSwapProbe | None:
     """None where nothing can be exchanged, or nothing trained stands behind it."""
-    made = exchange(ready)
+    made = swap_images(ready)
     if made is None:
         return None
     other, moved = made
-    chosen = behind(ready, moved)
+    chosen = find_tokens_behind(ready, moved)
     if not chosen.any():
         return None
     own = score(ready)[chosen].astype(np.float64)
     again = score(ready)[chosen] - own
     changed = score(other)[chosen] - own
-    return Probe(
+    return ImageSwapProbe(
         tokens=int(chosen.sum()),
         exchanged_kl=float((np.expm1(changed) - changed).mean()),
         same_kl=float((np.expm1(again) - again).mean()),

@@ -8,114 +8,122 @@ from pathlib import Path
 
 from sightline.config import RunFile, SftFile
 from sightline.errors import WireError
-from sightline.monitor import RunDir
+from sightline.run import RunDir
 from sightline.trainer import loop, sft
 from sightline.trainer.build import build, build_follower
-from sightline.trainer.pulse import LONG_S, Pulse
-from sightline.trainer.ranks import Follow, Lead, Ranks
+from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo
+from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
 from sightline.transport.zmq_channel import Spoke
 from sightline.wire import control
-from sightline.wire.control import Announce, Control, Finish, Quit, Ready
-from sightline.wire.share import name_of_rank
+from sightline.wire.control import (
+    BatchReady,
+    ControlMessage,
+    FinishTraining,
+    ProcessReady,
+    QuitRequest,
+)
+from sightline.wire.rank_messages import rank_process_name
 
 NAME = "trainer"
 LOADING = "loading the model and its checkpoint"
 
 
-def main(config: RunFile, run_dir: RunDir, hub: str, ranks: Ranks) -> None:
+def main(config: RunFile, run_dir: RunDir, hub: str, ranks: RankInfo) -> None:
     """Rank 0, which hears the orchestrator; or the only one."""
     spoke = Spoke(hub, NAME)
-    lead = Lead(ranks) if ranks.size > 1 else None
+    lead = LeadChannel(ranks) if ranks.size > 1 else None
 
-    def send(message: Control) -> None:
+    def send(message: ControlMessage) -> None:
         spoke.send(control.encode(message))
 
-    def announcements() -> Announce | None:
+    def announcements() -> BatchReady | None:
         data = spoke.receive()
         assert data is not None
         message = control.decode(data)
-        if isinstance(message, (Finish, Quit)):
+        if isinstance(message, (FinishTraining, QuitRequest)):
             if lead is not None:
-                lead.over()
+                lead.announce_end()
             return None
-        if not isinstance(message, Announce):
+        if not isinstance(message, BatchReady):
             raise WireError(
                 f"the trainer was sent a {type(message).__name__}", "this is a bug; report it"
             )
         return message
 
-    with _telling(lead):
-        pulse = _pulse(config, lead, run_dir.beat(NAME))
+    with _report_failure(lead):
+        watchdog = _build_watchdog(config, lead, run_dir.beat(NAME))
         if lead is not None:
             lead.meet()
-        pulse.mark(LOADING, LONG_S)
-        parts = build(config, run_dir, announcements, send, ranks, lead, pulse)
+        watchdog.mark(LOADING, LONG_LIMIT_S)
+        components = build(config, run_dir, announcements, send, ranks, lead, watchdog)
         if lead is not None:
-            pulse.rest()  # the barrier has a deadline of its own, and names who is missing
-            lead.gather(parts.first_step)
-        send(Ready(NAME, parts.first_step))
-        _publish_first(config, parts)
-        loop.run(parts)
+            watchdog.rest()  # the barrier has a deadline of its own, and names who is missing
+            lead.gather(components.first_step)
+        send(ProcessReady(NAME, components.first_step))
+        _publish_first(config, components)
+        loop.run(components)
     spoke.close()
 
 
-def follow(config: RunFile, run_dir: RunDir, ranks: Ranks) -> None:
+def run_follower(config: RunFile, run_dir: RunDir, ranks: RankInfo) -> None:
     """Any other rank: it hears rank 0 alone."""
-    channel = Follow(ranks)
-    with _telling(channel):
-        pulse = _pulse(config, channel, run_dir.beat(name_of_rank(ranks.rank)))
-        pulse.mark(LOADING, LONG_S)
-        parts = build_follower(config, run_dir, ranks, channel, pulse)
-        channel.hello(parts.first_step)
-        _publish_first(config, parts)
-        loop.run(parts)
+    channel = FollowerChannel(ranks)
+    with _report_failure(channel):
+        watchdog = _build_watchdog(config, channel, run_dir.beat(rank_process_name(ranks.rank)))
+        watchdog.mark(LOADING, LONG_LIMIT_S)
+        components = build_follower(config, run_dir, ranks, channel, watchdog)
+        channel.report_ready(components.first_step)
+        _publish_first(config, components)
+        loop.run(components)
     channel.close()
 
 
-def _publish_first(config: RunFile, parts: loop.Parts) -> None:
+def _publish_first(config: RunFile, components: loop.TrainerComponents) -> None:
     """Servers that the run starts hold its checkpoint; others hold whatever they hold."""
-    if parts.first_step > 0 or config.inference.servers:
-        parts.pulse.mark(f"publishing version {parts.first_step}", LONG_S)
-        parts.keeper.publish_again(parts.first_step)
-    parts.pulse.rest()
+    if components.first_step > 0 or config.inference.servers:
+        components.watchdog.mark(f"publishing version {components.first_step}", LONG_LIMIT_S)
+        components.run_writer.republish(components.first_step)
+    components.watchdog.rest()
 
 
-def _pulse(
-    config: RunFile | SftFile, channel: Lead | Follow | None, beat: Path | None = None
-) -> Pulse:
+def _build_watchdog(
+    config: RunFile | SftFile,
+    channel: LeadChannel | FollowerChannel | None,
+    beat: Path | None = None,
+) -> StallWatchdog:
     """What watches this process from its start: it beats before the others have come, too."""
     tell = channel.fail if channel is not None else lambda problem: None
-    return Pulse(config.trainer.stuck_after_s, tell, beat)
+    return StallWatchdog(config.trainer.stall_timeout_s, tell, beat)
 
 
-def imitate(config: SftFile, run_dir: RunDir, ranks: Ranks) -> None:
+def run_supervised(config: SftFile, run_dir: RunDir, ranks: RankInfo) -> None:
     """Supervised training, as any rank: there is no orchestrator to hear."""
     if not ranks.is_lead:
-        channel = Follow(ranks)
-        with _telling(channel):
-            pulse = _pulse(config, channel)
-            pulse.mark(LOADING, LONG_S)
-            parts = sft.build_follower(config, run_dir, ranks, channel, pulse)
-            channel.hello(parts.first_step)
-            parts.learner.pulse.rest()
-            sft.run(parts)
+        channel = FollowerChannel(ranks)
+        with _report_failure(channel):
+            watchdog = _build_watchdog(config, channel)
+            watchdog.mark(LOADING, LONG_LIMIT_S)
+            components = sft.build_follower(config, run_dir, ranks, channel, watchdog)
+            channel.report_ready(components.first_step)
+            components.learner.watchdog.rest()
+            sft.run(components)
         channel.close()
         return
-    lead = Lead(ranks) if ranks.size > 1 else None
-    with _telling(lead):
+    lead = LeadChannel(ranks) if ranks.size > 1 else None
+    with _report_failure(lead):
         if lead is not None:
             lead.meet()
-        pulse = _pulse(config, lead)
-        pulse.mark(LOADING, LONG_S)
-        parts = sft.build(config, run_dir, ranks, lead, pulse)
-        parts.learner.pulse.rest()
+        watchdog = _build_watchdog(config, lead)
+        watchdog.mark(LOADING, LONG_LIMIT_S)
+        components = sft.build(config, run_dir, ranks, lead, watchdog)
+        components.learner.watchdog.rest()
         if lead is not None:
-            lead.gather(parts.first_step)
-        sft.run(parts)
+            lead.gather(components.first_step)
+        sft.run(components)
 
 
 @contextmanager
-def _telling(channel: Lead | Follow | None) -> Iterator[None]:
+def _report_failure(channel: LeadChannel | FollowerChannel | None) -> Iterator[None]:
     """Tells the other ranks of a failure before it goes on: they may wait in a collective."""
     try:
         yield

@@ -23,8 +23,8 @@ from torch import nn
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.host_copy import HostCopy
 from sightline.compute.weights import write_weights
-from sightline.trainer.aside import Aside
-from sightline.trainer.lora import outgoing
+from sightline.trainer.background_task import BackgroundTask
+from sightline.trainer.lora import select_published
 from sightline.wire.weights import Adapter, Manifest
 
 Tensors = Mapping[str, torch.Tensor]
@@ -44,7 +44,7 @@ class Publisher(Protocol):
 
 
 @dataclass
-class Files:
+class FilePublisher:
     root: Path
     adapter: Adapter | None = None
     """What adapters stand on, where they leave unmerged."""
@@ -57,7 +57,7 @@ class Files:
 
 
 @dataclass
-class Sent:
+class BroadcastPublisher:
     root: Path
     broadcaster: Broadcaster
     adapter: Adapter | None = None
@@ -75,7 +75,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishTiming:
     """When a version was made public."""
 
     began: float
@@ -93,16 +93,16 @@ class Published:
 
 
 @dataclass
-class Outbox:
+class AsyncPublisher:
     """Rank 0's part: one version at a time is on its way."""
 
     publisher: Publisher
     dtype: torch.dtype
-    aside: Aside
+    background_task: BackgroundTask
     copy: HostCopy = field(default_factory=HostCopy)
-    before: Published | None = None
+    previous: PublishTiming | None = None
     """The version before the newest that was put in."""
-    _last: Published | None = None
+    _last: PublishTiming | None = None
 
     def put(
         self,
@@ -112,17 +112,17 @@ class Outbox:
         tell: Callable[[Path, Manifest], None],
     ) -> None:
         """Returns when the weights may change again; `tell` is called by the thread."""
-        self.aside.wait()
-        self.before, began = self._last, time.time()
-        self.copy.take(*outgoing(model, self.publisher.adapter, self.dtype))
+        self.background_task.wait()
+        self.previous, began = self._last, time.time()
+        self.copy.take(*select_published(model, self.publisher.adapter, self.dtype))
         work = partial(self._publish, step, vision_version, tell, began)
-        self.aside.start(f"publishing version {step}", work)
+        self.background_task.start(f"publishing version {step}", work)
 
     def _publish(
         self, step: int, vision_version: int, tell: Callable[[Path, Manifest], None], began: float
     ) -> None:
         tensors = self.copy.tensors()
         path, manifest = self.publisher.publish(tensors, step, vision_version)
-        self._last = Published(began, time.time())
+        self._last = PublishTiming(began, time.time())
         tell(path, manifest)
         self.publisher.deliver(tensors)

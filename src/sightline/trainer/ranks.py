@@ -24,19 +24,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from sightline.errors import ProcessFailed, WireError
-from sightline.pixels import open_laid
+from sightline.pixels import open_shared_patches
 from sightline.transport.zmq_channel import Hub, Spoke
-from sightline.wire import share as wire
-from sightline.wire.share import (
-    ENDED_BY_ANOTHER,
-    Failed,
-    Hello,
-    Here,
-    Over,
+from sightline.wire import rank_messages as wire
+from sightline.wire.rank_messages import (
+    EXIT_OTHER_RANK_FAILED,
+    AssignmentReceived,
+    NoMoreWork,
+    RankAssignment,
+    RankFailed,
     RankMessage,
-    Share,
-    Taken,
-    Wrote,
+    RankReady,
+    RankStarted,
+    ShardWritten,
 )
 from sightline.wire.weights import WeightFile
 
@@ -50,7 +50,7 @@ WRITE_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankInfo:
     """Which of how many, and where they meet."""
 
     rank: int = 0
@@ -69,17 +69,17 @@ class Ranks:
         return self.rank == 0
 
 
-ALONE = Ranks()
+SINGLE_RANK = RankInfo()
 
 
-def end_with(own: int, failed: Failed) -> None:
+def exit_for_failure(own: int, failed: RankFailed) -> None:
     """Ends this process because of another's failure."""
     words = f"rank {own} ends because rank {failed.rank} failed: {failed.problem}"
     print(words, file=sys.stderr, flush=True)
-    os._exit(ENDED_BY_ANOTHER)
+    os._exit(EXIT_OTHER_RANK_FAILED)
 
 
-def crash(channel: Lead | Follow, error: Exception) -> None:
+def exit_on_error(channel: LeadChannel | FollowerChannel, error: Exception) -> None:
     """Ends this process because its own end of the channel failed, which nobody waits for."""
     channel.fail(f"{type(error).__name__}: {error}")
     traceback.print_exception(error)
@@ -87,10 +87,12 @@ def crash(channel: Lead | Follow, error: Exception) -> None:
     os._exit(1)
 
 
-class Lead:
+class LeadChannel:
     """Rank 0's end of the channel."""
 
-    def __init__(self, ranks: Ranks, end: Callable[[int, Failed], None] = end_with) -> None:
+    def __init__(
+        self, ranks: RankInfo, end: Callable[[int, RankFailed], None] = exit_for_failure
+    ) -> None:
         self._ranks, self._end = ranks, end
         self._hub = Hub(ranks.bind or ranks.channel, ranks.secret)
         self._others = set(range(1, ranks.size))
@@ -129,7 +131,7 @@ class Lead:
                 "who does not know the secret is not heard",
             )
 
-    def give(self, shares: list[Share]) -> None:
+    def send_shares(self, shares: list[RankAssignment]) -> None:
         """To ranks 1 and up, in order; returns when all have theirs."""
         # Before the first is sent: its answer may come before the last is.
         step = self._step = shares[0].step if shares else self._step
@@ -145,7 +147,7 @@ class Lead:
                 "look at their logs (trainer-N.log), and at the network between the machines",
             )
 
-    def files_of(self, step: int) -> list[WeightFile]:
+    def wait_for_files(self, step: int) -> list[WeightFile]:
         """What ranks 1 and up wrote of a checkpoint, in order; returns when all have."""
 
         def missing() -> set[int]:
@@ -160,12 +162,12 @@ class Lead:
             )
         return [self._wrote.pop((step, rank)) for rank in sorted(self._others)]
 
-    def over(self) -> None:
+    def announce_end(self) -> None:
         for rank in self._others:
-            self._send(rank, Over(self._step))
+            self._send(rank, NoMoreWork(self._step))
 
     def fail(self, problem: str) -> None:
-        self._tell(Failed(0, problem))
+        self._tell(RankFailed(0, problem))
 
     def close(self) -> None:
         self._hub.close()
@@ -188,57 +190,59 @@ class Lead:
                     self._note(peer, message)
                     self._changed.notify_all()
         except Exception as error:  # the other ranks are told, and this one ends
-            crash(self, error)
+            exit_on_error(self, error)
 
     def _note(self, peer: str, message: RankMessage) -> None:
-        if isinstance(message, (Here, Hello)):
-            if peer == name_of(message.rank) and message.rank in self._others:
+        if isinstance(message, (RankStarted, RankReady)):
+            if peer == peer_name(message.rank) and message.rank in self._others:
                 self._here.add(message.rank)
-                if isinstance(message, Hello):
+                if isinstance(message, RankReady):
                     self._ready[message.rank] = message.step
             else:
                 self._strangers.append(f"{peer} (says that it is rank {message.rank})")
-        elif peer not in map(name_of, self._here):
+        elif peer not in map(peer_name, self._here):
             self._strangers.append(f"{peer} (said no hello)")
-        elif isinstance(message, Taken):
+        elif isinstance(message, AssignmentReceived):
             if message.step != self._step:
                 problem = f"rank {message.rank} took step {message.step}, not {self._step}"
-                self._tell(Failed(0, problem))
-                self._end(0, Failed(0, problem))
+                self._tell(RankFailed(0, problem))
+                self._end(0, RankFailed(0, problem))
             self._taken[message.rank] = message.step
-        elif isinstance(message, Wrote):
+        elif isinstance(message, ShardWritten):
             self._wrote[message.step, message.rank] = message.file
-        elif isinstance(message, Failed):
+        elif isinstance(message, RankFailed):
             self._tell(message)
             self._end(0, message)
 
-    def _tell(self, failed: Failed) -> None:
+    def _tell(self, failed: RankFailed) -> None:
         for rank in self._here - {failed.rank}:
             self._send(rank, failed)
         self.close()  # which sends it, before the process ends
 
     def _send(self, rank: int, message: RankMessage) -> None:
-        self._hub.send(name_of(rank), wire.encode(message))
+        self._hub.send(peer_name(rank), wire.encode(message))
 
 
-class Follow:
+class FollowerChannel:
     """Another rank's end of the channel."""
 
-    def __init__(self, ranks: Ranks, end: Callable[[int, Failed], None] = end_with) -> None:
+    def __init__(
+        self, ranks: RankInfo, end: Callable[[int, RankFailed], None] = exit_for_failure
+    ) -> None:
         self._ranks, self._end = ranks, end
-        self._spoke = Spoke(ranks.channel, name_of(ranks.rank), ranks.secret)
+        self._spoke = Spoke(ranks.channel, peer_name(ranks.rank), ranks.secret)
         self._step = 0
-        self._shares: queue.SimpleQueue[tuple[Share, list[np.ndarray | None]] | None]
+        self._shares: queue.SimpleQueue[tuple[RankAssignment, list[np.ndarray | None]] | None]
         self._shares = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True, name="ranks").start()
-        self._send(Here(ranks.rank))
+        self._send(RankStarted(ranks.rank))
 
-    def hello(self, step: int = 0) -> None:
+    def report_ready(self, step: int = 0) -> None:
         """Ready for the share of the step after `step`."""
         self._step = step
-        self._send(Hello(self._ranks.rank, step))
+        self._send(RankReady(self._ranks.rank, step))
 
-    def shares(self) -> Iterator[tuple[Share, list[np.ndarray | None]]]:
+    def shares(self) -> Iterator[tuple[RankAssignment, list[np.ndarray | None]]]:
         """Each with the patches that were laid for it, until rank 0 says that it is over.
 
         A step may take hours: there is no deadline.
@@ -246,11 +250,11 @@ class Follow:
         while (arrived := self._shares.get()) is not None:
             yield arrived
 
-    def wrote(self, step: int, file: WeightFile) -> None:
-        self._send(Wrote(self._ranks.rank, step, file))
+    def report_file(self, step: int, file: WeightFile) -> None:
+        self._send(ShardWritten(self._ranks.rank, step, file))
 
     def fail(self, problem: str) -> None:
-        self._send(Failed(self._ranks.rank, problem))
+        self._send(RankFailed(self._ranks.rank, problem))
         self.close()  # which sends it, before the process ends
 
     def close(self) -> None:
@@ -263,19 +267,19 @@ class Follow:
                 assert data is not None
                 self._take(wire.decode(data))
         except Exception as error:  # the other ranks are told, and this one ends
-            crash(self, error)
+            exit_on_error(self, error)
 
     def _take(self, message: RankMessage) -> None:
-        if isinstance(message, (Share, Over)):
+        if isinstance(message, (RankAssignment, NoMoreWork)):
             self._check_step(message)
-        if isinstance(message, Share):
+        if isinstance(message, RankAssignment):
             self._step = message.step
             # Opened before it is taken: after that, rank 0 lets go of the memory.
-            self._shares.put((message, open_laid(message.laid)))
-            self._send(Taken(self._ranks.rank, message.step))
-        elif isinstance(message, Over):
+            self._shares.put((message, open_shared_patches(message.laid)))
+            self._send(AssignmentReceived(self._ranks.rank, message.step))
+        elif isinstance(message, NoMoreWork):
             self._shares.put(None)
-        elif isinstance(message, Failed):
+        elif isinstance(message, RankFailed):
             self._end(self._ranks.rank, message)
         else:
             raise WireError(
@@ -283,19 +287,19 @@ class Follow:
                 "this is a bug; report it",
             )
 
-    def _check_step(self, message: Share | Over) -> None:
+    def _check_step(self, message: RankAssignment | NoMoreWork) -> None:
         """Nothing between rank 0 and this one was lost, or came twice."""
-        is_next = isinstance(message, Share) and not message.held_out
+        is_next = isinstance(message, RankAssignment) and not message.held_out
         expected = self._step + is_next
         if message.step != expected:
             kind = type(message).__name__
             problem = f"rank {self._ranks.rank} was sent {kind} {message.step}, not {expected}"
             self.fail(problem)
-            self._end(self._ranks.rank, Failed(self._ranks.rank, problem))
+            self._end(self._ranks.rank, RankFailed(self._ranks.rank, problem))
 
     def _send(self, message: RankMessage) -> None:
         self._spoke.send(wire.encode(message))
 
 
-def name_of(rank: int) -> str:
+def peer_name(rank: int) -> str:
     return f"rank-{rank}"

@@ -15,52 +15,57 @@ from pathlib import Path
 
 import numpy as np
 
-from sightline.compute.model import DTYPES
+from sightline.compute.model import MODEL_DTYPES
 from sightline.config import SftFile
 from sightline.envs.mix import build_environment
 from sightline.errors import MediaError, MessageError
 from sightline.families import load_renderer
 from sightline.media import MediaStore
 from sightline.message import Message
-from sightline.monitor import EventLog, RunDir
 from sightline.render import Renderer
 from sightline.render.protocol import Tools
-from sightline.trainer.bad_media import Dropped
+from sightline.run import EventLog, RunDir
+from sightline.trainer.bad_media import DroppedSample
 from sightline.trainer.build import (
+    build_distributor,
     build_materializer,
     build_preparer,
+    build_run_learner,
     build_saver,
-    build_spread,
-    learner_of,
-    watch_of,
+    build_watchdog_factory,
+)
+from sightline.trainer.checkpoint_saver import (
+    CheckpointSaver,
+    collect_from_ranks,
+    deliver_alone,
+    deliver_to_lead,
 )
 from sightline.trainer.conversations import (
     HELD_OUT,
     TRAIN,
+    ConversationSource,
     Demonstrations,
-    Source,
     open_conversations,
 )
-from sightline.trainer.export import export_checkpoint, help_export
-from sightline.trainer.feed import Ahead, Preparer, ReadyBatch
-from sightline.trainer.learner import Learner, Stepped
-from sightline.trainer.pulse import LONG_S, Pulse
-from sightline.trainer.ranks import ALONE, Follow, Lead, Ranks
-from sightline.trainer.saver import Saver, alone, from_all, to_lead
-from sightline.trainer.spread import ShareFeed
+from sightline.trainer.distribute import ShareFeed
+from sightline.trainer.export import export_checkpoint, gather_for_export
+from sightline.trainer.feed import BatchPrefetcher, BatchPreparer, ReadyBatch
+from sightline.trainer.learner import Learner, StepResult
+from sightline.trainer.ranks import SINGLE_RANK, FollowerChannel, LeadChannel, RankInfo
+from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
 
 
 @dataclass
-class Batches:
+class ConversationBatches:
     """Conversations as batches; the same step has the same one, in every process."""
 
-    source: Source
+    source: ConversationSource
     renderer: Renderer
-    preparer: Preparer
+    preparer: BatchPreparer
     size: int
-    pulse: Pulse
+    watchdog: StallWatchdog
     """Watches the thread that makes them: the loop's own rests while it waits for one."""
 
     def of_step(self, step: int) -> ReadyBatch:
@@ -75,24 +80,24 @@ class Batches:
             yield replace(ready, held_out=True, is_last=stop == num)
 
     def _prepare(self, step: int, indices: Iterable[int], split: str) -> ReadyBatch:
-        self.pulse.mark(f"preparing step {step}")
+        self.watchdog.mark(f"preparing step {step}")
         samples, lost = [], []
         for index in indices:
             try:
                 found = self.source.conversation(index, split)
             except MediaError as error:
-                if self.preparer.on_bad == "stop":
+                if self.preparer.on_bad_image == "stop":
                     raise
                 name = self.source.name(index, split)
-                lost.append(Dropped(name, "", type(error).__name__, error.problem))
+                lost.append(DroppedSample(name, "", type(error).__name__, error.problem))
                 continue
-            samples.append(sample_of(found.messages, self.renderer, found.name, found.tools))
+            samples.append(build_sample(found.messages, self.renderer, found.name, found.tools))
         ready = self.preparer.prepare(Batch(step, samples), "", lost)
-        self.pulse.rest()
+        self.watchdog.rest()
         return ready
 
 
-def sample_of(
+def build_sample(
     messages: list[Message], renderer: Renderer, name: str, tools: Tools | None = None
 ) -> Sample:
     """A conversation made trainable: the assistant's own tokens, with advantage 1."""
@@ -122,18 +127,18 @@ def sample_of(
 
 
 @dataclass
-class Keeper:
+class SftRunWriter:
     """What outlasts the process: checkpoints, metrics, and the model at the end."""
 
     config: SftFile
     learner: Learner
-    saver: Saver
+    saver: CheckpointSaver
     events: EventLog | None
     """None on ranks other than 0, which hand over their shards and write nothing."""
     nll: float = 0.0
     tokens: float = 0.0
 
-    def report(self, ready: ReadyBatch, stepped: Stepped, seconds: float) -> None:
+    def report(self, ready: ReadyBatch, result: StepResult, seconds: float) -> None:
         if self.events is None:
             return
         shown = (
@@ -141,7 +146,7 @@ class Keeper:
             "compilations",
         )  # fmt: skip
         self.events.write(
-            "sft", ready.step, **{name: stepped.metrics[name] for name in shown},
+            "sft", ready.step, **{name: result.metrics[name] for name in shown},
             bad=ready.bad, truncated=ready.truncated, seconds=seconds, waited_s=ready.waited_s,
             steps_total=self.config.run.steps,
         )  # fmt: skip
@@ -161,110 +166,114 @@ class Keeper:
     def finish(self) -> None:
         model = self.learner.forward.model
         if self.events is None:
-            help_export(model)
+            gather_for_export(model)
         else:
-            settings, target = self.config.model, Path(self.config.sft.output)
-            export_checkpoint(Path(settings.path), target, model, DTYPES[settings.dtype])
+            settings, target = self.config.model, Path(self.config.sft.output_dir)
+            export_checkpoint(Path(settings.path), target, model, MODEL_DTYPES[settings.dtype])
 
 
 @dataclass
-class Parts:
+class SftComponents:
     feed: Iterable[ReadyBatch]
     learner: Learner
-    keeper: Keeper
+    run_writer: SftRunWriter
     first_step: int
-    batches: Batches | None = None
+    batches: ConversationBatches | None = None
     """Where they come from; None on ranks other than 0."""
 
 
-def run(parts: Parts) -> None:
+def run(components: SftComponents) -> None:
     """Trains for the steps of the file and writes the checkpoint that it names."""
-    step, steps = parts.first_step, parts.keeper.config.run.steps
-    for ready in parts.feed:
+    step, steps = components.first_step, components.run_writer.config.run.steps
+    for ready in components.feed:
         began = time.monotonic()
         if ready.held_out:
-            nll, tokens = parts.learner.evaluate(ready)
-            parts.keeper.evaluated(ready.step, nll, tokens, ready.is_last)
+            nll, tokens = components.learner.evaluate(ready)
+            components.run_writer.evaluated(ready.step, nll, tokens, ready.is_last)
         else:
-            stepped = parts.learner.step(ready)
+            result = components.learner.step(ready)
             step = ready.step
-            parts.keeper.report(ready, stepped, time.monotonic() - began)
-            parts.keeper.checkpoint(step, last=step == steps)
-        parts.learner.pulse.rest()
-    parts.learner.pulse.mark("the export", LONG_S)
-    parts.keeper.finish()
-    parts.learner.pulse.rest()
+            components.run_writer.report(ready, result, time.monotonic() - began)
+            components.run_writer.checkpoint(step, last=step == steps)
+        components.learner.watchdog.rest()
+    components.learner.watchdog.mark("the export", LONG_LIMIT_S)
+    components.run_writer.finish()
+    components.learner.watchdog.rest()
 
 
 def build(
     config: SftFile,
     run_dir: RunDir,
-    ranks: Ranks = ALONE,
-    lead: Lead | None = None,
-    pulse: Pulse | None = None,
-) -> Parts:
+    ranks: RankInfo = SINGLE_RANK,
+    lead: LeadChannel | None = None,
+    watchdog: StallWatchdog | None = None,
+) -> SftComponents:
     """Of rank 0; with `lead` it hands out what the others compute."""
     store = MediaStore(Path(config.media.root or run_dir.media))
-    learner = learner_of(config, store, ranks, imitates=True)
-    deliver = alone if lead is None else from_all(lead)
-    watch = watch_of(config, lead)
+    learner = build_run_learner(config, store, ranks, supervised=True)
+    deliver = deliver_alone if lead is None else collect_from_ranks(lead)
+    watch = build_watchdog_factory(config, lead)
     saver, chosen = build_saver(config, run_dir, learner, deliver, watch())
     saver.checkpoints.clear()
     events = EventLog(run_dir.metrics, "trainer")
     for problem in chosen.refused:
         events.write("checkpoint_refused", chosen.step, problem=problem)
-    learner.pulse = pulse or Pulse()
+    learner.watchdog = watchdog or StallWatchdog()
     renderer = load_renderer(
-        config.model.path, store, learner.family, number_pictures=config.model.number_pictures
+        config.model.path, store, learner.family, number_images=config.model.number_images
     )
     preparer = build_preparer(config.media, learner, store, sampled=False)
-    source, size = _source(config, store), config.sft.batch_size
-    batches = Batches(source, renderer, preparer, size, watch())
-    hand_out = build_spread(lead, ranks, learner) if lead is not None else _keep_all
-    feed = Ahead(_schedule(config, batches, chosen.step, hand_out, lead))
-    keeper = Keeper(config, learner, saver, events)
-    return Parts(feed, learner, keeper, chosen.step, batches)
+    source, size = _open_source(config, store), config.sft.batch_size
+    batches = ConversationBatches(source, renderer, preparer, size, watch())
+    distribute = build_distributor(lead, ranks, learner) if lead is not None else _keep_all
+    feed = BatchPrefetcher(_schedule_batches(config, batches, chosen.step, distribute, lead))
+    run_writer = SftRunWriter(config, learner, saver, events)
+    return SftComponents(feed, learner, run_writer, chosen.step, batches)
 
 
 def build_follower(
-    config: SftFile, run_dir: RunDir, ranks: Ranks, follow: Follow, pulse: Pulse
-) -> Parts:
+    config: SftFile,
+    run_dir: RunDir,
+    ranks: RankInfo,
+    follow: FollowerChannel,
+    watchdog: StallWatchdog,
+) -> SftComponents:
     """Of a rank other than 0."""
     store = MediaStore(Path(config.media.root or run_dir.media))
-    learner = learner_of(config, store, ranks, imitates=True)
-    watch = watch_of(config, follow)
-    saver, chosen = build_saver(config, run_dir, learner, to_lead(follow), watch())
-    learner.pulse = pulse
+    learner = build_run_learner(config, store, ranks, supervised=True)
+    watch = build_watchdog_factory(config, follow)
+    saver, chosen = build_saver(config, run_dir, learner, deliver_to_lead(follow), watch())
+    learner.watchdog = watchdog
     family = learner.family
     materializer = build_materializer(learner, store)
-    feed = ShareFeed(follow, materializer, family.num_axes, chosen.step + 1, pulse=watch())
-    return Parts(feed, learner, Keeper(config, learner, saver, None), chosen.step)
+    feed = ShareFeed(follow, materializer, family.num_axes, chosen.step + 1, watchdog=watch())
+    return SftComponents(feed, learner, SftRunWriter(config, learner, saver, None), chosen.step)
 
 
-def _source(config: SftFile, store: MediaStore) -> Source:
+def _open_source(config: SftFile, store: MediaStore) -> ConversationSource:
     if config.data is not None:
         return open_conversations(config.data, config.media, store, config.run.seed)
     assert config.env is not None
     return Demonstrations(build_environment(config.env), store, config.run.seed)
 
 
-def _schedule(
+def _schedule_batches(
     config: SftFile,
-    batches: Batches,
+    batches: ConversationBatches,
     done: int,
-    hand_out: Callable[[ReadyBatch], ReadyBatch],
-    lead: Lead | None,
+    distribute: Callable[[ReadyBatch], ReadyBatch],
+    lead: LeadChannel | None,
 ) -> Iterator[ReadyBatch]:
     """Batches from the step after `done`, and what is held out where an evaluation is due."""
     steps, every = config.run.steps, config.sft.eval_every
     for step in range(done, steps + 1):
         if step > done:
-            yield hand_out(batches.of_step(step))
+            yield distribute(batches.of_step(step))
         if step in (0, steps) or (every and step % every == 0):
             for ready in batches.held_out(step):
-                yield hand_out(ready)
+                yield distribute(ready)
     if lead is not None:
-        lead.over()
+        lead.announce_end()
 
 
 def _keep_all(ready: ReadyBatch) -> ReadyBatch:

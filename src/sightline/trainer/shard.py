@@ -17,12 +17,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from sightline.families import Forward
-from sightline.trainer.ranks import Ranks
+from sightline.trainer.ranks import RankInfo
 
 T = TypeVar("T")
 
 
-class Whole(nn.Module):
+class ShardedModel(nn.Module):
     """Calls a function with the parameters outside of blocks gathered.
 
     A family calls the parts of its model one by one, and never the model itself: what is gathered
@@ -37,7 +37,7 @@ class Whole(nn.Module):
         return function(*args)
 
 
-def join(ranks: Ranks, device: torch.device) -> None:
+def join_process_group(ranks: RankInfo, device: torch.device) -> None:
     """Meets the other ranks; every rank calls it once."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if ranks.size == 1:
@@ -49,13 +49,13 @@ def join(ranks: Ranks, device: torch.device) -> None:
     )
 
 
-def shard(
+def shard_model(
     forward: Forward,
     size: int,
     device: torch.device,
     frozen: bool = False,
     compute: torch.dtype | None = None,
-) -> Whole:
+) -> ShardedModel:
     """Cuts the model into shards, in place: each block a unit, and the rest one.
 
     With `compute` the shards keep their precision, a block computes in that one, and gradients are
@@ -70,13 +70,13 @@ def shard(
     )
     for block in forward.blocks():
         fully_shard(block, mesh=mesh, mp_policy=inner)
-    whole = Whole(forward.model)
+    whole = ShardedModel(forward.model)
     # What has no backward pass would stay gathered for ever.
     fully_shard(whole, mesh=mesh, mp_policy=outer, reshard_after_forward=True if frozen else None)
     return whole
 
 
-def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself; a sharded one is gathered, and then every rank has to call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -90,7 +90,7 @@ def sum_over_ranks(values: dict[str, float], size: int) -> dict[str, float]:
     return dict(zip(sorted(values), total.tolist(), strict=True))
 
 
-def most_of_ranks(value: int, size: int) -> int:
+def max_over_ranks(value: int, size: int) -> int:
     """The largest that any rank has; through host memory, whatever they compute on."""
     if size == 1:
         return value
@@ -99,7 +99,7 @@ def most_of_ranks(value: int, size: int) -> int:
     return int(most)
 
 
-def agree(found: list[str], size: int) -> list[str]:
+def all_gather_list(found: list[str], size: int) -> list[str]:
     """What any rank found, in the order of ranks; the same answer on every one."""
     if size == 1:
         return found
@@ -108,7 +108,7 @@ def agree(found: list[str], size: int) -> list[str]:
     return [one for rank in everyone for one in rank]
 
 
-def gather_to_lead(value: Any, ranks: Ranks) -> list[Any]:
+def gather_to_lead(value: Any, ranks: RankInfo) -> list[Any]:
     """The values of all ranks, in their order, on rank 0; elsewhere nothing."""
     if ranks.size == 1:
         return [value]

@@ -17,9 +17,9 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from sightline.compute.tensor_file import write_tensors
-from sightline.compute.weights import check_names
+from sightline.compute.weights import check_parameters
 from sightline.errors import Misaligned, ResumeRefused
-from sightline.trainer.ranks import Ranks
+from sightline.trainer.ranks import RankInfo
 from sightline.wire.weights import WeightFile
 
 MODEL, OPTIMIZER, RNG, CUDA_RNG = "model", "optimizer", "rng", "cuda_rng"
@@ -27,7 +27,7 @@ _PLACES = "places"
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ShardSnapshot:
     """Copies on the CPU: training goes on while they are written."""
 
     tensors: dict[str, torch.Tensor]
@@ -38,22 +38,24 @@ class Snapshot:
         return write_tensors(path, self.tensors, metadata={_PLACES: json.dumps(self.places)})
 
 
-def take(model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> Snapshot:
+def take_snapshot(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: RankInfo
+) -> ShardSnapshot:
     """What this rank holds, and what stands on every rank from rank 0."""
     tensors: dict[str, torch.Tensor] = {}
     places: dict[str, tuple[int, int]] = {}
-    for key, tensor in _all_tensors(model, optimizer):
-        local, first = local_rows(tensor)
+    for key, tensor in _named_tensors(model, optimizer):
+        local, first = get_local_rows(tensor)
         if (local.numel() or not tensor.numel()) and (isinstance(tensor, DTensor) or ranks.is_lead):
             tensors[key] = local.detach().to("cpu", copy=True)
-            places[key] = (first, _rows(tensor.shape))
+            places[key] = (first, _count_rows(tensor.shape))
     for kind, state in _rng_states().items():
         tensors[f"{kind}/{ranks.rank}"] = state
         places[f"{kind}/{ranks.rank}"] = (0, len(state))
-    return Snapshot(tensors, places)
+    return ShardSnapshot(tensors, places)
 
 
-def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+def get_local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """This rank's rows, and the first of them in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
@@ -65,7 +67,7 @@ def local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return tensor.to_local(), first
 
 
-class Shards:
+class ShardReader:
     """The files of a checkpoint, read as whole tensors or as any rows of them."""
 
     def __init__(self, files: Iterable[Path]) -> None:
@@ -74,7 +76,7 @@ class Shards:
         for path in files:
             file = safe_open(path, "pt")
             for key, (first, rows) in json.loads(file.metadata()[_PLACES]).items():
-                length = _rows(file.get_slice(key).get_shape())
+                length = _count_rows(file.get_slice(key).get_shape())
                 self._pieces.setdefault(key, []).append((first, first + length, file))
                 self._num_rows[key] = rows
         for key, pieces in self._pieces.items():
@@ -106,10 +108,10 @@ class Shards:
 
 
 def restore(
-    shards: Shards,
+    shards: ShardReader,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    ranks: Ranks,
+    ranks: RankInfo,
     source: Path,
 ) -> None:
     """Puts everything back, on as many ranks as there are now."""
@@ -121,20 +123,20 @@ def restore(
         torch.cuda.set_rng_state(shards.whole(f"{CUDA_RNG}/{ranks.rank % len(states)}"))
 
 
-def restore_model(shards: Shards, model: torch.nn.Module) -> None:
+def restore_model(shards: ShardReader, model: torch.nn.Module) -> None:
     own = dict(model.named_parameters())
     found = {
         name: torch.empty(shards.shape(f"{MODEL}/{name}"), device="meta")
         for name in shards.names(MODEL)
     }
-    check_names(own, found)
+    check_parameters(own, found)
     with torch.no_grad():
         for name, parameter in own.items():
-            _fill(parameter.detach(), shards, f"{MODEL}/{name}")
+            _fill_from_shards(parameter.detach(), shards, f"{MODEL}/{name}")
 
 
-def _fill(own: torch.Tensor, shards: Shards, key: str) -> None:
-    local, first = local_rows(own)
+def _fill_from_shards(own: torch.Tensor, shards: ShardReader, key: str) -> None:
+    local, first = get_local_rows(own)
     if not own.shape:
         local.copy_(shards.whole(key))
     elif local.numel():
@@ -142,10 +144,10 @@ def _fill(own: torch.Tensor, shards: Shards, key: str) -> None:
 
 
 def _restore_optimizer(
-    shards: Shards, model: torch.nn.Module, optimizer: torch.optim.Optimizer, source: Path
+    shards: ShardReader, model: torch.nn.Module, optimizer: torch.optim.Optimizer, source: Path
 ) -> None:
     parameters = dict(model.named_parameters())
-    places = _optimizer_places(model, optimizer)
+    places = _optimizer_indices(model, optimizer)
     state: dict[int, dict[str, torch.Tensor]] = {}
     for name in shards.names(OPTIMIZER):
         parameter, _, what = name.rpartition("/")
@@ -158,7 +160,7 @@ def _restore_optimizer(
         own = parameters[parameter].detach()
         if shards.shape(key) == tuple(own.shape):
             value = torch.empty_like(own)
-            _fill(value, shards, key)
+            _fill_from_shards(value, shards, key)
         else:
             value = shards.whole(key)
         state.setdefault(places[parameter], {})[what] = value
@@ -167,18 +169,18 @@ def _restore_optimizer(
     optimizer.load_state_dict(description)
 
 
-def _all_tensors(
+def _named_tensors(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         yield f"{MODEL}/{name}", parameter.detach()
-    names = {place: name for name, place in _optimizer_places(model, optimizer).items()}
+    names = {place: name for name, place in _optimizer_indices(model, optimizer).items()}
     for place, state in optimizer.state_dict()["state"].items():
         for what, value in state.items():
             yield f"{OPTIMIZER}/{names[place]}/{what}", value
 
 
-def _optimizer_places(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def _optimizer_indices(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """The optimizer's number of each parameter that trains."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
@@ -192,6 +194,6 @@ def _rng_states() -> dict[str, torch.Tensor]:
     return states
 
 
-def _rows(shape: Iterable[int]) -> int:
+def _count_rows(shape: Iterable[int]) -> int:
     """Of a scalar there is one."""
     return next(iter(shape), 1)

@@ -9,7 +9,7 @@ from sightline.errors import ProcessFailed
 
 class MemoryHub:
     def __init__(self) -> None:
-        self._in: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
+        self._inbox: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
         self._spokes: dict[str, MemorySpoke] = {}
 
     def spoke(self, name: str) -> MemorySpoke:
@@ -21,7 +21,7 @@ class MemoryHub:
         self._spokes[peer].deliver(data)
 
     async def receive(self) -> tuple[str, bytes]:
-        return await self._in.get()
+        return await self._inbox.get()
 
     def close(self) -> None:
         self._spokes.clear()
@@ -29,23 +29,23 @@ class MemoryHub:
     def hello(self, spoke: MemorySpoke, data: bytes) -> None:
         # As over ZMQ, a spoke is known from its first message on.
         self._spokes[spoke.name] = spoke
-        self._in.put_nowait((spoke.name, data))
+        self._inbox.put_nowait((spoke.name, data))
 
 
 class MemorySpoke:
     def __init__(self, hub: MemoryHub, name: str) -> None:
         self.name = name
         self._hub = hub
-        self._in: asyncio.Queue[bytes] = asyncio.Queue()
+        self._inbox: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def send(self, data: bytes) -> None:
         self._hub.hello(self, data)
 
     async def receive(self) -> bytes:
-        return await self._in.get()
+        return await self._inbox.get()
 
     def deliver(self, data: bytes) -> None:
-        self._in.put_nowait(data)
+        self._inbox.put_nowait(data)
 
     def close(self) -> None:
         pass

@@ -52,7 +52,7 @@ class AsyncSpoke:
 
     def __init__(self, address: str, name: str, secret: str = "") -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        _set_up(self._socket, name, secret)
+        _set_up_spoke(self._socket, name, secret)
         self._socket.connect(address)
 
     async def send(self, data: bytes) -> None:
@@ -65,12 +65,12 @@ class AsyncSpoke:
         self._socket.close(linger=1000)
 
 
-class _Threaded:
+class _ThreadedSocket:
     """A socket in a thread of its own; others hand it messages through another socket."""
 
     def __init__(self, kind: int, set_up: Callable[[zmq.Socket[bytes]], None]) -> None:
         self._context = zmq.Context()
-        self._in: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
         self._wake_address = f"inproc://wake-{id(self)}"
         self._wake_lock = threading.Lock()
         self._is_closed = False
@@ -81,7 +81,7 @@ class _Threaded:
         socket = self._context.socket(kind)
         set_up(socket)
         self._thread = threading.Thread(
-            target=self._carry, args=(socket, listener), daemon=True, name="channel"
+            target=self._run_socket, args=(socket, listener), daemon=True, name="channel"
         )
         self._thread.start()
 
@@ -92,7 +92,7 @@ class _Threaded:
 
     def _receive(self, timeout_s: float | None) -> list[bytes] | None:
         try:
-            return self._in.get(timeout=timeout_s)
+            return self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
@@ -107,7 +107,7 @@ class _Threaded:
         self._wake.close(linger=0)
         self._context.term()
 
-    def _carry(self, socket: zmq.Socket[bytes], listener: zmq.Socket[bytes]) -> None:
+    def _run_socket(self, socket: zmq.Socket[bytes], listener: zmq.Socket[bytes]) -> None:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(listener, zmq.POLLIN)
@@ -122,17 +122,17 @@ class _Threaded:
                 except zmq.ZMQError:
                     pass  # the peer has gone; whoever watches processes says so
             if socket in ready:
-                self._in.put(socket.recv_multipart())
+                self._inbox.put(socket.recv_multipart())
         socket.close(linger=2000)
         listener.close(linger=0)
 
 
-class Spoke(_Threaded):
+class Spoke(_ThreadedSocket):
     """A spoke of a process with threads."""
 
     def __init__(self, address: str, name: str, secret: str = "") -> None:
         def set_up(socket: zmq.Socket[bytes]) -> None:
-            _set_up(socket, name, secret)
+            _set_up_spoke(socket, name, secret)
             socket.connect(address)
 
         super().__init__(zmq.DEALER, set_up)
@@ -146,7 +146,7 @@ class Spoke(_Threaded):
         return None if frames is None else frames[0]
 
 
-class Hub(_Threaded):
+class Hub(_ThreadedSocket):
     """The hub of a process with threads."""
 
     def __init__(self, address: str, secret: str = "") -> None:
@@ -171,7 +171,7 @@ class Hub(_Threaded):
 def _set_up_hub(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str, secret: str) -> None:
     if secret:
         socket.curve_server = True
-        socket.curve_secretkey, socket.curve_publickey = _keys(secret)
+        socket.curve_secretkey, socket.curve_publickey = _derive_keys(secret)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.SNDHWM, _NO_LIMIT)
     socket.set(zmq.RCVHWM, _NO_LIMIT)
@@ -184,16 +184,16 @@ def _set_up_hub(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str, se
         ) from error
 
 
-def _set_up(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, name: str, secret: str) -> None:
+def _set_up_spoke(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, name: str, secret: str) -> None:
     if secret:
-        socket.curve_serverkey = _keys(secret)[1]
+        socket.curve_serverkey = _derive_keys(secret)[1]
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.set(zmq.IDENTITY, name.encode())
     socket.set(zmq.SNDHWM, _NO_LIMIT)
     socket.set(zmq.RCVHWM, _NO_LIMIT)
 
 
-def _keys(secret: str) -> tuple[bytes, bytes]:
+def _derive_keys(secret: str) -> tuple[bytes, bytes]:
     """The hub's own key and the one that spokes know it by."""
     own = zmq.utils.z85.encode(hashlib.sha256(b"sightline:" + secret.encode()).digest())
     return own, zmq.curve_public(own)

@@ -7,7 +7,7 @@ import msgspec
 from sightline.media import MediaRef
 
 
-class Announce(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="announce"):
+class BatchReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="announce"):
     """Orchestrator to trainer: the batch of `step` is on disk."""
 
     step: int
@@ -15,13 +15,13 @@ class Announce(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ann
     digest: str
 
 
-class Finish(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finish"):
+class FinishTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finish"):
     """Orchestrator to trainer: no batch follows; write a checkpoint and end."""
 
     last_step: int
 
 
-class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="published"):
+class PublishedWeights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="published"):
     """Trainer to orchestrator: the weights of `version` are on disk."""
 
     version: int
@@ -32,7 +32,7 @@ class Published(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="pu
     """The newest step that a checkpoint covers; batches up to it may go."""
 
 
-class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
+class ProcessReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
     """A worker or the trainer has started and listens."""
 
     who: str
@@ -41,13 +41,13 @@ class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"
     """How the process ended that this one replaces; empty for the first of its name."""
 
 
-class Finished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finished"):
+class TrainingFinished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finished"):
     """Trainer to orchestrator: the last checkpoint is written."""
 
     step: int
 
 
-class Play(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="play"):
+class RolloutRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="play"):
     """Orchestrator to worker: play one task once."""
 
     rollout_id: str
@@ -64,7 +64,7 @@ class Play(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="play"):
     """The inference server to ask; empty: the run's own."""
 
 
-class Played(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="played"):
+class RolloutResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="played"):
     """Worker to orchestrator: the trace of a rollout, finished or broken."""
 
     rollout_id: str
@@ -77,31 +77,42 @@ class Played(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="playe
     """What the rollout took in the worker's memory at its end."""
 
 
-class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="held"):
+class MemoryReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="held"):
     """Worker to orchestrator: what its rollouts take in memory now."""
 
     held_bytes: int
 
 
-class Cancel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cancel"):
+class CancelRollouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cancel"):
     """Orchestrator to worker: these rollouts are of no use any more; empty means all."""
 
     rollout_ids: tuple[str, ...] = ()
 
 
-class Quit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="quit"):
+class QuitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="quit"):
     """End in order."""
 
 
-Control = Announce | Finish | Published | Ready | Finished | Play | Played | Held | Cancel | Quit
+ControlMessage = (
+    BatchReady
+    | FinishTraining
+    | PublishedWeights
+    | ProcessReady
+    | TrainingFinished
+    | RolloutRequest
+    | RolloutResult
+    | MemoryReport
+    | CancelRollouts
+    | QuitRequest
+)
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Control)
+_decoder = msgspec.msgpack.Decoder(ControlMessage)
 
 
-def encode(message: Control) -> bytes:
+def encode(message: ControlMessage) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes) -> Control:
+def decode(data: bytes) -> ControlMessage:
     return _decoder.decode(data)

@@ -33,7 +33,7 @@ class Placeholder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     length: int
 
 
-class Features(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MultiModalFeatures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Lists per modality, in step with one another: hash, place and reference of each slot."""
 
     mm_hashes: dict[str, list[str]]
@@ -41,13 +41,13 @@ class Features(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kwargs_data: dict[str, list[str]]
 
 
-LISTS = ("mm_hashes", "mm_placeholders", "kwargs_data")
+FEATURE_LISTS = ("mm_hashes", "mm_placeholders", "kwargs_data")
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     token_ids: list[int]
     sampling_params: SamplingParams
-    features: Features | None = None
+    features: MultiModalFeatures | None = None
     request_id: str = ""
     model: str | None = None
 
@@ -63,7 +63,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     ) -> GenerateRequest:
         features = None
         if slots:
-            features = Features(
+            features = MultiModalFeatures(
                 mm_hashes={modality: [slot.item.key for slot in slots]},
                 mm_placeholders={modality: [Placeholder(s.offset, s.length) for s in slots]},
                 kwargs_data={modality: [slot.item.to_raw() for slot in slots]},
@@ -88,14 +88,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
             counts = (len(hashes[modality]), len(places[modality]), len(raws[modality]))
             if len(set(counts)) != 1:
                 raise Misaligned(
-                    f"{_odd_one(counts, modality)}: the lists of hashes, places and items hold "
+                    f"{_find_odd_list(counts, modality)}: the lists of hashes, places and items hold "
                     f"{counts} entries",
                     "send one entry a slot in each",
                 )
             for i, (key, place, raw) in enumerate(
                 zip(hashes[modality], places[modality], raws[modality], strict=True)
             ):
-                item = _item(raw, f"features.kwargs_data.{modality}[{i}]")
+                item = _read_item(raw, f"features.kwargs_data.{modality}[{i}]")
                 if key != item.key:
                     raise Misaligned(
                         f"features.mm_hashes.{modality}[{i}]: not the key of its item",
@@ -106,13 +106,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
         return slots
 
 
-def _odd_one(counts: tuple[int, int, int], modality: str) -> str:
+def _find_odd_list(counts: tuple[int, int, int], modality: str) -> str:
     """The path of the list that differs from the two others; of all where each differs."""
-    odd = [name for name, num in zip(LISTS, counts, strict=True) if counts.count(num) == 1]
+    odd = [name for name, num in zip(FEATURE_LISTS, counts, strict=True) if counts.count(num) == 1]
     return f"features.{odd[0]}.{modality}" if len(odd) == 1 else "features"
 
 
-def _item(raw: str, path: str) -> MediaItem:
+def _read_item(raw: str, path: str) -> MediaItem:
     try:
         return MediaItem.from_raw(raw)
     except WireError as error:
@@ -136,7 +136,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-def labels(spans: list[VersionSpan]) -> str:
+def join_version_labels(spans: list[VersionSpan]) -> str:
     """The versions that sampled an answer, as one word; several where weights changed in it."""
     return ",".join(dict.fromkeys(span.version for span in spans))
 
@@ -150,7 +150,7 @@ class Choice(msgspec.Struct, frozen=True):
     weight_versions: list[VersionSpan] | None = None
 
 
-class SightlineAnswer(msgspec.Struct, frozen=True):
+class SightlineFields(msgspec.Struct, frozen=True):
     """What stands beside vLLM's own fields."""
 
     pixel_digests: list[str]
@@ -168,7 +168,7 @@ class GenerateResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 
     request_id: str
     choices: list[Choice]
-    sightline: SightlineAnswer | None = None
+    sightline: SightlineFields | None = None
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     """One entry per token of the prompt, by its id; null for the first token and for tokens that
     cannot be sampled."""

@@ -31,7 +31,7 @@ class PackedSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     item: int
 
 
-class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TokenOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Trained tokens [start, stop), counted among the trained, come from this node."""
 
     trace_id: str
@@ -63,7 +63,7 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """int32 (S,)."""
     items: list[PackedItem]
     slots: list[PackedSlot]
-    origins: list[Origin]
+    origins: list[TokenOrigin]
     temperature: float = 1.0
     schema: int = MICRO_BATCH_SCHEMA
 

@@ -106,5 +106,5 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Batch)
 
 
-def digest_of(data: bytes) -> str:
+def digest_batch(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from sightline.wire.array import Array
-from sightline.wire.micro_batch import Origin
+from sightline.wire.micro_batch import TokenOrigin
 
 
 class StepScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step: int
-    origins: list[Origin]
+    origins: list[TokenOrigin]
     """Each names the node whose tokens lie at [start, stop) of the arrays."""
     logprobs: Array
     """float32, by the trainer, before the update."""

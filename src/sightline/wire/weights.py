@@ -75,13 +75,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.version}.{self.epoch}" if self.epoch else str(self.version)
 
 
-def version_of_label(label: str) -> tuple[int, int]:
+def parse_version_label(label: str) -> tuple[int, int]:
     """Version and epoch of a label."""
     version, _, epoch = label.partition(".")
     return int(version), int(epoch or 0)
 
 
-def is_turned(stored: Iterable[int], own: Iterable[int]) -> bool:
+def is_transposed(stored: Iterable[int], own: Iterable[int]) -> bool:
     """Whether two stacks of matrices differ in that each matrix is transposed.
 
     Files of some models hold experts so; trainer and engines hold them as transformers does.

@@ -25,9 +25,9 @@ def _write_kimi_with_merges(path: Path) -> None:
     tiny.write(path)
     newlines = (("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("ĊĊ", "ĊĊ"), ("Ġ", "Ċ"), ("Ġ", "Ġ"), ("ĠĊ", "Ċ"))
     words = (("Ġ", "a"), ("th", "e"), ("Ġ", "the"), (".", "Ċ"), (".Ċ", "Ċ"), ('"', ":"), (">", "A"))
-    tokenizer = tiny.make_tokenizer((*tiny.MERGES, *newlines, *words), think_tokens=True)
+    tokenizer = tiny.build_tokenizer((*tiny.MERGES, *newlines, *words), think_tokens=True)
     tokenizer.save(str(path / "tokenizer.json"))
-    described = tiny.tokenizer_config(tokenizer)
+    described = tiny.build_tokenizer_config(tokenizer)
     (path / "tokenizer_config.json").write_text(json.dumps(described))
     config = json.loads((path / "config.json").read_text())
     config["text_config"]["vocab_size"] = tokenizer.get_vocab_size(with_added_tokens=True) + 7
@@ -64,10 +64,10 @@ class KimiImages:
 
 
 def _kimi_settings(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    from sightline.families.kimi_k25.declare import declare
+    from sightline.families.kimi_k25.tool_declaration import declare_tools
 
     # The published tokenizer makes the declaration in Python and hands it to the template.
-    return {"thinking": False, "tools_ts_str": declare(tools)}
+    return {"thinking": False, "tools_ts_str": declare_tools(tools)}
 
 
 def _kimi(name: str, write: Callable[[Path], None], has_weights: bool) -> Case:

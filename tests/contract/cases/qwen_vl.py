@@ -36,7 +36,7 @@ def _with_merges(kind: str) -> Callable[[Path], None]:
         words = (
             ("Ġ", "a"), ("t", "h"), ("th", "e"), ("Ġ", "the"), (".", "Ċ"), (".Ċ", "Ċ"), ('"', ":"),
         )  # fmt: skip
-        tokenizer = tiny.make_tokenizer((*tiny.MERGES, *newlines, *words))
+        tokenizer = tiny.build_tokenizer((*tiny.MERGES, *newlines, *words))
         tokenizer.save(str(path / "tokenizer.json"))
         (path / "tokenizer_config.json").write_text(
             json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"})

@@ -17,8 +17,9 @@ def _break() -> None:
     import torch
 
     from sightline.errors import MediaError
-    from sightline.trainer import feed, learner, publish, spread
-    from sightline.wire import share
+    from sightline.trainer import distribute as spread
+    from sightline.trainer import feed, learner, publish
+    from sightline.wire import rank_messages as share
 
     fault = os.environ["FAULT"]
     loss, update = learner.Learner._loss, learner.Learner.update
@@ -59,8 +60,8 @@ def _break() -> None:
                 raise OSError("a fault in publishing")
             return write(self, tensors, step, vision_version)
 
-        write = publish.Files.publish
-        publish.Files.publish = unwritable  # type: ignore[method-assign]
+        write = publish.FilePublisher.publish
+        publish.FilePublisher.publish = unwritable  # type: ignore[method-assign]
     if fault == "packing":
 
         def unpackable(samples: Any, step: int, *rest: Any) -> Any:
@@ -77,8 +78,8 @@ def _break() -> None:
                 time.sleep(3600)
             return make_ready(self, batch, digest)
 
-        make_ready = feed.Preparer.prepare
-        feed.Preparer.prepare = stands_still  # type: ignore[method-assign]
+        make_ready = feed.BatchPreparer.prepare
+        feed.BatchPreparer.prepare = stands_still  # type: ignore[method-assign]
     if fault == "media":
         # After the lead has verified the image, a rank cannot read it.
         def unreadable(self: Any, pack: Any) -> Any:
@@ -94,8 +95,8 @@ def _break() -> None:
                 raise MediaError("image 0123 is not in the store", "mend the store")
             return prepare(self, batch, digest)
 
-        prepare = feed.Preparer.prepare
-        feed.Preparer.prepare = unpacked  # type: ignore[method-assign]
+        prepare = feed.BatchPreparer.prepare
+        feed.BatchPreparer.prepare = unpacked  # type: ignore[method-assign]
 
 
 if os.environ.get("VICTIM") in sys.orig_argv and "process" in sys.orig_argv:

@@ -22,7 +22,7 @@ def test_show_prints_the_file_with_every_setting(
     assert main(["config", "show", str(path), "run.seed=7"]) == 0
     shown = tomllib.loads(capsys.readouterr().out)
     assert shown["run"]["seed"] == 7
-    assert config.check(config.RunFile, shown, "shown") == config.load(
+    assert config.validate_config(config.RunFile, shown, "shown") == config.load_config(
         config.RunFile, path, ["run.seed=7"]
     )
 
@@ -58,7 +58,7 @@ def test_schema_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "schema"]) == 0
     page = capsys.readouterr().out
     for kind in (config.RunFile, config.SftFile):
-        for section, name, _ in config.settings(kind):
+        for section, name, _ in config.iter_settings(kind):
             body = page.split(f"## [{section}]")[1].split("\n## ")[0]
             assert f"| `{name}` |" in body
 

@@ -13,7 +13,7 @@ from serving import Client, live
 from sightline.cli.main import main
 from sightline.inference.settings import ServeSettings
 from sightline.media import MediaStore
-from sightline.rollout import endpoint as endpoint_module
+from sightline.rollout import openai_client as endpoint_module
 
 WORDS = ["eval", "color_codeword", "--tasks", "6", "--max-tokens", "12", "--temperature", "0"]
 
@@ -21,7 +21,7 @@ WORDS = ["eval", "color_codeword", "--tasks", "6", "--max-tokens", "12", "--temp
 @pytest.fixture
 def server(tiny_model: Path, store: MediaStore) -> Iterator[Client]:
     settings = ServeSettings(
-        model=tiny_model, media_roots=(store.root,), device="cpu", max_len=1024
+        model=tiny_model, media_roots=(store.root,), device="cpu", max_model_len=1024
     )
     with live(settings) as made:
         yield made

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from sightline import __version__
-from sightline.cli.main import Parser, attach, build_parser, command_names, main
+from sightline.cli.main import Parser, add_command, build_parser, list_commands, main
 from sightline.errors import ConfigError
 
 
@@ -58,8 +58,8 @@ def test_only_the_command_that_is_called_is_declared() -> None:
 
 
 def test_benchmarks_are_commands_of_bench_only() -> None:
-    assert not [name for name in command_names() if name.startswith("bench_")]
-    assert "main" not in command_names()
+    assert not [name for name in list_commands() if name.startswith("bench_")]
+    assert "main" not in list_commands()
 
 
 def test_a_command_runs_its_own_file_s_run_unless_an_action_names_another() -> None:
@@ -69,7 +69,7 @@ def test_a_command_runs_its_own_file_s_run_unless_an_action_names_another() -> N
         actions.add_parser("two").set_defaults(run=lambda args: 2)
 
     parser = Parser()
-    attach(SimpleNamespace(add=add, run=lambda args: 1), parser.add_subparsers())  # type: ignore[arg-type]
+    add_command(SimpleNamespace(add=add, run=lambda args: 1), parser.add_subparsers())  # type: ignore[arg-type]
     for words, status in ((["thing", "one"], 1), (["thing", "two"], 2)):
         args = parser.parse_args(words)
         assert args.run(args) == status

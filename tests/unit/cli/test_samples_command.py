@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from sightline.monitor.dashboard.synthetic import Size, write_run
+from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 
 pytest.importorskip("pyarrow")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_nothing_is_left_of_an_upload_that_is_ended(tmp_path: Path, number: int) -> None:
-    run_dir = write_run(
-        tmp_path / "run-001", Size(steps=1, rollouts_per_step=4, images=2, conversations=2)
+    run_dir = write_synthetic_run(
+        tmp_path / "run-001", SyntheticSize(steps=1, rollouts_per_step=4, images=2, conversations=2)
     )
     scratch = tmp_path / "scratch"
     scratch.mkdir()

@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from sightline.compute import attention_cuda
-from sightline.compute.attention import Tree
-from sightline.compute.attention_cuda import BLOCK, FlexTree, blocks_of, pad_ends
+from sightline.compute.attention import TreePattern
+from sightline.compute.attention_cuda import (
+    BLOCK,
+    FlexTreePattern,
+    find_visible_blocks,
+    pad_subtree_ends,
+)
 
 CPU = torch.device("cpu")
 
@@ -35,11 +40,11 @@ def random_ends(rng: random.Random, size: int) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(6))
 def test_blocks_say_what_all_pairs_say(seed: int) -> None:
     rng = random.Random(seed)
-    padded = pad_ends(random_ends(rng, rng.randint(300, 2500)))
+    padded = pad_subtree_ends(random_ends(rng, rng.randint(300, 2500)))
     index = np.arange(len(padded))
     sees = (index <= index[:, None]) & (index[:, None] < padded)
     tiles = sees.reshape(-1, BLOCK, len(padded) // BLOCK, BLOCK)
-    partial, whole = blocks_of(padded)
+    partial, whole = find_visible_blocks(padded)
     assert np.array_equal(whole, tiles.all(axis=(1, 3)))
     assert np.array_equal(partial | whole, tiles.any(axis=(1, 3)))
     assert not (partial & whole).any()
@@ -58,6 +63,6 @@ def test_flex_attention_gives_what_the_plain_mask_gives(
     torch.manual_seed(seed)
     ends = random_ends(random.Random(seed), 700)
     q, k, v = (torch.randn(1, heads, 700, 16) for heads in (4, 2, 2))
-    flex = FlexTree(ends, CPU).attend(0, q, k, v, 0.3)
-    plain = Tree(ends, CPU).attend(0, q, k, v, 0.3)
+    flex = FlexTreePattern(ends, CPU).attend(0, q, k, v, 0.3)
+    plain = TreePattern(ends, CPU).attend(0, q, k, v, 0.3)
     torch.testing.assert_close(flex, plain, rtol=1e-5, atol=1e-5)

@@ -10,17 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sightline.compute import attention_dense
-from sightline.compute.attention import Flat
-from sightline.compute.attention_dense import (
-    LIKE,
+from sightline.compute import attention_cudnn as attention_dense
+from sightline.compute.attention import PackedPattern
+from sightline.compute.attention_cudnn import (
     MAX_GROUPS,
-    RETURNS,
-    Plans,
-    groups_of,
+    MIN_LENGTH_RATIO,
+    MIN_SHAPE_REPEATS,
+    ShapeCounter,
+    build_padded_rows,
+    decide_images,
+    group_by_length,
     padded_length,
-    padded_rows,
-    takes_images,
 )
 
 CPU = torch.device("cpu")
@@ -37,11 +37,11 @@ def no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_dense, "_cudnn", plain)
 
 
-def seen_often(lengths: list[int]) -> Plans:
-    plans = Plans()
-    for _ in range(RETURNS):
-        for rows in groups_of(lengths):
-            plans.worth(len(rows), padded_length(rows, lengths))
+def seen_often(lengths: list[int]) -> ShapeCounter:
+    plans = ShapeCounter()
+    for _ in range(MIN_SHAPE_REPEATS):
+        for rows in group_by_length(lengths):
+            plans.count_shape(len(rows), padded_length(rows, lengths))
     return plans
 
 
@@ -50,9 +50,9 @@ def seen_often(lengths: list[int]) -> Plans:
 )
 def test_padded_rows_give_what_plain_ones_give(lengths: list[int]) -> None:
     torch.manual_seed(0)
-    padded = padded_rows(lengths, CPU, seen_often(lengths))
+    padded = build_padded_rows(lengths, CPU, seen_often(lengths))
     assert padded is not None
-    plain = Flat(lengths, CPU)
+    plain = PackedPattern(lengths, CPU)
     first = [torch.randn(1, n, sum(lengths), 16, requires_grad=True) for n in (4, 2, 2)]
     second = [x.detach().clone().requires_grad_() for x in first]
     ours = padded.attend(*(x.squeeze(0).transpose(0, 1) for x in first), 0.3)
@@ -69,22 +69,24 @@ def test_padded_rows_give_what_plain_ones_give(lengths: list[int]) -> None:
 def test_every_row_is_in_one_group_of_its_length(seed: int) -> None:
     rng = random.Random(seed)
     lengths = [rng.randint(1, 5000) for _ in range(rng.randint(1, 30))]
-    groups = groups_of(lengths)
+    groups = group_by_length(lengths)
     assert sorted(row for rows in groups for row in rows) == list(range(len(lengths)))
     for rows in groups:
         held = [lengths[row] for row in rows]
-        assert min(held) >= LIKE * max(held)
+        assert min(held) >= MIN_LENGTH_RATIO * max(held)
         assert max(held) <= padded_length(rows, lengths)
 
 
 def test_a_shape_gets_a_plan_when_it_comes_back() -> None:
-    plans = Plans()
+    plans = ShapeCounter()
     lengths = [2000, 1990]
-    found = [padded_rows(lengths, CPU, plans) is not None for _ in range(RETURNS + 1)]
-    assert found == [False] * (RETURNS - 1) + [True, True]
+    found = [
+        build_padded_rows(lengths, CPU, plans) is not None for _ in range(MIN_SHAPE_REPEATS + 1)
+    ]
+    assert found == [False] * (MIN_SHAPE_REPEATS - 1) + [True, True]
     # Other lengths, of the same shape once they are padded.
-    assert padded_rows([1900, 2040], CPU, plans) is not None
-    assert padded_rows([1900, 2049], CPU, plans) is None
+    assert build_padded_rows([1900, 2040], CPU, plans) is not None
+    assert build_padded_rows([1900, 2049], CPU, plans) is None
 
 
 @pytest.mark.parametrize(
@@ -96,41 +98,43 @@ def test_a_shape_gets_a_plan_when_it_comes_back() -> None:
     ],
 )
 def test_what_padding_costs_too_much_for_is_left_as_it_is(lengths: list[int], why: str) -> None:
-    assert padded_rows(lengths, CPU, seen_often(lengths)) is None, why
+    assert build_padded_rows(lengths, CPU, seen_often(lengths)) is None, why
 
 
 def test_without_gradients_nothing_is_padded() -> None:
     lengths = [2048]
     with torch.no_grad():
-        assert padded_rows(lengths, CPU, seen_often(lengths)) is None
+        assert build_padded_rows(lengths, CPU, seen_often(lengths)) is None
 
 
 def test_plans_forget_what_was_not_asked_for_lately() -> None:
-    plans = Plans(kept=2)
-    found = [plans.worth(1, 1) for _ in range(RETURNS)]
-    assert found == [False] * (RETURNS - 1) + [True]
-    plans.worth(2, 1)
-    assert plans.worth(1, 1)
-    plans.worth(3, 1)
-    plans.worth(4, 1)
-    assert not plans.worth(1, 1)
+    plans = ShapeCounter(kept=2)
+    found = [plans.count_shape(1, 1) for _ in range(MIN_SHAPE_REPEATS)]
+    assert found == [False] * (MIN_SHAPE_REPEATS - 1) + [True]
+    plans.count_shape(2, 1)
+    assert plans.count_shape(1, 1)
+    plans.count_shape(3, 1)
+    plans.count_shape(4, 1)
+    assert not plans.count_shape(1, 1)
 
 
 def test_images_are_decided_on_once_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_dense, "PLANS", Plans())
+    monkeypatch.setattr(attention_dense, "SHAPES", ShapeCounter())
 
     def layers(ends: list[int], longest: int) -> list[bool]:
         bounds = torch.tensor(ends, dtype=torch.int32)
         # The last is computed again, in the backward pass.
-        return [takes_images(bounds, longest, ends[-1]) for _ in range(5)]
+        return [decide_images(bounds, longest, ends[-1]) for _ in range(5)]
 
     even = [0, 1024, 2048, 3072]
-    found = [layers(even, 1024) for _ in range(RETURNS)]
-    assert found == [[False] * 5] * (RETURNS - 1) + [[True] * 5]
-    for _ in range(RETURNS):
+    found = [layers(even, 1024) for _ in range(MIN_SHAPE_REPEATS)]
+    assert found == [[False] * 5] * (MIN_SHAPE_REPEATS - 1) + [[True] * 5]
+    for _ in range(MIN_SHAPE_REPEATS):
         assert layers([0, 1024, 3072], 2048) == [False] * 5, "of two sizes"
         assert layers([0, 16, 32], 16) == [False] * 5, "too small"
     with torch.no_grad():
         assert layers(even, 1024) == [False] * 5
     gc.collect()
-    assert len(attention_dense._decided) == 0, "what is decided goes with the micro-batch"
+    assert len(attention_dense._decision_by_bounds) == 0, (
+        "what is decided goes with the micro-batch"
+    )

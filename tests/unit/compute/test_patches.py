@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sightline.compute.patches import multiply_patches
+from sightline.compute.patch_embedding import linearize_patch_embeddings
 
 KINDS = {
     "two frames": (nn.Conv3d(3, 8, (2, 4, 4), stride=(2, 4, 4)), (5, 3, 2, 4, 4)),
@@ -30,7 +30,7 @@ def test_products_are_convolutions(name: str) -> None:
         out = module(own)
         out.square().sum().backward()
         found.append([out.detach(), own.grad, *(p.grad.clone() for p in module.parameters())])
-        multiply_patches(module)
+        linearize_patch_embeddings(module)
     for convolved, multiplied in zip(*found, strict=True):
         torch.testing.assert_close(multiplied, convolved, rtol=1e-5, atol=1e-5)
     assert list(dict(module.named_parameters())) == names
@@ -47,7 +47,7 @@ def test_the_patches_of_every_family_are_multiplied(
         path = tmp_path / name
         write_tiny(name, path, seed=0)
         forward = load_model(path, load_family(path), "cpu", "float32")
-        smallest = forward.blank()
+        smallest = forward.blank_image()
         assert smallest is not None
         with monkeypatch.context() as patched:
             for kind in ("conv2d", "conv3d"):

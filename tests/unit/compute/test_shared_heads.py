@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sightline.compute.attention_cuda import shares_heads
+from sightline.compute.attention_cuda import supports_gqa
 
 CPU = torch.device("cpu")
 
@@ -42,9 +42,9 @@ def forgets_gradients(q, k, v, ends, _, longest, __, scale, window_size):  # typ
 
 
 def test_a_function_that_knows_is_given_few_heads() -> None:
-    assert shares_heads(knows, CPU, torch.float32)
+    assert supports_gqa(knows, CPU, torch.float32)
 
 
 def test_one_that_refuses_or_is_wrong_is_given_repeated_heads() -> None:
     for attend in (refuses, mixes_up, forgets_gradients):
-        assert not shares_heads(attend, CPU, torch.float32), attend.__name__
+        assert not supports_gqa(attend, CPU, torch.float32), attend.__name__

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from sightline.envs.actions import Field, TextWay, ToolWay
+from sightline.envs.action_formats import ActionField, TextActions, ToolActions
 from sightline.message import Message, ToolCall, assistant
 
-FIELDS = (Field("x", below=160), Field("y", below=128))
-CLICK = TextWay(FIELDS, "click")
-TOOL = ToolWay(FIELDS, "click", "Clicks.")
-MOVE = TextWay((Field("direction", ("U", "D")),))
+FIELDS = (ActionField("x", num_values=160), ActionField("y", num_values=128))
+CLICK = TextActions(FIELDS, "click")
+TOOL = ToolActions(FIELDS, "click", "Clicks.")
+MOVE = TextActions((ActionField("direction", ("U", "D")),))
 
 
 def call(arguments: Any, name: str = "click") -> Message:
@@ -20,8 +20,8 @@ def call(arguments: Any, name: str = "click") -> Message:
 
 
 @pytest.mark.parametrize("way", [CLICK, TOOL])
-def test_what_a_way_writes_it_reads(way: Any) -> None:
-    assert way.read(way.write((159, 0))) == (159, 0)
+def test_what_a_way_writes_it_reads(action_format: Any) -> None:
+    assert action_format.read(action_format.write((159, 0))) == (159, 0)
 
 
 @pytest.mark.parametrize(

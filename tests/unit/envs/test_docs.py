@@ -15,8 +15,8 @@ from unit.rollout.test_many import playing
 from sightline.envs import Environment
 from sightline.families import load_renderer
 from sightline.media import MediaStore
-from sightline.trace import Trace, decode
-from sightline.wire.control import Play
+from sightline.trace import Trace, decode_trace
+from sightline.wire.control import RolloutRequest
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "environments.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -35,7 +35,9 @@ def environment(number: int, *args: Any) -> Environment:
 def play(env: Environment, model: Path, store: MediaStore) -> Trace:
     async def main() -> Trace:
         async with playing(env, load_renderer(model, store), store) as player:
-            return decode((await player.play(Play("r", "g", 3, "train", 1, 1.0))).trace)
+            return decode_trace(
+                (await player.play(RolloutRequest("r", "g", 3, "train", 1, 1.0))).trace
+            )
 
     return asyncio.run(main())
 

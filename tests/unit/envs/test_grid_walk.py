@@ -16,7 +16,7 @@ from sightline.errors import ConfigError
 from sightline.families import load_renderer
 from sightline.media import MediaStore
 from sightline.message import Message
-from sightline.trainer.sft import sample_of
+from sightline.trainer.sft import build_sample
 
 
 def play(env: GridWalk, store: MediaStore, answers: Any) -> tuple[Outcome, ScriptedChat]:
@@ -61,7 +61,7 @@ def test_the_shortest_way_earns_everything(store: MediaStore) -> None:
 def test_moves_are_tool_calls_and_pictures_their_results(store: MediaStore) -> None:
     env = GridWalk(actions="tool")
     moves = shortest(env, env.task(0, "train").data)
-    outcome, chat = play(env, store, [env.way.write((word_of(m),)) for m in moves])
+    outcome, chat = play(env, store, [env.action_format.write((word_of(m),)) for m in moves])
     assert outcome.parts["reached"] == 1.0 and outcome.parts["malformed"] == 0.0
     assert [message.role for message in chat.seen] == ["user"] + ["tool"] * (len(moves) - 1)
     assert all(len(message.images) == 1 for message in chat.seen)
@@ -116,7 +116,7 @@ def test_demonstrations_can_be_read_back_and_experts_arrive(
             at = task.data.start
             for message in talk:
                 if message.role == "assistant":
-                    action = env.way.read(message)
+                    action = env.action_format.read(message)
                     assert action is not None
                     letter = action[0] if actions == "text" else action[0][0].upper()
                     at = env.step(task.data, at, letter)
@@ -130,7 +130,7 @@ def test_a_demonstration_with_tools_offers_them_in_its_prompt(
     env = GridWalk(actions="tool", max_turns=2)
     talk = env.demonstration(env.task(0, "sft"), store.put, random.Random(0))
     renderer = load_renderer(tiny_model, store)
-    plain, offered = sample_of(talk, renderer, "a"), sample_of(talk, renderer, "b", env.tools)
+    plain, offered = build_sample(talk, renderer, "a"), build_sample(talk, renderer, "b", env.tools)
     assert len(offered.token_ids) > len(plain.token_ids) + 100
     assert len(offered.trained) == len(plain.trained)
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_played_is_refused(args: dict[str, Any]) -> None:
 
 def test_several_calls_at_once_are_no_move(store: MediaStore) -> None:
     env = GridWalk(actions="tool", max_turns=2)
-    one = env.way.write(("up",))
+    one = env.action_format.write(("up",))
     two = Message(role="assistant", tool_calls=one.tool_calls * 2)
     outcome, chat = play(env, store, [two, two])
     assert outcome.parts["malformed"] == 1.0

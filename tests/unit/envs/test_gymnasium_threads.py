@@ -20,8 +20,8 @@ from unit.rollout.test_many import playing
 from sightline.envs.gymnasium import GymnasiumEnvironment
 from sightline.families import load_renderer
 from sightline.media import MediaStore
-from sightline.trace import decode
-from sightline.wire.control import Play
+from sightline.trace import decode_trace
+from sightline.wire.control import RolloutRequest
 
 PIXELS = np.zeros((48, 64, 3), np.uint8)
 
@@ -85,7 +85,9 @@ def test_pictures_are_made_in_the_thread_of_the_game(
 
     async def main() -> None:
         async with playing(made.env, load_renderer(tiny_model, store), store) as player:
-            trace = decode((await player.play(Play("r", "g", 0, "train", 7, 1.0))).trace)
+            trace = decode_trace(
+                (await player.play(RolloutRequest("r", "g", 0, "train", 7, 1.0))).trace
+            )
             assert not trace.error and trace.rewards["return"] == 1.0
 
     asyncio.run(main())
@@ -101,7 +103,9 @@ def test_a_step_that_hangs_does_not_hold_up_a_rollout_that_is_cancelled(
     async def main() -> None:
         async with playing(made.env, load_renderer(tiny_model, store), store) as player:
             player.timeout_s = player.grace_s = 600.0
-            playing_it = asyncio.create_task(player.play(Play("r", "g", 0, "train", 7, 1.0)))
+            playing_it = asyncio.create_task(
+                player.play(RolloutRequest("r", "g", 0, "train", 7, 1.0))
+            )
             await until(lambda: len(made.games) == 2 and made.games[1].steps.is_set())
             playing_it.cancel()
             await asyncio.wait_for(asyncio.wait({playing_it}), 30)

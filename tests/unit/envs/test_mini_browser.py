@@ -88,7 +88,9 @@ def test_tool_calls_click_as_well(store: MediaStore) -> None:
     env = MiniBrowser(actions="tool", pages=1)
     try:
         page = env.task(1, "train").data[0]
-        outcome, chat = play(env, store, [env.way.write(page.buttons[page.wanted].middle)], 1)
+        outcome, chat = play(
+            env, store, [env.action_format.write(page.buttons[page.wanted].middle)], 1
+        )
         assert outcome.reward == pytest.approx(1.0)
         assert chat.tools[0][0]["function"]["name"] == "click"
     finally:
@@ -113,7 +115,7 @@ def test_demonstrations_click_on_a_button_of_the_page_that_they_show(
 ) -> None:
     task = env.task(2, "sft")
     shown, said = env.demonstration(task, store.put, random.Random(0))
-    assert env.way.read(said) in [button.middle for button in task.data[0].buttons]
+    assert env.action_format.read(said) in [button.middle for button in task.data[0].buttons]
     again, _ = env.demonstration(task, store.put, random.Random(1))
     assert shown.images == again.images, "the same page is the same picture"
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from sightline.config import RunFile, check, dump, load
-from sightline.envs.mix import Mix, build_environment
+from sightline.config import RunFile, dump_toml, load_config, validate_config
+from sightline.envs.mix import EnvironmentMix, build_environment
 from sightline.errors import ConfigError
 
 
 def run_file(**env: Any) -> RunFile:
-    return check(RunFile, {"model": {"path": "m"}, "env": env}, "run.toml")
+    return validate_config(RunFile, {"model": {"path": "m"}, "env": env}, "run.toml")
 
 
 MIXED: dict[str, Any] = {
@@ -26,24 +26,24 @@ MIXED: dict[str, Any] = {
 
 def test_tasks_come_by_weight_and_always_from_the_same_one() -> None:
     env = build_environment(run_file(**MIXED).env)
-    drawn = [env.pick(i, "train") for i in range(4000)]
+    drawn = [env.choose_environment(i, "train") for i in range(4000)]
     share = Counter(member.name for member in drawn)
     assert 0.72 < share["color_codeword"] / 4000 < 0.78
-    assert [env.pick(i, "train") for i in range(4000)] == drawn
+    assert [env.choose_environment(i, "train") for i in range(4000)] == drawn
     for index in range(20):
-        squares = 2 if env.pick(index, "eval").name == "color_codeword" else 4
+        squares = 2 if env.choose_environment(index, "eval").name == "color_codeword" else 4
         assert len(env.task(index, "eval").data) == 3 * squares
 
 
 def test_a_mix_survives_the_round_trip(tmp_path: Any) -> None:
     first = run_file(**MIXED)
-    (tmp_path / "run.toml").write_text(dump(first))
-    assert load(RunFile, tmp_path / "run.toml") == first
+    (tmp_path / "run.toml").write_text(dump_toml(first))
+    assert load_config(RunFile, tmp_path / "run.toml") == first
 
 
 def test_one_environment_stays_as_it_was() -> None:
     env = build_environment(run_file(name="color_codeword", args={"squares": 2}).env)
-    assert not isinstance(env, Mix) and env.pick(5, "train") is env
+    assert not isinstance(env, EnvironmentMix) and env.choose_environment(5, "train") is env
 
 
 @pytest.mark.parametrize(

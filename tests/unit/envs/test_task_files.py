@@ -35,7 +35,7 @@ def jsonl(tmp_path: Path) -> Path:
 
 
 def test_rows_of_jsonl_bring_images_by_path_and_by_data_url(jsonl: Path, store: MediaStore) -> None:
-    tasks = open_tasks(jsonl, images=["image"], eval=0)
+    tasks = open_tasks(jsonl, images=["image"], eval_fraction=0)
     assert len(tasks) == 3
     first, second, third = (tasks.read(n, store.put) for n in range(3))
     assert [row["n"] for row in (first, second, third)] == [0, 1, 2]
@@ -46,7 +46,9 @@ def test_rows_of_jsonl_bring_images_by_path_and_by_data_url(jsonl: Path, store: 
 
 @pytest.mark.parametrize("path", ["rows.parquet", "folder"])
 def test_image_columns_of_datasets_go_into_the_store(path: str, store: MediaStore) -> None:
-    tasks = open_tasks(GOLDEN / path, part="train" if path == "folder" else "", eval=0)
+    tasks = open_tasks(
+        GOLDEN / path, dataset_split="train" if path == "folder" else "", eval_fraction=0
+    )
     assert len(tasks) == 5
     for number in range(5):
         row = tasks.read(number, store.put)
@@ -57,8 +59,8 @@ def test_image_columns_of_datasets_go_into_the_store(path: str, store: MediaStor
 
 
 def test_a_part_of_a_folder_is_named(store: MediaStore) -> None:
-    assert len(open_tasks(GOLDEN / "folder", part="test", eval=0)) == 2
-    assert len(open_tasks(GOLDEN / "folder" / "test", eval=0)) == 2
+    assert len(open_tasks(GOLDEN / "folder", dataset_split="test", eval_fraction=0)) == 2
+    assert len(open_tasks(GOLDEN / "folder" / "test", eval_fraction=0)) == 2
     with pytest.raises(ConfigError, match="the parts train, test"):
         open_tasks(GOLDEN / "folder")
 
@@ -69,21 +71,23 @@ def test_parquet_is_read_by_row_group(tmp_path: Path, store: MediaStore) -> None
 
     table = pyarrow.table({"n": list(range(10))})
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet", row_group_size=3)
-    tasks = open_tasks(tmp_path / "t.parquet", eval=0)
+    tasks = open_tasks(tmp_path / "t.parquet", eval_fraction=0)
     assert [tasks.read(n, store.put)["n"] for n in (9, 0, 3, 2, 8)] == [9, 0, 3, 2, 8]
 
 
 def test_splits_share_no_row_and_come_round_again(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(json.dumps({"n": n}) for n in range(100)))
-    tasks = open_tasks(path, eval=0.2, sft=0.1, seed=3)
-    rows = {s: {tasks.pick(i, s) for i in range(300)} for s in ("train", "eval", "sft")}
+    tasks = open_tasks(path, eval_fraction=0.2, sft_fraction=0.1, seed=3)
+    rows = {s: {tasks.get_row_number(i, s) for i in range(300)} for s in ("train", "eval", "sft")}
     assert [len(rows[s]) for s in ("train", "eval", "sft")] == [70, 20, 10]
     assert set.union(*rows.values()) == set(range(100))
-    again = open_tasks(path, eval=0.2, sft=0.1, seed=3)
-    assert [again.pick(i, "train") for i in range(9)] == [tasks.pick(i, "train") for i in range(9)]
+    again = open_tasks(path, eval_fraction=0.2, sft_fraction=0.1, seed=3)
+    assert [again.get_row_number(i, "train") for i in range(9)] == [
+        tasks.get_row_number(i, "train") for i in range(9)
+    ]
     with pytest.raises(ConfigError, match="none for the split 'sft'"):
-        open_tasks(path).pick(0, "sft")
+        open_tasks(path).get_row_number(0, "sft")
 
 
 @pytest.mark.parametrize("name", ["../outside.png", "/etc/passwd", "way/../../outside.png"])
@@ -93,7 +97,7 @@ def test_a_path_that_leads_out_is_refused(tmp_path: Path, store: MediaStore, nam
     path.parent.mkdir()
     path.write_text(json.dumps({"image": name}))
     with pytest.raises(MediaRefused, match="row 0, image: .* leads out"):
-        open_tasks(path, images=["image"], eval=0).read(0, store.put)
+        open_tasks(path, images=["image"], eval_fraction=0).read(0, store.put)
 
 
 def test_a_link_that_leads_out_is_refused(tmp_path: Path, store: MediaStore) -> None:
@@ -103,7 +107,7 @@ def test_a_link_that_leads_out_is_refused(tmp_path: Path, store: MediaStore) -> 
     (path.parent / "a.png").symlink_to(tmp_path / "outside.png")
     path.write_text(json.dumps({"image": "a.png"}))
     with pytest.raises(MediaRefused, match="leads out"):
-        open_tasks(path, images=["image"], eval=0).read(0, store.put)
+        open_tasks(path, images=["image"], eval_fraction=0).read(0, store.put)
 
 
 @pytest.mark.parametrize(
@@ -127,4 +131,4 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path, store: MediaStore) -> 
     path = tmp_path / "t.jsonl"
     path.write_text('{"n": 1}\n{"n":\n')
     with pytest.raises(ConfigError, match="row 1: "):
-        open_tasks(path, eval=0).read(1, store.put)
+        open_tasks(path, eval_fraction=0).read(1, store.put)

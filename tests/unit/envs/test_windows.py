@@ -13,15 +13,15 @@ import pytest
 from PIL import Image
 
 from sightline.envs import Conversation, last_images, last_turns
-from sightline.envs.windows import IMAGE_GONE, opening
+from sightline.envs.windows import IMAGE_PLACEHOLDER, opening
 from sightline.errors import ConfigError, EnvironmentFailed
 from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, ToolCall, assistant, system, text, user
 from sightline.rollout.chat import RolloutChat
-from sightline.rollout.play import Player
-from sightline.trace import Trace, decode, flatten
-from sightline.wire.control import Play
+from sightline.rollout.player import RolloutPlayer
+from sightline.trace import Trace, decode_trace, flatten
+from sightline.wire.control import RolloutRequest
 from tests.logged_chat import LoggingPolicy, line_of, talking
 from tests.unit.trace.toy import picture
 
@@ -45,7 +45,7 @@ def test_older_images_leave_and_a_text_takes_their_place() -> None:
     history = [user("x", picture(1), picture(2), "y"), assistant("a"), user(picture(3))]
     windowed = last_images(2)(history)
     assert shown(windowed) == [picture(2), picture(3)]
-    assert windowed[0] == user(f"x{IMAGE_GONE}", picture(2), "y")
+    assert windowed[0] == user(f"x{IMAGE_PLACEHOLDER}", picture(2), "y")
     assert windowed[1] is history[1] and windowed[2] is history[2]
     assert last_images(3)(history) == history
     assert last_images(0, instead="")(history) == [user("xy"), assistant("a"), user()]
@@ -238,8 +238,10 @@ def test_the_example_of_the_docs_runs(tiny_model: Path, store: MediaStore) -> No
 
     async def main() -> Trace:
         async with talking(policy, renderer, store) as chat:
-            player = Player(env, renderer, store, chat.client, "image", 64, timeout_s=60)
-            return decode((await player.play(Play("r", "g", 3, "train", 1, 1.0))).trace)
+            player = RolloutPlayer(env, renderer, store, chat.client, "image", 64, timeout_s=60)
+            return decode_trace(
+                (await player.play(RolloutRequest("r", "g", 3, "train", 1, 1.0))).trace
+            )
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error

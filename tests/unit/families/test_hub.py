@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from sightline import FamilyError, MediaStore, load_family, load_renderer
-from sightline.families.hub import SMALL_FILES, find_checkpoint
+from sightline.families.hub import CONFIG_FILES, resolve_checkpoint
 from sightline.launch.preflight import resolve_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -45,24 +45,24 @@ def keep(cache: Path, model: Path, names: list[str]) -> Path:
 
 
 def test_a_folder_is_itself(tiny_model: Path) -> None:
-    assert find_checkpoint(tiny_model) == tiny_model
-    assert find_checkpoint("no/such/folder/at/all") == Path("no/such/folder/at/all")
+    assert resolve_checkpoint(tiny_model) == tiny_model
+    assert resolve_checkpoint("no/such/folder/at/all") == Path("no/such/folder/at/all")
 
 
 def test_an_id_is_found_in_the_cache_with_its_commit(cache: Path, tiny_model: Path) -> None:
-    names = [name for name in SMALL_FILES if (tiny_model / name).is_file()]
+    names = [name for name in CONFIG_FILES if (tiny_model / name).is_file()]
     snapshot = keep(cache, tiny_model, names)
-    assert find_checkpoint("lab/tiny") == snapshot
-    assert find_checkpoint(f"lab/tiny@{COMMIT}") == snapshot
+    assert resolve_checkpoint("lab/tiny") == snapshot
+    assert resolve_checkpoint(f"lab/tiny@{COMMIT}") == snapshot
     assert load_family("lab/tiny").fingerprint == load_family(tiny_model).fingerprint
     assert load_renderer("lab/tiny", MediaStore(cache.parent / "media")).vocab_size
     with pytest.raises(FamilyError, match=r"lacks \*\.safetensors"):
-        find_checkpoint("lab/tiny", with_weights=True)
+        resolve_checkpoint("lab/tiny", with_weights=True)
 
 
 def test_offline_with_nothing_cached_is_an_error_that_names_the_files(cache: Path) -> None:
     with pytest.raises(FamilyError, match="is no folder") as caught:
-        find_checkpoint("lab/tiny")
+        resolve_checkpoint("lab/tiny")
     for name in ("config.json", "tokenizer.json", "preprocessor_config.json"):
         assert name in caught.value.fix
 
@@ -148,7 +148,7 @@ def test_what_is_not_cached_is_fetched_small_files_first(
         assert done.returncode == 0, done.stderr
         return Path(done.stdout.strip().splitlines()[-1])
 
-    small = {name for name in SMALL_FILES if (tiny_model / name).is_file()}
+    small = {name for name in CONFIG_FILES if (tiny_model / name).is_file()}
     found = find("lab/tiny")
     assert found.name == COMMIT
     assert set(asked) == small == {file.name for file in found.iterdir()}

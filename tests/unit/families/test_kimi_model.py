@@ -15,21 +15,21 @@ from safetensors.torch import load_file
 from serving import Client, Reference, Together, live, next_turn
 
 from sightline import FamilyError, MediaStore
-from sightline.cli.model import num_parameters
-from sightline.compute.attention import Flat
+from sightline.cli.model import count_parameters
+from sightline.compute.attention import PackedPattern
 from sightline.compute.model import load_model
 from sightline.families import load_family
 from sightline.families.kimi_k25 import tiny
 from sightline.inference.settings import ServeSettings
 from sightline.message import user
-from sightline.pack import Cost
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
 from sightline.trainer.export import export_checkpoint
-from sightline.trainer.feed import Preparer, ReadyBatch
-from sightline.trainer.laps import Laps
-from sightline.trainer.learner import SUMS, Learner
-from sightline.trainer.tally import Tally
+from sightline.trainer.feed import BatchPreparer, ReadyBatch
+from sightline.trainer.learner import SUM_NAMES, Learner
+from sightline.trainer.metric_sums import MetricSums
+from sightline.trainer.step_timer import StepTimer
 from sightline.wire.generate import SamplingParams
 from sightline.wire.sample import Batch, Sample
 
@@ -54,7 +54,7 @@ def reference(kimi: Path, media: MediaStore) -> Reference:
 @pytest.fixture(scope="module")
 def client(kimi: Path, media: MediaStore) -> Iterator[Client]:
     settings = ServeSettings(
-        model=kimi, media_roots=(media.root,), device="cpu", max_rows=16, max_len=1024
+        model=kimi, media_roots=(media.root,), device="cpu", max_num_seqs=16, max_model_len=1024
     )
     with live(settings) as made:
         yield replace(made, modality=load_family(kimi).modality)
@@ -67,7 +67,7 @@ def test_equal_seeds_write_equal_checkpoints(kimi: Path, tmp_path: Path) -> None
         assert (tmp_path / "same" / file.name).read_bytes() == file.read_bytes(), file.name
     weights = "model.safetensors"
     assert (tmp_path / "other" / weights).read_bytes() != (kimi / weights).read_bytes()
-    assert num_parameters(kimi) < 1_000_000
+    assert count_parameters(kimi) < 1_000_000
 
 
 def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_the_forward_pass_is_that_of_transformers(
             torch.from_numpy(positions.astype(np.int64))[:, None],
             features,
             torch.from_numpy(np.concatenate(places)),
-            Flat([len(rendered.token_ids)], torch.device("cpu")),
+            PackedPattern([len(rendered.token_ids)], torch.device("cpu")),
         )
         logits = forward.logits(hidden[0])
     expected = reference.logits(rendered.token_ids, rendered.slots)
@@ -172,23 +172,27 @@ def check_logprobs(
 
 @pytest.fixture
 def learner(kimi: Path, store: MediaStore) -> Learner:
-    config = making.trainer_config(kl_weight=0.1)
+    config = making.trainer_config(kl_coef=0.1)
     return build_learner(making.model_config(kimi), config, store, steps=10)
 
 
-def ready(learner: Learner, store: MediaStore, samples: list[Sample], limit: Cost) -> ReadyBatch:
+def ready(
+    learner: Learner, store: MediaStore, samples: list[Sample], limit: PackSize
+) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = Preparer(learner.family, materializer, limit, max_bad_fraction=0.0)
+    preparer = BatchPreparer(learner.family, materializer, limit, max_bad_fraction=0.0)
     return preparer.prepare(Batch(1, samples), digest="")
 
 
 def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, torch.Tensor]]:
-    tally = Tally(SUMS)
+    metric_sums = MetricSums(SUM_NAMES)
     learner.optimizer.zero_grad(set_to_none=True)
     for micro_batch in batch.micro_batches:
-        learner._backward(micro_batch, batch.step, tally, Laps(learner.device))
+        learner._backward(micro_batch, batch.step, metric_sums, StepTimer(learner.device))
     named = learner.forward.model.named_parameters()
-    return tally.read()["loss"], {name: p.grad.clone() for name, p in named if p.grad is not None}
+    return metric_sums.read()["loss"], {
+        name: p.grad.clone() for name, p in named if p.grad is not None
+    }
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -196,8 +200,8 @@ def test_packed_gives_the_loss_and_gradients_of_unpacked(
     learner: Learner, kimi: Path, store: MediaStore, seed: int
 ) -> None:
     samples = making.samples(kimi, store, count=5, seed=seed)
-    packed = ready(learner, store, samples, Cost(1 << 20, 1 << 20))
-    unpacked = ready(learner, store, samples, Cost(1, 1))
+    packed = ready(learner, store, samples, PackSize(1 << 20, 1 << 20))
+    unpacked = ready(learner, store, samples, PackSize(1, 1))
     assert len(packed.micro_batches) == 1 and len(unpacked.micro_batches) == 5
     loss, together = gradients(learner, packed)
     loss_alone, alone = gradients(learner, unpacked)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sightline import FamilyError, MediaStore
-from sightline.families.kimi_k25.settings import Settings, read_settings
-from sightline.families.kimi_k25.vision import KimiK25
+from sightline.families.kimi_k25.settings import ProcessorSettings, read_processor_settings
+from sightline.families.kimi_k25.vision import KimiK25Family
 
 LIMITS = {"patch_size": 14, "merge_kernel_size": 2, "in_patch_limit": 16384}
-FAMILY = KimiK25(Settings())
+FAMILY = KimiK25Family(ProcessorSettings())
 
 
 def documented(width: int, height: int, limit: int = 16384, side: int = 512) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ def noise(width: int, height: int) -> Image.Image:
     return Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def patches_of(image: Image.Image, store: MediaStore, family: KimiK25 = FAMILY) -> np.ndarray:
+def patches_of(image: Image.Image, store: MediaStore, family: KimiK25Family = FAMILY) -> np.ndarray:
     return family.patches(image, family.item(store.put(image)))
 
 
@@ -100,12 +100,12 @@ def test_the_nested_settings_of_a_published_folder_are_read(tmp_path: Path) -> N
     nested = {**LIMITS, "patch_limit_on_one_side": 256, "image_mean": [0.4, 0.5, 0.6]}
     file = tmp_path / "preprocessor_config.json"
     file.write_text(json.dumps({"media_proc_cfg": nested, "patch_size": 99}))
-    found = read_settings(tmp_path, {})
+    found = read_processor_settings(tmp_path, {})
     assert (found.patch, found.max_patches_per_side) == (14, 256)
     assert found.mean == (0.4, 0.5, 0.6)
     flat = {"patch_size": 14, "merge_size": 2, "max_patches": 16384, "size": {"max_height": 256}}
     file.write_text(json.dumps({**flat, "image_mean": [0.4, 0.5, 0.6]}))
-    assert read_settings(tmp_path, {}) == found
+    assert read_processor_settings(tmp_path, {}) == found
 
 
 @pytest.mark.parametrize(
@@ -123,15 +123,15 @@ def test_settings_that_we_do_not_follow_are_refused(
     cfg = {"media_proc_cfg": {**LIMITS, **change}}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(cfg))
     with pytest.raises(FamilyError, match=told):
-        read_settings(tmp_path, {})
+        read_processor_settings(tmp_path, {})
 
 
 def test_a_bound_on_pixels_shrinks_images(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": LIMITS}))
-    family = KimiK25(read_settings(tmp_path, {"max_pixels": 196 * 100}))
+    family = KimiK25Family(read_processor_settings(tmp_path, {"max_pixels": 196 * 100}))
     assert family.layout(1400, 1400).num_tokens == 25
     assert family.fingerprint != FAMILY.fingerprint
     with pytest.raises(FamilyError, match="never enlarged"):
-        read_settings(tmp_path, {"min_pixels": 1000})
+        read_processor_settings(tmp_path, {"min_pixels": 1000})
     with pytest.raises(FamilyError, match="max_pixels"):
-        read_settings(tmp_path, {"max_pixels": 100})
+        read_processor_settings(tmp_path, {"max_pixels": 100})

@@ -12,7 +12,7 @@ from PIL import Image
 
 from sightline import FamilyError, MediaStore, MessageError, load_renderer
 from sightline.families.kimi_k25 import tiny
-from sightline.families.kimi_k25.declare import declare
+from sightline.families.kimi_k25.tool_declaration import declare_tools
 from sightline.message import Message, ToolCall, assistant, text, user
 from sightline.render import Bridged, Refused, Renderer
 
@@ -41,10 +41,10 @@ def load(written: Path, store: MediaStore, tmp_path: Path) -> Load:
     """A renderer; weights take no part, so only the tokenizer's files differ."""
 
     def made(thinking: bool, think_tokens: bool = False) -> Renderer:
-        tokenizer = tiny.make_tokenizer(think_tokens=think_tokens)
+        tokenizer = tiny.build_tokenizer(think_tokens=think_tokens)
         config = json.loads((written / "config.json").read_text())
         config["text_config"]["vocab_size"] = tokenizer.get_vocab_size(with_added_tokens=True)
-        described = tiny.tokenizer_config(tokenizer, thinking)
+        described = tiny.build_tokenizer_config(tokenizer, thinking)
         preprocessor = (written / "preprocessor_config.json").read_text()
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -210,11 +210,11 @@ def test_a_call_without_an_id_is_named_by_its_function_and_number(load: Load) ->
 )
 def test_a_tool_that_cannot_be_declared_is_refused_by_path(tool: Any, path: str) -> None:
     with pytest.raises(MessageError, match=path):
-        declare([tool])
+        declare_tools([tool])
 
 
 def test_numbered_pictures_are_refused_because_the_format_has_none(
     written: Path, store: MediaStore
 ) -> None:
     with pytest.raises(FamilyError, match="does not number pictures"):
-        load_renderer(written, store, number_pictures=True)
+        load_renderer(written, store, number_images=True)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Library
 
 from sightline import FamilyError, MediaStore, load_family, load_renderer
 from sightline.families.kimi_k25 import tiny
-from sightline.families.kimi_k25.tokens import NUM_SPECIAL, load_tokenizer
+from sightline.families.kimi_k25.tokenizer import NUM_SPECIAL_TOKENS, load_tokenizer
 from sightline.message import user
 
 TEXTS = (
@@ -44,7 +44,10 @@ def published(made: Path, tmp_path: Path) -> Path:
         (path / name).write_text("raise SystemExit('code of the checkpoint was run')")
     edit(path / "config.json", auto_map={"AutoConfig": "configuration_kimi_k25.KimiK25Config"})
     config = json.loads((path / "config.json").read_text())
-    config["text_config"] |= {"model_type": "kimi_k2", "vocab_size": len(words) + NUM_SPECIAL}
+    config["text_config"] |= {
+        "model_type": "kimi_k2",
+        "vocab_size": len(words) + NUM_SPECIAL_TOKENS,
+    }
     config["media_placeholder_token_id"] = config.pop("image_token_id")
     (path / "config.json").write_text(json.dumps(config))
     return path

@@ -229,7 +229,7 @@ def test_a_plain_answer_of_qwen3_can_be_followed_by_a_question(
 def test_pictures_are_numbered_on_demand_and_the_bridge_goes_on_counting(
     folder: Callable[[str], Path], store: MediaStore, kind: str
 ) -> None:
-    renderer = load_renderer(folder(kind), store, number_pictures=True)
+    renderer = load_renderer(folder(kind), store, number_images=True)
     ref = store.put(Image.new("RGB", (32, 32)))
     asked = user("see ", ref, ref)
     prompt = renderer.render([asked]).token_ids

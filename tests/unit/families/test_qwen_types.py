@@ -15,22 +15,22 @@ import torch
 
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny
-from sightline.inference.settings import turns_line
+from sightline.inference.settings import describe_prefix_reuse
 from sightline.media import MediaStore
 from sightline.message import assistant, user
-from sightline.pack import Cost, pack
+from sightline.pack import PackSize, pack
 from sightline.pixels import Materializer
 from sightline.trainer import sft
 from sightline.trainer.build import build_learner
-from sightline.trainer.feed import Preparer, ReadyBatch
-from sightline.trainer.laps import Laps
-from sightline.trainer.learner import SUMS, Learner
-from sightline.trainer.tally import Tally
+from sightline.trainer.feed import BatchPreparer, ReadyBatch
+from sightline.trainer.learner import SUM_NAMES, Learner
+from sightline.trainer.metric_sums import MetricSums
+from sightline.trainer.step_timer import StepTimer
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
 
 TYPES = ("qwen3_vl", "qwen3_vl_thinking", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3")
-WHOLE, ALONE = Cost(1 << 20, 1 << 20), Cost(1, 1)
+WHOLE, ALONE = PackSize(1 << 20, 1 << 20), PackSize(1, 1)
 PACKINGS = {"qwen3_5": "rows"}
 
 
@@ -60,7 +60,7 @@ def samples(model: Path, store: MediaStore, count: int, seed: int = 0) -> list[S
     for i in range(count):
         talk = [user(" ".join(rng.choices(making.WORDS, k=rng.randint(1, 9))))]
         talk.append(assistant(" ".join(rng.choices(making.WORDS, k=rng.randint(1, 9)))))
-        made.append(sft.sample_of(talk, renderer, f"t{i}"))
+        made.append(sft.build_sample(talk, renderer, f"t{i}"))
     return made
 
 
@@ -68,9 +68,11 @@ def build(model: Path, store: MediaStore) -> Learner:
     return build_learner(making.model_config(model), making.trainer_config(), store, steps=10)
 
 
-def ready(learner: Learner, store: MediaStore, given: list[Sample], limit: Cost) -> ReadyBatch:
+def ready(learner: Learner, store: MediaStore, given: list[Sample], limit: PackSize) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    return Preparer(learner.family, materializer, limit, 0.0).prepare(Batch(1, given), digest="")
+    return BatchPreparer(learner.family, materializer, limit, 0.0).prepare(
+        Batch(1, given), digest=""
+    )
 
 
 def backward(learner: Learner, batch: ReadyBatch) -> tuple[dict[str, np.ndarray], torch.Tensor]:
@@ -78,7 +80,9 @@ def backward(learner: Learner, batch: ReadyBatch) -> tuple[dict[str, np.ndarray]
     learner.optimizer.zero_grad(set_to_none=True)
     found: dict[str, np.ndarray] = {}
     for micro_batch in batch.micro_batches:
-        logprobs = learner._backward(micro_batch, 1, Tally(SUMS), Laps(learner.device))
+        logprobs = learner._backward(
+            micro_batch, 1, MetricSums(SUM_NAMES), StepTimer(learner.device)
+        )
         for origin in micro_batch.batch.origins:
             part = logprobs[origin.start : origin.stop].numpy()
             found[f"{origin.trace_id}.{origin.node}"] = part
@@ -165,7 +169,7 @@ def plain_logprobs(
 def test_it_trains_on_demonstrations(model: Path, store: MediaStore) -> None:
     learner = build(model, store)
     given = samples(model, store, count=4, seed=3)
-    learner.imitates = True
+    learner.supervised = True
     batch = ready(learner, store, given, WHOLE)
     losses = [learner.step(batch).metrics["loss"] for _ in range(6)]
     assert losses[-1] < losses[0]
@@ -180,7 +184,7 @@ def test_rows_hold_one_sequence_each(folder: Callable[[str], Path], store: Media
 
 
 def test_what_a_turn_finds_of_the_one_before_is_said_with_a_reason(model: Path) -> None:
-    line = turns_line(load_family(model))
+    line = describe_prefix_reuse(load_family(model))
     assert ("prefilled anew" in line) == (model.name in PACKINGS)
     assert "(" in line
 
@@ -221,7 +225,7 @@ def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
 
     from sightline.inference.settings import ServeSettings
     from sightline.inference.torch_engine.build import build_engine
-    from sightline.inference.torch_engine.request import Request
+    from sightline.inference.torch_engine.request import TorchRequest
     from sightline.wire.generate import SamplingParams
 
     model = folder(kind)
@@ -230,12 +234,16 @@ def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
     shown = [store.put(making.image(random.Random(3), 120, 90))] if family.shows_images else []
     rendered = renderer.render([user("see ", *shown)])
     settings = ServeSettings(
-        model=model, media_roots=(Path(store.root),), device="cpu", max_rows=4, max_len=512
+        model=model,
+        media_roots=(Path(store.root),),
+        device="cpu",
+        max_num_seqs=4,
+        max_model_len=512,
     )
     engine = build_engine(settings, family, store, renderer.pad_token_ids)
     done, finished = threading.Event(), []
 
-    def deliver(requests: list[Request]) -> None:
+    def deliver(requests: list[TorchRequest]) -> None:
         finished.extend(requests)
         done.set()
 
@@ -243,7 +251,7 @@ def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
     prompt = np.array(rendered.token_ids, dtype=np.int32)
     keys = [slot.item.key for slot in rendered.slots]
     params = SamplingParams(max_tokens=12, temperature=1.0)
-    engine.submit([Request(prompt, list(rendered.slots), keys, params, seed=7)])
+    engine.submit([TorchRequest(prompt, list(rendered.slots), keys, params, seed=7)])
     assert done.wait(60)
     engine.stop()
     engine.join(10)

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from sightline import MediaRef, MediaRefused, MediaStore
-from sightline.families.qwen_vl.settings import Settings
-from sightline.families.qwen_vl.vision import QwenVL
+from sightline.families.qwen_vl.settings import ProcessorSettings
+from sightline.families.qwen_vl.vision import QwenVLFamily
 
 HALF = (0.5, 0.5, 0.5)
-QWEN3_VL = Settings(patch=16, min_pixels=65536, max_pixels=16777216, mean=HALF, std=HALF)
-QWEN2_5_VL = Settings(patch=14, min_pixels=3136, max_pixels=12845056)
-TINY = Settings(patch=16, min_pixels=1024, max_pixels=4096 * 1024, mean=HALF, std=HALF)
+QWEN3_VL = ProcessorSettings(patch=16, min_pixels=65536, max_pixels=16777216, mean=HALF, std=HALF)
+QWEN2_5_VL = ProcessorSettings(patch=14, min_pixels=3136, max_pixels=12845056)
+TINY = ProcessorSettings(patch=16, min_pixels=1024, max_pixels=4096 * 1024, mean=HALF, std=HALF)
 ALL = {"qwen3_vl": QWEN3_VL, "qwen2_5_vl": QWEN2_5_VL, "tiny": TINY}
 
 
-def processor(settings: Settings) -> Any:
+def processor(settings: ProcessorSettings) -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil(
@@ -55,13 +55,15 @@ def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.
     return image if mode == "RGBA" else image.convert("RGB").convert(mode)
 
 
-def check_equal(family: QwenVL, store: MediaStore, source: Any, shown: Image.Image) -> None:
+def check_equal(family: QwenVLFamily, store: MediaStore, source: Any, shown: Image.Image) -> None:
     """What we make of the stored source is what transformers makes of the image `shown`."""
     ref = store.put(source)
     check_image(family, ref, store.image(ref), shown)
 
 
-def check_image(family: QwenVL, ref: MediaRef, image: Image.Image, shown: Image.Image) -> None:
+def check_image(
+    family: QwenVLFamily, ref: MediaRef, image: Image.Image, shown: Image.Image
+) -> None:
     item = family.item(ref)
     patches = family.patches(image, item)
     want = processor(family._settings)(shown, return_tensors="np")
@@ -81,7 +83,7 @@ def test_rows_are_bit_identical_to_transformers(
     store: MediaStore, name: str, width: int, height: int
 ) -> None:
     image = picture(width, height)
-    check_equal(QwenVL(ALL[name]), store, image, image)
+    check_equal(QwenVLFamily(ALL[name]), store, image, image)
 
 
 @pytest.mark.parametrize(("width", "height"), [(1920, 1080), (4000, 3000)])
@@ -89,13 +91,13 @@ def test_rows_of_large_pictures_are_bit_identical(width: int, height: int) -> No
     image = picture(width, height)
     # Not by way of the store: to compress so much noise takes longer than the rest.
     ref = MediaRef("0" * 64, "image/png", width, height, 1)
-    check_image(QwenVL(TINY), ref, image, image)
+    check_image(QwenVLFamily(TINY), ref, image, image)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr"])
 def test_rows_of_other_modes_are_bit_identical(store: MediaStore, mode: str) -> None:
     image = picture(150, 101, mode)
-    check_equal(QwenVL(QWEN3_VL), store, image, image)
+    check_equal(QwenVLFamily(QWEN3_VL), store, image, image)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +108,7 @@ def test_rows_of_encoded_files_are_bit_identical(store: MediaStore, mode: str, k
     out = io.BytesIO()
     picture(97, 130, mode).save(out, kind, **({"lossless": True} if kind == "WEBP" else {}))
     data = out.getvalue()
-    check_equal(QwenVL(QWEN3_VL), store, data, Image.open(io.BytesIO(data)))
+    check_equal(QwenVLFamily(QWEN3_VL), store, data, Image.open(io.BytesIO(data)))
 
 
 def test_a_transparent_palette_is_looked_up_and_its_alpha_dropped(store: MediaStore) -> None:
@@ -114,7 +116,7 @@ def test_a_transparent_palette_is_looked_up_and_its_alpha_dropped(store: MediaSt
     picture(64, 64, "P").save(out, "PNG", transparency=3)
     plain = Image.open(io.BytesIO(out.getvalue()))
     del plain.info["transparency"]
-    check_equal(QwenVL(QWEN3_VL), store, out.getvalue(), plain.convert("RGB"))
+    check_equal(QwenVLFamily(QWEN3_VL), store, out.getvalue(), plain.convert("RGB"))
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -124,13 +126,13 @@ def test_a_photograph_on_its_side_is_seen_upright(store: MediaStore, orientation
     out = io.BytesIO()
     picture(120, 70).save(out, "JPEG", exif=exif, quality=90)
     upright = ImageOps.exif_transpose(Image.open(io.BytesIO(out.getvalue())))
-    check_equal(QwenVL(QWEN3_VL), store, out.getvalue(), upright)
+    check_equal(QwenVLFamily(QWEN3_VL), store, out.getvalue(), upright)
     ref = store.put(out.getvalue())
     assert (ref.width, ref.height) == upright.size
 
 
 def test_the_table_holds_what_transformers_computes() -> None:
-    family = QwenVL(QWEN2_5_VL)
+    family = QwenVLFamily(QWEN2_5_VL)
     values = np.repeat(np.arange(256, dtype=np.uint8)[None, :, None], 3, axis=2)
     want = processor(QWEN2_5_VL)
     planes = want.normalize(
@@ -143,7 +145,7 @@ def test_the_table_holds_what_transformers_computes() -> None:
 
 
 def test_patches_leave_out_the_repeated_frame() -> None:
-    family = QwenVL(TINY)
+    family = QwenVLFamily(TINY)
     patches = np.arange(2 * 768, dtype=np.uint8).reshape(2, 768)
     rows = family.rows(patches).reshape(2, 3, family.temporal, -1)
     assert np.array_equal(rows[:, :, 0], rows[:, :, 1])
@@ -165,9 +167,13 @@ def test_patches_leave_out_the_repeated_frame() -> None:
     ],
 )
 def test_layout_of_the_worked_sizes(
-    settings: Settings, width: int, height: int, grid: tuple[int, int, int], num_tokens: int
+    settings: ProcessorSettings,
+    width: int,
+    height: int,
+    grid: tuple[int, int, int],
+    num_tokens: int,
 ) -> None:
-    layout = QwenVL(settings).layout(width, height)
+    layout = QwenVLFamily(settings).layout(width, height)
     assert layout.grid == grid
     assert layout.num_tokens == num_tokens
     assert (layout.height, layout.width) == (grid[1] * settings.patch, grid[2] * settings.patch)
@@ -186,7 +192,9 @@ def test_layout_is_that_of_transformers_for_every_size(
 ) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-    family = QwenVL(Settings(patch=patch, min_pixels=min_pixels, max_pixels=min_pixels + more))
+    family = QwenVLFamily(
+        ProcessorSettings(patch=patch, min_pixels=min_pixels, max_pixels=min_pixels + more)
+    )
     try:
         want = smart_resize(height, width, 2 * patch, min_pixels, min_pixels + more)
     except ValueError:
@@ -199,7 +207,7 @@ def test_layout_is_that_of_transformers_for_every_size(
 
 
 def test_an_aspect_ratio_over_200_is_refused() -> None:
-    family = QwenVL(QWEN3_VL)
+    family = QwenVLFamily(QWEN3_VL)
     family.layout(200, 1)
     with pytest.raises(MediaRefused, match="201x1"):
         family.layout(201, 1)

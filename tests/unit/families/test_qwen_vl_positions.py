@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sightline.families import PlacedSlot
-from sightline.families.qwen_vl.positions import positions
+from sightline.families.qwen_vl.positions import compute_mrope_positions
 
 MERGE = 2
 sides = st.integers(1, 12).map(lambda side: side * MERGE)
@@ -46,7 +46,7 @@ def test_positions_are_those_of_transformers(
         slots.append(PlacedSlot(len(kinds) + text, length, (1, height, width)))
         kinds += [0] * text + [1] * length
     kinds += [0] * tail
-    found, end = positions(len(kinds), slots, MERGE)
+    found, end = compute_mrope_positions(len(kinds), slots, MERGE)
 
     want, delta = model.get_rope_index(
         input_ids=torch.zeros(1, len(kinds), dtype=torch.long),
@@ -59,7 +59,7 @@ def test_positions_are_those_of_transformers(
 
 def test_an_image_takes_the_longer_side_of_its_merged_grid() -> None:
     # Two tokens of text, an image of 2x3 tokens, one token of text.
-    found, end = positions(9, [PlacedSlot(2, 6, (1, 4, 6))], MERGE, start=10)
+    found, end = compute_mrope_positions(9, [PlacedSlot(2, 6, (1, 4, 6))], MERGE, start=10)
     assert found.tolist() == [
         [10, 11, 12, 12, 12, 12, 12, 12, 15],
         [10, 11, 12, 12, 12, 13, 13, 13, 15],
@@ -69,6 +69,6 @@ def test_an_image_takes_the_longer_side_of_its_merged_grid() -> None:
 
 
 def test_an_image_may_be_the_last_token() -> None:
-    found, end = positions(3, [PlacedSlot(2, 1, (1, 2, 2))], MERGE)
+    found, end = compute_mrope_positions(3, [PlacedSlot(2, 1, (1, 2, 2))], MERGE)
     assert found[:, -1].tolist() == [2, 2, 2]
     assert end == 3

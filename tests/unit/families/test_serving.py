@@ -64,7 +64,7 @@ def test_vision_parameters_are_known_by_their_names(model: Path) -> None:
     own = dict(forward.model.named_parameters())
     assert {name: p.shape for name, p in empty.items()} == {n: p.shape for n, p in own.items()}
     vision = {name for name, _ in forward.vision_parameters()}
-    prefixes = serving_of(family).VISION
+    prefixes = serving_of(family).VISION_PREFIXES
     assert {name for name in own if name.startswith(prefixes)} == vision
 
 

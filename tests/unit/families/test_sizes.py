@@ -17,13 +17,13 @@ from sightline.compute.model import load_model
 from sightline.families import load_family
 from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
-from sightline.pack import Cost
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
-from sightline.trainer.feed import Preparer
-from sightline.trainer.laps import Laps
-from sightline.trainer.learner import SUMS
-from sightline.trainer.tally import Tally
+from sightline.trainer.feed import BatchPreparer
+from sightline.trainer.learner import SUM_NAMES
+from sightline.trainer.metric_sums import MetricSums
+from sightline.trainer.step_timer import StepTimer
 from sightline.wire.sample import Batch
 
 TYPES = {
@@ -94,15 +94,15 @@ def test_a_tower_computes_with_them_what_it_computes_when_it_asks(model: Path) -
 def test_a_micro_batch_asks_nothing_of_the_device(model: Path, store: MediaStore) -> None:
     learner = build_learner(making.model_config(model), making.trainer_config(), store, steps=2)
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = Preparer(learner.family, materializer, Cost(1 << 20, 1 << 20), 0.0)
+    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20), 0.0)
     samples = making.samples(model, store, count=3)
     ready = preparer.prepare(Batch(1, samples), digest="").micro_batches[0]
     materializer.close()
     asked = []
     for _ in range(2):  # the second time the host knows the sizes
-        tally, laps = Tally(SUMS), Laps(learner.device)
+        metric_sums, step_timer = MetricSums(SUM_NAMES), StepTimer(learner.device)
         with Questions() as questions:
-            learner._backward(ready, 1, tally, laps)
+            learner._backward(ready, 1, metric_sums, step_timer)
         asked.append(+questions.asked)
     assert ready.batch.slots and asked[0], "the host has asked itself"
     assert not asked[1]

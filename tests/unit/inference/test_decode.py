@@ -12,27 +12,27 @@ import torch
 from sightline.families import load_family, load_renderer
 from sightline.inference.settings import ServeSettings
 from sightline.inference.torch_engine.build import build_engine
-from sightline.inference.torch_engine.decode import Decode, rounded
-from sightline.inference.torch_engine.request import Request
+from sightline.inference.torch_engine.decode import CudaGraphDecoder, round_up_shape
+from sightline.inference.torch_engine.request import TorchRequest
 from sightline.media import MediaStore
 from sightline.wire.generate import SamplingParams
 
 LENGTHS = (5, 300, 17, 40, 9, 120, 3)
 
 
-def answers(model: Path, store: MediaStore, in_passes: bool) -> tuple[list[Request], int]:
+def answers(model: Path, store: MediaStore, in_passes: bool) -> tuple[list[TorchRequest], int]:
     """Answers of different length to prompts of different length, two at first and then more, so
     that rows fall idle, are taken again, and outgrow their table."""
     family = load_family(model)
     banned = load_renderer(model, store, family).pad_token_ids
     settings = ServeSettings(
-        model=model, media_roots=(store.root,), device="cpu", max_rows=32, max_len=1024
+        model=model, media_roots=(store.root,), device="cpu", max_num_seqs=32, max_model_len=1024
     )
     engine = build_engine(settings, family, store, banned)
     runner = engine.runner
     seen: list[int] = []
     if in_passes:
-        runner.decode = Decode(
+        runner.decode = CudaGraphDecoder(
             runner.forward, runner.kv, engine.scheduler.rows, torch.device("cpu")
         )
         inner = runner.decode.hidden
@@ -44,7 +44,7 @@ def answers(model: Path, store: MediaStore, in_passes: bool) -> tuple[list[Reque
 
         runner.decode.hidden = hidden  # type: ignore[method-assign]
     requests = [
-        Request(
+        TorchRequest(
             np.arange(i, i + length, dtype=np.int32) % 250,
             [],
             [],
@@ -82,7 +82,7 @@ def test_passes_of_fixed_shape_say_the_same(type: str, tmp_path: Path, store: Me
 
 
 def test_shapes_are_few() -> None:
-    assert [rounded(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 13, 64, 65)] == [
+    assert [round_up_shape(n) for n in (1, 2, 3, 4, 5, 6, 7, 9, 13, 64, 65)] == [
         1, 2, 3, 4, 6, 6, 8, 12, 16, 64, 96,
     ]  # fmt: skip
-    assert len({rounded(n) for n in range(1, 4097)}) == 24
+    assert len({round_up_shape(n) for n in range(1, 4097)}) == 24

@@ -17,7 +17,7 @@ from sightline.errors import (
     Misaligned,
     WireError,
 )
-from sightline.inference.errors import STATUS, answer, typed
+from sightline.inference.errors import STATUS_BY_TYPE, encode_error, to_engine_error
 
 DOCS = Path(__file__).parents[3] / "docs" / "serving.md"
 ROW = re.compile(r"\| (\d{3}) \| `(\w+)` \| (.+) \|")
@@ -25,8 +25,8 @@ ROW = re.compile(r"\| (\d{3}) \| `(\w+)` \| (.+) \|")
 
 def test_the_docs_list_every_type_with_its_status() -> None:
     rows = ROW.findall(DOCS.read_text())
-    assert {kind: int(status) for status, kind, _ in rows} == STATUS
-    assert len(rows) == len(STATUS) and all(meaning.strip() for *_, meaning in rows)
+    assert {kind: int(status) for status, kind, _ in rows} == STATUS_BY_TYPE
+    assert len(rows) == len(STATUS_BY_TYPE) and all(meaning.strip() for *_, meaning in rows)
 
 
 ERRORS: list[tuple[BaseException, str]] = [
@@ -45,13 +45,13 @@ ERRORS: list[tuple[BaseException, str]] = [
 
 @pytest.mark.parametrize(("error", "kind"), ERRORS, ids=lambda value: type(value).__name__)
 def test_every_error_has_one_type(error: BaseException, kind: str) -> None:
-    found = typed(error)
-    status, _, headers = answer(found)
-    assert (found.kind, status) == (kind, STATUS[kind])
+    found = to_engine_error(error)
+    status, _, headers = encode_error(found)
+    assert (found.kind, status) == (kind, STATUS_BY_TYPE[kind])
     assert ("retry-after" in headers) == (status == 503)
 
 
 def test_a_store_that_cannot_be_read_may_heal_and_a_damaged_file_may_not() -> None:
     unread, damaged = MediaError("a", "b"), MediaUndecodable("a", "b")
     unread.__cause__ = damaged.__cause__ = OSError("later")
-    assert typed(unread).status == 503 and typed(damaged).status == 422
+    assert to_engine_error(unread).status == 503 and to_engine_error(damaged).status == 422

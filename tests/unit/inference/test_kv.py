@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sightline.inference.torch_engine.kv import KV
-from sightline.inference.torch_engine.plan import CHUNKS_PER_STEP, Plan, make_plan
+from sightline.inference.torch_engine.kv_cache import KVCache
+from sightline.inference.torch_engine.step_plan import CHUNKS_PER_STEP, StepPlan, build_step_plan
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
@@ -27,13 +27,13 @@ def test_chunks_and_single_tokens_attend_as_whole_sequences_do(rows: list[int]) 
     whole = [
         tuple(torch.randn(heads, n, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS)) for n in lengths
     ]
-    kv = KV(8, 512, torch.device("cpu"), torch.float32)
+    kv = KVCache(8, 512, torch.device("cpu"), torch.float32)
     outs: list[list[torch.Tensor]] = [[], [], []]
     done = [0, 0, 0]
     # Uneven chunks, rows that rest, and single tokens beside long ones.
     for step in ([100, 4, 7], [0, 1, 20], [150, 1, 1], [1, 1, 1], [49, 2, 11]):
         live = [i for i, count in enumerate(step) if count]
-        plan = Plan(
+        plan = StepPlan(
             np.array([rows[i] for i in live]),
             np.array([done[i] for i in live]),
             np.array([step[i] for i in live]),
@@ -57,7 +57,7 @@ def test_every_decoding_row_gets_its_token_and_prompts_share_a_budget() -> None:
     chunk = 4
     length = np.array([50, 50, 3, 10, 2])
     computed = np.array([0, 49, 0, 9, 0])
-    plan = make_plan(np.arange(5), length, computed, chunk)
+    plan = build_step_plan(np.arange(5), length, computed, chunk)
     assert plan.counts.tolist() == [4, 1, 3, 1, 2]
     assert plan.samples.tolist() == [False, True, True, True, True]
     rows, index = plan.flat()
@@ -71,6 +71,6 @@ def test_prompts_beyond_the_budget_wait_their_turn() -> None:
     length = np.full(many, 9)
     computed = np.zeros(many, dtype=np.int64)
     computed[-1] = 8
-    plan = make_plan(np.arange(many), length, computed, chunk)
+    plan = build_step_plan(np.arange(many), length, computed, chunk)
     assert plan.rows.tolist() == [*range(CHUNKS_PER_STEP), many - 1]
     assert plan.num_tokens == chunk * CHUNKS_PER_STEP + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sightline.inference.torch_engine.prefix import Held, PrefixCache, PrefixHash
+from sightline.inference.torch_engine.prefix_cache import CachedPrefix, PrefixCache, PrefixHash
 
 TABLE = np.zeros((8, 32), dtype=np.int32)
 
@@ -24,7 +24,7 @@ def put(
 ) -> None:
     TABLE[row, : len(tokens)] = tokens
     hashes = hasher.prefixes(np.array(tokens, dtype=np.int32), [], [])
-    cache.put(row, Held(len(tokens), int(hashes[-1]), len(tokens), places, {}))
+    cache.put(row, CachedPrefix(len(tokens), int(hashes[-1]), len(tokens), places, {}))
 
 
 def take(

@@ -6,14 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from sightline.inference.torch_engine.sampling import Settings, mix, mix_one, sample, uniforms
+from sightline.inference.torch_engine.sampling import (
+    SamplingMetadata,
+    draw_uniforms,
+    sample,
+    splitmix64,
+    splitmix64_int,
+)
 
 NONE = torch.zeros(0, dtype=torch.long)
 
 
-def settings(uniform: np.ndarray, temperature: float | np.ndarray = 1.0) -> Settings:
+def settings(uniform: np.ndarray, temperature: float | np.ndarray = 1.0) -> SamplingMetadata:
     size = len(uniform)
-    return Settings(
+    return SamplingMetadata(
         temperature=np.broadcast_to(np.float32(temperature), (size,)).astype(np.float32),
         top_k=np.zeros(size, dtype=np.int64),
         top_p=np.ones(size, dtype=np.float32),
@@ -23,24 +29,26 @@ def settings(uniform: np.ndarray, temperature: float | np.ndarray = 1.0) -> Sett
 
 
 def test_uniforms_depend_on_seed_and_index_alone_and_fill_the_unit_interval() -> None:
-    seeds = np.full(20_000, mix_one(7), dtype=np.uint64)
-    drawn = uniforms(seeds, np.arange(20_000))
-    assert (drawn[5:9] == uniforms(seeds[:4], np.arange(5, 9))).all()
+    seeds = np.full(20_000, splitmix64_int(7), dtype=np.uint64)
+    drawn = draw_uniforms(seeds, np.arange(20_000))
+    assert (drawn[5:9] == draw_uniforms(seeds[:4], np.arange(5, 9))).all()
     assert drawn.min() >= 0 and drawn.max() < 1
     counts, _ = np.histogram(drawn, bins=20, range=(0, 1))
     assert abs(counts - 1000).max() < 150
-    other = uniforms(np.full(100, mix_one(8), dtype=np.uint64), np.arange(100))
+    other = draw_uniforms(np.full(100, splitmix64_int(8), dtype=np.uint64), np.arange(100))
     assert not np.isin(other, drawn).any()
 
 
 def test_one_number_is_mixed_as_an_array_is() -> None:
     values = [0, 1, 2**63, 2**64 - 1]
-    assert mix(np.array(values, dtype=np.uint64)).tolist() == [mix_one(v) for v in values]
+    assert splitmix64(np.array(values, dtype=np.uint64)).tolist() == [
+        splitmix64_int(v) for v in values
+    ]
 
 
 def test_tokens_come_with_the_probabilities_they_report() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(8000, 4)
-    uniform = uniforms(np.full(8000, mix_one(1), dtype=np.uint64), np.arange(8000))
+    uniform = draw_uniforms(np.full(8000, splitmix64_int(1), dtype=np.uint64), np.arange(8000))
     tokens, logprobs = sample(logits, NONE, settings(uniform, 0.5))
     expected = (logits[0] / 0.5).softmax(-1).numpy()
     np.testing.assert_allclose(np.bincount(tokens) / 8000, expected, atol=0.02)
@@ -56,7 +64,7 @@ def test_banned_ids_are_not_drawn_at_either_end_of_the_interval() -> None:
 
 def test_a_row_may_ban_ids_that_the_others_do_not() -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]] * 3)
-    greedy = Settings(
+    greedy = SamplingMetadata(
         temperature=np.array([0, 0, 1], dtype=np.float32),
         top_k=np.zeros(3, dtype=np.int64),
         top_p=np.ones(3, dtype=np.float32),

@@ -13,14 +13,14 @@ from serving import Client
 
 from sightline.cli.main import main
 from sightline.errors import ConfigError
-from sightline.inference.serve import bind
+from sightline.inference.serve import bind_socket
 
 
 def test_a_taken_port_is_refused_with_the_cure() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}") as caught:
-            bind("127.0.0.1", port)
+            bind_socket("127.0.0.1", port)
     assert "another port" in caught.value.fix
 
 

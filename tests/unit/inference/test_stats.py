@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import time
 
-from sightline.inference.busy import JOIN_GAP_S, Busy
+from sightline.inference.busy_intervals import JOIN_GAP_S, BusyIntervals
 
 
 def test_short_gaps_are_bridged_and_long_ones_are_not() -> None:
-    busy = Busy()
+    busy = BusyIntervals()
     now = time.time()
     busy.add(now - 0.001)
     busy.add(time.time())

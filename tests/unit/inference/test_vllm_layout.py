@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sightline.compute.checkpoint_files import open_checkpoint
 from sightline.compute.model import empty_parameters
-from sightline.compute.stored import open_folder
 from sightline.families import load_family
 from sightline.families.registry import load_serving, write_tiny
-from sightline.inference.vllm_plugin.layout import checkpoint, left_out, vllm_layout
+from sightline.inference.vllm_plugin.layout import read_checkpoint, read_unpublished, vllm_layout
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def published(kimi: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in kimi.iterdir():
         if file.suffix != ".safetensors":
             (path / file.name).write_bytes(file.read_bytes())
-    tensors = {name: tensor.contiguous() for name, tensor in checkpoint(kimi)}
+    tensors = {name: tensor.contiguous() for name, tensor in read_checkpoint(kimi)}
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
 
@@ -53,7 +53,7 @@ def state(model: Path) -> dict[str, Any]:
 def test_transformers_reads_the_published_layout_back_bit_for_bit(
     kimi: Path, published: Path
 ) -> None:
-    stored = open_folder(published)
+    stored = open_checkpoint(published)
     beginnings = {name.split(".")[0] for name in stored}
     assert beginnings == {"language_model", "vision_tower", "mm_projector"}
     ours, theirs = state(kimi), state(published)
@@ -64,7 +64,7 @@ def test_transformers_reads_the_published_layout_back_bit_for_bit(
 
 def test_a_published_checkpoint_stays_as_it_is(published: Path) -> None:
     stored = load_file(published / "model.safetensors")
-    found = dict(checkpoint(published))
+    found = dict(read_checkpoint(published))
     assert found.keys() == stored.keys()
     assert all(torch.equal(found[name], stored[name]) for name in stored)
 
@@ -79,23 +79,23 @@ def test_an_update_is_completed_by_the_buffers_of_the_checkpoint(
     save_file(
         {name: torch.zeros(p.shape) for name, p in empty.items()}, tmp_path / "new.safetensors"
     )
-    update = vllm_layout(model, open_folder(tmp_path))
-    rest = dict(left_out(model, update))
+    update = vllm_layout(model, open_checkpoint(tmp_path))
+    rest = dict(read_unpublished(model, update))
     assert list(rest) == ["language_model.model.layers.1.mlp.gate.e_score_correction_bias"]
-    stored = {name for name, _ in checkpoint(model)}
+    stored = {name for name, _ in read_checkpoint(model)}
     assert update.keys() | rest.keys() == stored
 
 
 def test_a_family_whose_layout_vllm_reads_is_left_alone(tiny_model: Path) -> None:
     stored = load_file(tiny_model / "model.safetensors")
-    found = dict(checkpoint(tiny_model))
+    found = dict(read_checkpoint(tiny_model))
     assert found.keys() == stored.keys()
     assert all(torch.equal(found[name], stored[name]) for name in stored)
-    assert not list(left_out(tiny_model, {}))
+    assert not list(read_unpublished(tiny_model, {}))
 
 
 def test_vllm_is_told_what_transformers_does_not_write_down(kimi: Path) -> None:
     config = json.loads((kimi / "config.json").read_text())
-    overrides = load_serving(kimi, load_family(kimi)).OVERRIDES
+    overrides = load_serving(kimi, load_family(kimi)).HF_OVERRIDES
     assert overrides["architectures"] != config["architectures"]
     assert overrides["text_config"].keys().isdisjoint(config["text_config"])

@@ -7,7 +7,12 @@ import pytest
 
 from sightline.config import RunFile, check_resume
 from sightline.errors import ResumeRefused
-from sightline.launch.claim import check_pinned, claim_run_dir, locked, pin_model
+from sightline.launch.claim import (
+    check_model_unchanged,
+    claim_run_dir,
+    lock_run_dir,
+    record_model_digests,
+)
 
 
 def test_two_launchers_get_two_directories(tmp_path: Path) -> None:
@@ -17,9 +22,9 @@ def test_two_launchers_get_two_directories(tmp_path: Path) -> None:
 
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     run_dir = claim_run_dir(str(tmp_path), "r")
-    with locked(run_dir), pytest.raises(ResumeRefused, match="in use"), locked(run_dir):
+    with lock_run_dir(run_dir), pytest.raises(ResumeRefused, match="in use"), lock_run_dir(run_dir):
         pass
-    with locked(run_dir):
+    with lock_run_dir(run_dir):
         pass
 
 
@@ -29,12 +34,12 @@ def test_a_run_goes_on_only_from_the_checkpoint_it_began_with(
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     run_dir = claim_run_dir(str(tmp_path), "r")
-    pin_model(run_dir, model)
-    check_pinned(run_dir, model)
+    record_model_digests(run_dir, model)
+    check_model_unchanged(run_dir, model)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(ResumeRefused, match="model.safetensors is not what it was"):
-        check_pinned(run_dir, model)
+        check_model_unchanged(run_dir, model)
 
 
 def test_steps_may_change_only_where_no_schedule_depends_on_them() -> None:

@@ -17,8 +17,8 @@ from sightline.config import RunFile
 from sightline.errors import ConfigError, DiskFull
 from sightline.families.registry import write_tiny
 from sightline.launch import preflight
-from sightline.launch.processes import share_threads
-from sightline.monitor import RunDir
+from sightline.launch.processes import split_threads
+from sightline.run import RunDir
 
 
 @pytest.fixture
@@ -109,14 +109,14 @@ def run_file(model: Path, **sections: dict[str, object]) -> RunFile:
 
 
 def test_threads_of_server_and_trainer_share_the_cores(tiny_model: Path) -> None:
-    shared = share_threads(run_file(tiny_model), cores=8)
+    shared = split_threads(run_file(tiny_model), cores=8)
     assert (shared.server, shared.trainer) == (4, 4)
-    alone = share_threads(run_file(tiny_model), cores=1)
+    alone = split_threads(run_file(tiny_model), cores=1)
     assert (alone.server, alone.trainer) == (1, 1)
-    given = share_threads(run_file(tiny_model, inference={"threads": 3}), cores=8)
+    given = split_threads(run_file(tiny_model, inference={"threads": 3}), cores=8)
     assert (given.server, given.trainer) == (3, 5)
     with pytest.raises(ConfigError, match="exceed the 4 cores"):
-        share_threads(
+        split_threads(
             run_file(tiny_model, inference={"threads": 3}, trainer={"threads": 2}), cores=4
         )
 
@@ -179,4 +179,4 @@ def test_the_command_finds_an_environment_beside_the_run_file(tmp_path: Path) ->
 def test_settings_of_a_section_that_do_not_go_together_are_named(refuse) -> None:
     said = refuse("", 'inference.engine="stock_vllm"')
     assert '[inference]: engine = "stock_vllm" needs servers' in said
-    assert "max_len" not in said, "the section is not spelled out"
+    assert "max_model_len" not in said, "the section is not spelled out"

@@ -12,9 +12,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from sightline.errors import ProcessFailed
-from sightline.launch.processes import Processes, Spec, environment, find_port
-from sightline.launch.trainers import Trainers
-from sightline.monitor import RunDir
+from sightline.launch.processes import Processes, ProcessSpec, build_environ, find_port
+from sightline.launch.trainer_watchdog import TrainerWatchdog
+from sightline.run import RunDir
 from sightline.transport.zmq_channel import Hub
 
 CAPS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
@@ -24,7 +24,9 @@ def test_native_thread_pools_are_capped_before_a_process_starts(tmp_path: Path) 
     run_dir = RunDir(tmp_path / "run")
     run_dir.make()
     processes = Processes(run_dir)
-    processes.start(Spec("worker-0", ["bench", "rollout", "--serve", "http://127.0.0.1:0"], 1))
+    processes.start(
+        ProcessSpec("worker-0", ["bench", "rollout", "--serve", "http://127.0.0.1:0"], 1)
+    )
     try:
         folder = Path(f"/proc/{processes.pid('worker-0')}")
         while b"sightline" not in (folder / "cmdline").read_bytes():
@@ -36,7 +38,7 @@ def test_native_thread_pools_are_capped_before_a_process_starts(tmp_path: Path) 
 
 
 def test_the_caps_are_the_threads_of_the_process() -> None:
-    assert {environment(3)[name] for name in CAPS} == {"3"}
+    assert {build_environ(3)[name] for name in CAPS} == {"3"}
 
 
 def test_a_reserved_port_is_there_for_the_server_that_is_told_it() -> None:
@@ -73,9 +75,11 @@ def test_a_trainer_whose_heartbeat_stands_still_ends_the_run(tmp_path: Path) -> 
     beat = run_dir.beat("trainer")
     beat.touch()
     processes = Processes(run_dir)
-    trainers = Trainers(processes, ["trainer"], limit_s=60.0)
+    trainers = TrainerWatchdog(processes, ["trainer"], stall_timeout_s=60.0)
     assert not beat.exists(), "that of an earlier sitting says nothing"
-    processes.start(Spec("trainer", ["bench", "rollout", "--serve", "http://127.0.0.1:0"], 1))
+    processes.start(
+        ProcessSpec("trainer", ["bench", "rollout", "--serve", "http://127.0.0.1:0"], 1)
+    )
     try:
         trainers.check()
         beat.touch()

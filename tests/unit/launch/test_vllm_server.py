@@ -10,15 +10,20 @@ import pytest
 
 from sightline.families import load_renderer
 from sightline.inference.settings import ServeSettings
-from sightline.inference.vllm_plugin import BAN, CONFIG, MIDDLEWARE
-from sightline.launch.vllm_server import vllm_command
+from sightline.inference.vllm_plugin import CONFIG_KEY, LOGITS_PROCESSOR, MIDDLEWARE
+from sightline.launch.vllm_server import build_vllm_command
 from sightline.media import MediaStore
 
 
 @pytest.fixture
 def settings(tiny_model: Path, store: MediaStore) -> ServeSettings:
     return ServeSettings(
-        model=tiny_model, media_roots=(store.root,), device="cpu", port=81, max_rows=7, max_len=99
+        model=tiny_model,
+        media_roots=(store.root,),
+        device="cpu",
+        port=81,
+        max_num_seqs=7,
+        max_model_len=99,
     )
 
 
@@ -32,28 +37,28 @@ def test_one_setting_sizes_our_cache_and_that_of_vllm(
     settings: ServeSettings, mebibytes: int, gibibytes: float
 ) -> None:
     sized = replace(settings, pixel_cache_bytes=mebibytes << 20)
-    words = vllm_command(sized, "python")
+    words = build_vllm_command(sized, "python")
     told = float(value(words, "--mm-processor-cache-gb"))
     assert told == pytest.approx(gibibytes, abs=1e-6)
     assert (told == 0) == (mebibytes == 0), "0 is off"
-    ours = json.loads(value(words, "--additional-config"))[CONFIG]
+    ours = json.loads(value(words, "--additional-config"))[CONFIG_KEY]
     assert ServeSettings.from_json(ours["settings"]) == sized
 
 
 def test_the_command_has_the_plugin_the_sizes_and_the_pads(
     settings: ServeSettings, tiny_model: Path, store: MediaStore
 ) -> None:
-    words = vllm_command(settings, "python")
+    words = build_vllm_command(settings, "python")
     assert words[0] == "python"
     assert value(words, "--middleware") == MIDDLEWARE
-    assert value(words, "--logits-processors") == BAN
+    assert value(words, "--logits-processors") == LOGITS_PROCESSOR
     assert (value(words, "--max-model-len"), value(words, "--max-num-seqs")) == ("99", "7")
     assert value(words, "--logprobs-mode") == "processed_logprobs"
-    banned = json.loads(value(words, "--additional-config"))[CONFIG]["banned"]
+    banned = json.loads(value(words, "--additional-config"))[CONFIG_KEY]["banned"]
     assert banned == list(load_renderer(tiny_model, store).pad_token_ids)
 
 
 def test_no_reuse_of_keys_and_values_is_no_prefix_cache(settings: ServeSettings) -> None:
-    assert "--no-enable-prefix-caching" not in vllm_command(settings, "python")
-    bare = vllm_command(replace(settings, reuse_kv=False), "python")
+    assert "--no-enable-prefix-caching" not in build_vllm_command(settings, "python")
+    bare = build_vllm_command(replace(settings, enable_prefix_caching=False), "python")
     assert "--no-enable-prefix-caching" in bare

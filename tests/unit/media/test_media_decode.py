@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
 from sightline.errors import MediaError, MediaRefused, MediaUndecodable
-from sightline.media.decode import encode_png, inspect, open_rgb
-from sightline.media.header import Limits, exif_orientation
+from sightline.media.decode import encode_png, inspect_image, open_rgb
+from sightline.media.header import ImageLimits, exif_orientation
 
 Picture = Callable[..., Image.Image]
 Encode = Callable[..., bytes]
@@ -40,14 +40,14 @@ def with_orientation(value: int) -> Image.Exif:
 
 def test_every_format_is_known_by_its_bytes(every_format: dict[str, bytes]) -> None:
     for name, data in every_format.items():
-        header = inspect(data)
+        header = inspect_image(data)
         assert header.mime == f"image/{name.split('_')[0]}"
         assert (header.width, header.height) == ((24, 40) if "exif" in name else (40, 24))
 
 
 def test_the_header_and_the_decoded_picture_agree_in_size(every_format: dict[str, bytes]) -> None:
     for data in every_format.values():
-        header = inspect(data)
+        header = inspect_image(data)
         image = open_rgb(data)
         assert (image.mode, image.size) == ("RGB", (header.width, header.height))
 
@@ -55,7 +55,7 @@ def test_the_header_and_the_decoded_picture_agree_in_size(every_format: dict[str
 @pytest.mark.parametrize("data", [b"", b"text", b"%PDF-1.7", b"BM" + b"\0" * 60, b"<svg/>"])
 def test_bytes_of_no_known_format_are_refused(data: bytes) -> None:
     with pytest.raises(MediaRefused, match="no PNG, JPEG, WebP or GIF"):
-        inspect(data)
+        inspect_image(data)
 
 
 def test_the_first_frame_of_an_animation_counts(picture: Picture, encode: Encode) -> None:
@@ -69,13 +69,13 @@ def test_a_gif_frame_that_reaches_over_the_canvas_widens_it(
 ) -> None:
     data = bytearray(encode(picture(9, 5).quantize(16), "GIF"))
     data[6:10] = struct.pack("<HH", 4, 4)
-    header = inspect(bytes(data))
+    header = inspect_image(bytes(data))
     assert (header.width, header.height) == open_rgb(bytes(data)).size == (9, 5)
 
 
 def test_bytes_behind_the_end_mark_do_not_matter(every_format: dict[str, bytes]) -> None:
     for data in every_format.values():
-        assert inspect(data + b"trailer \xff\xd8") == inspect(data)
+        assert inspect_image(data + b"trailer \xff\xd8") == inspect_image(data)
 
 
 # --- whole files
@@ -87,7 +87,7 @@ def test_a_file_cut_anywhere_is_refused(every_format: dict[str, bytes], cut: st.
     for data in every_format.values():
         length = cut.draw(st.integers(0, len(data) - 1))
         with pytest.raises(MediaRefused):
-            inspect(data[:length])
+            inspect_image(data[:length])
 
 
 def test_a_refusal_says_what_was_cut_and_where(every_format: dict[str, bytes]) -> None:
@@ -99,7 +99,7 @@ def test_a_refusal_says_what_was_cut_and_where(every_format: dict[str, bytes]) -
     }
     for name, (end, message) in expected.items():
         with pytest.raises(MediaRefused, match=message):
-            inspect(every_format[name][:end])
+            inspect_image(every_format[name][:end])
 
 
 @settings(max_examples=60, deadline=None)
@@ -113,7 +113,7 @@ def test_a_changed_byte_never_gives_a_picture_of_another_size_than_the_header(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, about EXIF that cannot be read
         try:
-            header = inspect(bytes(data))
+            header = inspect_image(bytes(data))
             image = open_rgb(bytes(data))
         except MediaError:
             return
@@ -124,14 +124,16 @@ def test_a_png_chunk_with_a_wrong_checksum_is_refused(every_format: dict[str, by
     data = bytearray(every_format["png"])
     data[60] ^= 1
     with pytest.raises(MediaRefused, match=r"'IDAT' at byte 33 does not match its checksum"):
-        inspect(bytes(data))
+        inspect_image(bytes(data))
 
 
 def test_a_png_without_pixels_or_with_an_unknown_colour_type_is_refused() -> None:
     with pytest.raises(MediaRefused, match="no IDAT"):
-        inspect(png_header(2, 2) + png_chunk(b"IEND", b""))
+        inspect_image(png_header(2, 2) + png_chunk(b"IEND", b""))
     with pytest.raises(MediaRefused, match="colour type 5"):
-        inspect(png_header(2, 2, colour=5) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b""))
+        inspect_image(
+            png_header(2, 2, colour=5) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b"")
+        )
 
 
 def test_a_thumbnail_inside_a_jpeg_does_not_hide_a_missing_end(
@@ -142,16 +144,16 @@ def test_a_thumbnail_inside_a_jpeg_does_not_hide_a_missing_end(
     segment = b"\xff\xe1" + struct.pack(">H", len(block) + 2) + block
     whole = encode(picture(), "JPEG")
     data = whole[:2] + segment + whole[2:]
-    assert inspect(data)[:3] == ("image/jpeg", 9, 5)
+    assert inspect_image(data)[:3] == ("image/jpeg", 9, 5)
     with pytest.raises(MediaRefused):
-        inspect(data[:-2])
+        inspect_image(data[:-2])
 
 
 def test_a_jpeg_with_an_index_of_further_pictures_decodes_as_its_first(
     picture: Picture, encode: Encode
 ) -> None:
     data = encode(picture(), "MPO", save_all=True, append_images=[picture(20, 20)])
-    assert inspect(data)[:3] == ("image/jpeg", 9, 5)
+    assert inspect_image(data)[:3] == ("image/jpeg", 9, 5)
     assert open_rgb(data).size == (9, 5)
 
 
@@ -161,39 +163,39 @@ def test_a_jpeg_with_an_index_of_further_pictures_decodes_as_its_first(
 def test_limits_are_checked_from_the_header_before_any_pixel() -> None:
     bomb = png_header(30_000, 30_000) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b"")
     with pytest.raises(MediaRefused, match="900000000 pixels"):
-        inspect(bomb)
+        inspect_image(bomb)
     with pytest.raises(MediaRefused, match="900000000 pixels"):
         open_rgb(bomb)
 
 
 @pytest.mark.parametrize(
-    "limits", [Limits(max_bytes=50), Limits(max_pixels=44), Limits(max_side=8)]
+    "limits", [ImageLimits(max_bytes=50), ImageLimits(max_pixels=44), ImageLimits(max_side=8)]
 )
-def test_each_limit_refuses_alone(picture: Picture, encode: Encode, limits: Limits) -> None:
+def test_each_limit_refuses_alone(picture: Picture, encode: Encode, limits: ImageLimits) -> None:
     data = encode(picture(9, 5), "PNG")
-    inspect(data)
+    inspect_image(data)
     with pytest.raises(MediaRefused, match="limit"):
-        inspect(data, limits)
+        inspect_image(data, limits)
 
 
 def test_an_image_exactly_at_the_limits_is_taken(picture: Picture, encode: Encode) -> None:
     data = encode(picture(9, 5), "PNG")
-    inspect(data, Limits(max_bytes=len(data), max_pixels=45, max_side=9))
+    inspect_image(data, ImageLimits(max_bytes=len(data), max_pixels=45, max_side=9))
 
 
 def test_an_image_of_no_pixels_is_refused(picture: Picture, encode: Encode) -> None:
     with pytest.raises(MediaRefused, match="0x4"):
-        inspect(png_header(0, 4) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b""))
+        inspect_image(png_header(0, 4) + png_chunk(b"IDAT", b"") + png_chunk(b"IEND", b""))
     no_height = bytearray(encode(picture(), "JPEG"))
     frame = no_height.index(b"\xff\xc0")
     no_height[frame + 5 : frame + 7] = b"\0\0"
     with pytest.raises(MediaRefused, match="9x0"):
-        inspect(bytes(no_height))
+        inspect_image(bytes(no_height))
 
 
 def test_a_pixel_limit_that_pillow_would_warn_about_is_refused() -> None:
     with pytest.raises(MediaError, match="max_pixels"):
-        Limits(max_pixels=200_000_000)
+        ImageLimits(max_pixels=200_000_000)
 
 
 def test_the_pixel_limit_of_pillow_plays_no_part(
@@ -216,7 +218,7 @@ def test_orientation_is_applied_as_pillow_would(
 ) -> None:
     lossless = {"WEBP": {"lossless": True}}.get(format_name, {})
     data = encode(picture(), format_name, exif=with_orientation(orientation), **lossless)
-    header = inspect(data)
+    header = inspect_image(data)
     assert header.orientation == orientation
     assert (header.width, header.height) == ((5, 9) if orientation >= 5 else (9, 5))
 
@@ -266,7 +268,7 @@ def test_png_orientation_counts_behind_the_pixels_too(picture: Picture, encode: 
     at = data.index(b"IEND") - 4
     tiff = b"II*\0\x08\0\0\0\x01\0" + struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0) + b"\0\0\0\0"
     data = data[:at] + png_chunk(b"eXIf", tiff) + data[at:]
-    assert inspect(data)[1:3] == open_rgb(data).size == (5, 9)
+    assert inspect_image(data)[1:3] == open_rgb(data).size == (5, 9)
 
 
 def test_a_decoded_picture_carries_no_orientation_to_be_applied_again(
@@ -345,7 +347,7 @@ def test_a_cmyk_jpeg_becomes_rgb(picture: Picture, encode: Encode) -> None:
 
 def test_pixels_that_do_not_decode_are_undecodable_not_a_white_square() -> None:
     data = png_header(4, 4) + png_chunk(b"IDAT", b"not zlib") + png_chunk(b"IEND", b"")
-    inspect(data)
+    inspect_image(data)
     with pytest.raises(MediaUndecodable, match="image/png"):
         open_rgb(data)
 
@@ -353,7 +355,7 @@ def test_pixels_that_do_not_decode_are_undecodable_not_a_white_square() -> None:
 def test_pixels_that_end_early_are_undecodable() -> None:
     half = zlib.compress(bytes(range(52)))[:30]
     data = png_header(4, 4) + png_chunk(b"IDAT", half) + png_chunk(b"IEND", b"")
-    inspect(data)
+    inspect_image(data)
     with pytest.raises(MediaUndecodable):
         open_rgb(data)
 

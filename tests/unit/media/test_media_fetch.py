@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from sightline.errors import MediaError, MediaRefused
-from sightline.media import Ingest, MediaStore, fetch
+from sightline.media import ImageIngestor, MediaStore, fetch
 
 Picture = Callable[..., Image.Image]
 Encode = Callable[..., bytes]
@@ -53,7 +53,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return tried
 
 
-def refused(ingest: Ingest, url: str) -> str:
+def refused(ingest: ImageIngestor, url: str) -> str:
     with pytest.raises(MediaRefused) as caught:
         ingest.resolve(url, WHERE)
     assert str(caught.value).startswith(f"{WHERE}: ")
@@ -73,7 +73,7 @@ def test_an_allowed_name_at_a_private_address_is_refused_before_connect(
     store: MediaStore, connections: list[Any], address: str
 ) -> None:
     resolver = Resolver([address])
-    ingest = Ingest(store, http_hosts=["pictures.example"], resolve=resolver)
+    ingest = ImageIngestor(store, http_hosts=["pictures.example"], resolve=resolver)
     for scheme, port in (("http", 80), ("https", 443)):
         assert "private address" in refused(ingest, f"{scheme}://pictures.example/a.png")
         assert resolver.asked[-1] == ("pictures.example", port)
@@ -84,7 +84,7 @@ def test_an_allowed_name_at_a_private_address_is_refused_before_connect(
 def test_an_address_of_the_open_internet_may_be_tried(
     store: MediaStore, connections: list[Any], address: str
 ) -> None:
-    ingest = Ingest(store, http_hosts=["pictures.example"], resolve=Resolver([address]))
+    ingest = ImageIngestor(store, http_hosts=["pictures.example"], resolve=Resolver([address]))
     assert "failed" in refused(ingest, "http://pictures.example/a.png")
     assert {tried[0] for tried in connections} == {address}
 
@@ -93,7 +93,7 @@ def test_a_host_that_is_not_on_the_list_is_not_even_looked_up(
     store: MediaStore, connections: list[Any]
 ) -> None:
     resolver = Resolver([PUBLIC])
-    ingest = Ingest(store, http_hosts=["pictures.example"], resolve=resolver)
+    ingest = ImageIngestor(store, http_hosts=["pictures.example"], resolve=resolver)
     for url in (
         "http://evil.example/a.png",
         "http://pictures.example.evil.example/a.png",
@@ -114,7 +114,7 @@ def test_a_name_is_looked_up_once_and_the_address_that_was_checked_is_used(
 ) -> None:
     """A name that changes its answer between the check and the connection gains nothing."""
     resolver = Resolver([PUBLIC, "127.0.0.1"], ["127.0.0.1"])
-    ingest = Ingest(store, http_hosts=["rebinding.example"], resolve=resolver)
+    ingest = ImageIngestor(store, http_hosts=["rebinding.example"], resolve=resolver)
     assert "failed" in refused(ingest, "http://rebinding.example/a.png")
     assert len(resolver.asked) == 1
     assert [tried[0] for tried in connections] == [PUBLIC]
@@ -128,7 +128,7 @@ def test_a_name_that_nobody_knows_is_refused(store: MediaStore, connections: lis
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     for resolver in (unknown, Resolver([])):
-        ingest = Ingest(store, http_hosts=["gone.example"], resolve=resolver)
+        ingest = ImageIngestor(store, http_hosts=["gone.example"], resolve=resolver)
         assert "not known" in refused(ingest, "http://gone.example/a.png")
     assert connections == []
 
@@ -143,7 +143,7 @@ def test_a_lookup_that_takes_too_long_is_given_up(
         answered.set()
         return [PUBLIC]
 
-    ingest = Ingest(store, http_hosts=["slow.example"], timeout_s=0.05, resolve=slow)
+    ingest = ImageIngestor(store, http_hosts=["slow.example"], timeout_s=0.05, resolve=slow)
     said = refused(ingest, "http://slow.example/a.png")
     assert "the address of slow.example was not found within 0.05 s" in said
     may_answer.set()
@@ -180,7 +180,7 @@ def test_a_redirect_is_not_followed_wherever_it_leads(
 ) -> None:
     resolver = Resolver(["127.0.0.1"])
     allowed = [f"127.0.0.1:{redirecting}", "pictures.example"]
-    ingest = Ingest(store, http_hosts=allowed, resolve=resolver)
+    ingest = ImageIngestor(store, http_hosts=allowed, resolve=resolver)
     for target in (
         "http://169.254.169.254/latest/meta-data",
         "http://10.0.0.1/a.png",
@@ -200,7 +200,7 @@ def test_the_proxies_of_the_environment_are_not_used(
 ) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    ingest = Ingest(store, http_hosts=["pictures.example"], resolve=Resolver([PUBLIC]))
+    ingest = ImageIngestor(store, http_hosts=["pictures.example"], resolve=Resolver([PUBLIC]))
     refused(ingest, "http://pictures.example/a.png")
     assert [tried[0] for tried in connections] == [PUBLIC]
 
@@ -208,8 +208,8 @@ def test_the_proxies_of_the_environment_are_not_used(
 def test_only_the_first_address_is_judged_and_used() -> None:
     for answers in (["10.0.0.5", PUBLIC], ["::1", PUBLIC]):
         with pytest.raises(MediaRefused, match="private"):
-            fetch._checked_address("a.example", 80, ["a.example"], Resolver(answers))
-    assert fetch._checked_address("a.example", 80, [], Resolver([PUBLIC, "10.0.0.5"])) == PUBLIC
+            fetch._get_public_address("a.example", 80, ["a.example"], Resolver(answers))
+    assert fetch._get_public_address("a.example", 80, [], Resolver([PUBLIC, "10.0.0.5"])) == PUBLIC
 
 
 # --- bytes that lie
@@ -259,7 +259,7 @@ def bombs(picture: Picture, encode: Encode) -> dict[str, bytes]:
 def test_a_picture_that_says_it_is_huge_is_refused_before_a_pixel_is_made(
     store: MediaStore, picture: Picture, encode: Encode
 ) -> None:
-    ingest = Ingest(store)
+    ingest = ImageIngestor(store)
     for name, data in bombs(picture, encode).items():
         url = data_url(data)
         tracemalloc.start()
@@ -283,7 +283,7 @@ def test_what_inflates_behind_an_honest_header_costs_no_more_than_the_header_say
     ):
         tracemalloc.start()
         try:
-            picture = store.image(Ingest(store).resolve(data_url(data), WHERE))
+            picture = store.image(ImageIngestor(store).resolve(data_url(data), WHERE))
             assert picture.size == (8, 8)
         except MediaError as error:
             assert error.fix
@@ -296,10 +296,10 @@ def test_half_a_file_is_refused_wherever_it_is_cut(
     store: MediaStore, every_format: dict[str, bytes]
 ) -> None:
     for name, data in every_format.items():
-        whole = Ingest(store).resolve(data_url(data), WHERE)
+        whole = ImageIngestor(store).resolve(data_url(data), WHERE)
         for cut in range(0, len(data) - 1, max(1, len(data) // 40)):
             with pytest.raises(MediaError):
-                Ingest(store).resolve(data_url(data[:cut]), WHERE)
+                ImageIngestor(store).resolve(data_url(data[:cut]), WHERE)
         assert store.get(whole) == data, name
     assert store.count() == len(set(every_format.values()))
 
@@ -325,5 +325,5 @@ def test_half_a_file_is_refused_wherever_it_is_cut(
 def test_what_is_no_picture_of_a_kind_that_we_know_is_refused(
     store: MediaStore, data: bytes
 ) -> None:
-    refused(Ingest(store), data_url(data))
+    refused(ImageIngestor(store), data_url(data))
     assert store.count() == 0

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from sightline.errors import MediaError, MediaMissing, MediaRefused, MessageError
-from sightline.media import Ingest, MediaStore, fetch
+from sightline.media import ImageIngestor, MediaStore, fetch
 
 Picture = Callable[..., Image.Image]
 Encode = Callable[..., bytes]
@@ -29,7 +29,7 @@ def data_url(data: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def refused(ingest: Ingest, url: object, error: type[Exception] = MediaRefused) -> str:
+def refused(ingest: ImageIngestor, url: object, error: type[Exception] = MediaRefused) -> str:
     with pytest.raises(error) as caught:
         ingest.resolve(url, WHERE)  # type: ignore[arg-type]
     assert str(caught.value).startswith(f"{WHERE}: "), "every error names the JSON path"
@@ -41,13 +41,13 @@ def refused(ingest: Ingest, url: object, error: type[Exception] = MediaRefused) 
 
 
 def test_a_data_url_is_put_as_its_bytes(store: MediaStore, png: bytes) -> None:
-    ref = Ingest(store).resolve(data_url(png), WHERE)
+    ref = ImageIngestor(store).resolve(data_url(png), WHERE)
     assert store.get(ref) == png
 
 
 def test_the_bytes_say_what_they_are_and_not_the_url(store: MediaStore, png: bytes) -> None:
     for kind in ("image/jpeg", "image/x-anything", "IMAGE/PNG", "image/png;charset=utf-8"):
-        assert Ingest(store).resolve(data_url(png, kind), WHERE).mime == "image/png"
+        assert ImageIngestor(store).resolve(data_url(png, kind), WHERE).mime == "image/png"
 
 
 def test_white_space_and_percent_signs_in_base64_are_understood(
@@ -56,19 +56,21 @@ def test_white_space_and_percent_signs_in_base64_are_understood(
     lines = base64.encodebytes(png).decode()
     escaped = base64.b64encode(png).decode().replace("+", "%2B").replace("=", "%3D")
     for text in (lines, escaped):
-        assert store.get(Ingest(store).resolve("data:image/png;base64," + text, WHERE)) == png
+        assert (
+            store.get(ImageIngestor(store).resolve("data:image/png;base64," + text, WHERE)) == png
+        )
 
 
 def test_bad_base64_is_refused(store: MediaStore, png: bytes) -> None:
     good = data_url(png)
     for url in (good + "!", good[:-3], good + "é", "data:image/png;base64,====", good + "AAAA="):
-        assert "base64" in refused(Ingest(store), url)
+        assert "base64" in refused(ImageIngestor(store), url)
 
 
 def test_base64_of_no_image_or_of_half_an_image_is_refused(store: MediaStore, png: bytes) -> None:
-    refused(Ingest(store), data_url(b"hello"))
-    assert "truncated" in refused(Ingest(store), data_url(png[:-6]))
-    refused(Ingest(store), "data:image/png;base64,")
+    refused(ImageIngestor(store), data_url(b"hello"))
+    assert "truncated" in refused(ImageIngestor(store), data_url(png[:-6]))
+    refused(ImageIngestor(store), "data:image/png;base64,")
 
 
 @pytest.mark.parametrize(
@@ -82,13 +84,13 @@ def test_base64_of_no_image_or_of_half_an_image_is_refused(store: MediaStore, pn
     ],
 )
 def test_a_data_url_of_another_shape_is_a_message_error(store: MediaStore, url: str) -> None:
-    refused(Ingest(store), url, MessageError)
+    refused(ImageIngestor(store), url, MessageError)
 
 
 def test_a_data_url_above_the_limit_is_refused_before_it_is_decoded(
     store: MediaStore, png: bytes
 ) -> None:
-    ingest = Ingest(store, max_bytes=len(png))
+    ingest = ImageIngestor(store, max_bytes=len(png))
     ingest.resolve(data_url(png), WHERE)
     assert "above the limit" in refused(ingest, data_url(png + b"x"))
     assert "above the limit" in refused(ingest, "data:image/png;base64," + "!" * 4 * len(png))
@@ -97,7 +99,7 @@ def test_a_data_url_above_the_limit_is_refused_before_it_is_decoded(
 def test_a_data_url_seen_before_is_not_put_again(
     store: MediaStore, png: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ingest = Ingest(store)
+    ingest = ImageIngestor(store)
     ref = ingest.resolve(data_url(png), WHERE)
     monkeypatch.setattr(store, "put", lambda data: pytest.fail("put again"))
     assert ingest.resolve(data_url(png), WHERE) == ref
@@ -106,7 +108,7 @@ def test_a_data_url_seen_before_is_not_put_again(
 def test_a_data_url_seen_before_is_put_again_when_its_image_was_swept(
     store: MediaStore, png: bytes
 ) -> None:
-    ingest = Ingest(store)
+    ingest = ImageIngestor(store)
     ref = ingest.resolve(data_url(png), WHERE)
     store.path(ref.digest).unlink()
     assert ingest.resolve(data_url(png), WHERE) == ref
@@ -118,16 +120,16 @@ def test_a_data_url_seen_before_is_put_again_when_its_image_was_swept(
 
 def test_a_media_url_leads_to_the_stored_image(store: MediaStore, png: bytes) -> None:
     ref = store.put(png)
-    assert Ingest(MediaStore(store.root)).resolve(ref.url, WHERE) == ref
+    assert ImageIngestor(MediaStore(store.root)).resolve(ref.url, WHERE) == ref
 
 
 def test_a_media_url_of_a_missing_image_says_so_with_its_place(store: MediaStore) -> None:
-    refused(Ingest(store), "media:sha256:" + "0" * 64, MediaMissing)
+    refused(ImageIngestor(store), "media:sha256:" + "0" * 64, MediaMissing)
 
 
 @pytest.mark.parametrize("url", ["media:", "media:sha256:zz", "media:md5:" + "0" * 64])
 def test_a_media_url_of_another_shape_is_a_message_error(store: MediaStore, url: str) -> None:
-    refused(Ingest(store), url, MessageError)
+    refused(ImageIngestor(store), url, MessageError)
 
 
 # --- everything else
@@ -147,12 +149,12 @@ def test_a_media_url_of_another_shape_is_a_message_error(store: MediaStore, url:
     ],
 )
 def test_every_other_url_is_a_message_error(store: MediaStore, url: str) -> None:
-    refused(Ingest(store), url, MessageError)
+    refused(ImageIngestor(store), url, MessageError)
 
 
 @pytest.mark.parametrize("url", [None, 5, b"data:", {"url": "x"}, []])
 def test_a_url_that_is_no_text_is_a_message_error(store: MediaStore, url: object) -> None:
-    assert type(url).__name__ in refused(Ingest(store), url, MessageError)
+    assert type(url).__name__ in refused(ImageIngestor(store), url, MessageError)
 
 
 # --- file:
@@ -169,21 +171,21 @@ def roots(tmp_path: Path, png: bytes) -> Path:
 
 
 def test_a_file_under_an_allowed_root_is_taken(store: MediaStore, roots: Path, png: bytes) -> None:
-    ingest = Ingest(store, file_roots=[roots / "allowed"])
+    ingest = ImageIngestor(store, file_roots=[roots / "allowed"])
     for host in ("", "localhost"):
         ref = ingest.resolve(f"file://{host}{roots}/allowed/deep/a%20b.png", WHERE)
         assert store.get(ref) == png
 
 
 def test_no_file_is_taken_by_default(store: MediaStore, roots: Path) -> None:
-    assert "no allowed" in refused(Ingest(store), f"file://{roots}/allowed/deep/a b.png")
+    assert "no allowed" in refused(ImageIngestor(store), f"file://{roots}/allowed/deep/a b.png")
 
 
 def test_no_way_leads_out_of_an_allowed_root(store: MediaStore, roots: Path) -> None:
     allowed = roots / "allowed"
     (allowed / "link.png").symlink_to(roots / "allowed-not" / "secret.png")
     (allowed / "folder").symlink_to(roots / "allowed-not")
-    ingest = Ingest(store, file_roots=[allowed])
+    ingest = ImageIngestor(store, file_roots=[allowed])
     for name in (
         "allowed-not/secret.png",
         "allowed/../allowed-not/secret.png",
@@ -198,7 +200,7 @@ def test_no_way_leads_out_of_an_allowed_root(store: MediaStore, roots: Path) -> 
 def test_a_link_that_stays_under_the_root_is_taken(store: MediaStore, roots: Path) -> None:
     (roots / "allowed" / "link.png").symlink_to(roots / "allowed" / "deep" / "a b.png")
     (roots / "alias").symlink_to(roots / "allowed")
-    ingest = Ingest(store, file_roots=[roots / "alias"])
+    ingest = ImageIngestor(store, file_roots=[roots / "alias"])
     assert ingest.resolve(f"file://{roots}/alias/link.png", WHERE).width == 9
 
 
@@ -209,7 +211,7 @@ def test_a_link_that_takes_a_place_on_the_way_after_it_was_checked_is_not_follow
     (roots / "allowed-not" / "deep").mkdir()
     (roots / "allowed-not" / "deep" / "secret.png").write_bytes(png)
     (roots / "allowed" / "deep" / "secret.png").write_bytes(png)
-    ingest = Ingest(store, file_roots=[roots / "allowed"])
+    ingest = ImageIngestor(store, file_roots=[roots / "allowed"])
     system_open = os.open
 
     def open_late(path: Any, flags: int, *more: Any, **named: Any) -> int:
@@ -227,7 +229,7 @@ def test_a_link_that_takes_a_place_on_the_way_after_it_was_checked_is_not_follow
 
 def test_a_file_may_be_a_root_by_itself(store: MediaStore, roots: Path, png: bytes) -> None:
     file = roots / "allowed" / "deep" / "a b.png"
-    assert store.get(Ingest(store, file_roots=[file]).resolve(file.as_uri(), WHERE)) == png
+    assert store.get(ImageIngestor(store, file_roots=[file]).resolve(file.as_uri(), WHERE)) == png
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_a_file_may_be_a_root_by_itself(store: MediaStore, roots: Path, png: byt
 def test_a_file_url_without_an_absolute_path_is_a_message_error(
     store: MediaStore, roots: Path, url: str
 ) -> None:
-    refused(Ingest(store, file_roots=["/"]), url, MessageError)
+    refused(ImageIngestor(store, file_roots=["/"]), url, MessageError)
 
 
 def test_what_is_no_image_file_under_an_allowed_root_is_refused(
@@ -244,16 +246,16 @@ def test_what_is_no_image_file_under_an_allowed_root_is_refused(
 ) -> None:
     os.mkfifo(roots / "allowed" / "pipe")
     (roots / "allowed" / "text").write_text("x")
-    ingest = Ingest(store, file_roots=[roots / "allowed"])
+    ingest = ImageIngestor(store, file_roots=[roots / "allowed"])
     for name in ("pipe", "deep", "text", "nothing"):
         refused(ingest, f"file://{roots}/allowed/{name}")
-    small = Ingest(store, file_roots=[roots / "allowed"], max_bytes=10)
+    small = ImageIngestor(store, file_roots=[roots / "allowed"], max_bytes=10)
     assert "above the limit" in refused(small, f"file://{roots}/allowed/deep/a b.png")
 
 
 def test_a_relative_file_root_is_refused(store: MediaStore) -> None:
     with pytest.raises(MediaError, match="relative"):
-        Ingest(store, file_roots=["pictures"])
+        ImageIngestor(store, file_roots=["pictures"])
 
 
 # --- http:
@@ -298,18 +300,18 @@ def server(png: bytes) -> Iterator[int]:
 def test_an_image_from_an_allowed_address_is_taken(
     store: MediaStore, server: int, png: bytes
 ) -> None:
-    ingest = Ingest(store, http_hosts=[f"127.0.0.1:{server}"])
+    ingest = ImageIngestor(store, http_hosts=[f"127.0.0.1:{server}"])
     for path in ("/a.png", "/a.png?size=1#part"):
         assert store.get(ingest.resolve(f"http://127.0.0.1:{server}{path}", WHERE)) == png
 
 
 def test_no_host_is_allowed_by_default(store: MediaStore, server: int) -> None:
     for url in (f"http://127.0.0.1:{server}/a.png", "https://example.com/a.png"):
-        assert "not allowed" in refused(Ingest(store), url)
+        assert "not allowed" in refused(ImageIngestor(store), url)
 
 
 def test_an_allowed_name_stands_for_its_own_port_only(store: MediaStore, server: int) -> None:
-    ingest = Ingest(store, http_hosts=["127.0.0.1", "example.com"])
+    ingest = ImageIngestor(store, http_hosts=["127.0.0.1", "example.com"])
     for url in (
         f"http://127.0.0.1:{server}/a.png",
         "http://example.com.evil.test/a.png",
@@ -321,30 +323,30 @@ def test_an_allowed_name_stands_for_its_own_port_only(store: MediaStore, server:
 
 
 def test_a_name_that_leads_to_a_private_address_is_refused(store: MediaStore, server: int) -> None:
-    ingest = Ingest(
+    ingest = ImageIngestor(
         store, http_hosts=[f"localhost:{server}"], resolve=lambda host, port: ["127.0.0.1"]
     )
     assert "private address" in refused(ingest, f"http://localhost:{server}/a.png")
 
 
 def test_redirects_and_other_answers_are_refused(store: MediaStore, server: int) -> None:
-    ingest = Ingest(store, http_hosts=[f"127.0.0.1:{server}"])
+    ingest = ImageIngestor(store, http_hosts=[f"127.0.0.1:{server}"])
     assert "302" in refused(ingest, f"http://127.0.0.1:{server}/moved")
     assert "404" in refused(ingest, f"http://127.0.0.1:{server}/nothing")
 
 
 def test_an_answer_above_the_limit_is_refused(store: MediaStore, server: int) -> None:
-    ingest = Ingest(store, http_hosts=[f"127.0.0.1:{server}"], max_bytes=20)
+    ingest = ImageIngestor(store, http_hosts=[f"127.0.0.1:{server}"], max_bytes=20)
     assert "above the limit" in refused(ingest, f"http://127.0.0.1:{server}/a.png")
 
 
 def test_an_answer_that_trickles_is_cut_at_the_time_limit(store: MediaStore, server: int) -> None:
-    ingest = Ingest(store, http_hosts=[f"127.0.0.1:{server}"], timeout_s=0.2)
+    ingest = ImageIngestor(store, http_hosts=[f"127.0.0.1:{server}"], timeout_s=0.2)
     assert "within 0.2 s" in refused(ingest, f"http://127.0.0.1:{server}/slow")
 
 
 def test_a_host_that_does_not_answer_is_refused(store: MediaStore) -> None:
-    ingest = Ingest(store, http_hosts=["127.0.0.1:1"], timeout_s=1)
+    ingest = ImageIngestor(store, http_hosts=["127.0.0.1:1"], timeout_s=1)
     refused(ingest, "http://127.0.0.1:1/a.png")
     refused(ingest, "http://[::bad/a.png")
 
@@ -352,5 +354,5 @@ def test_a_host_that_does_not_answer_is_refused(store: MediaStore) -> None:
 def test_only_addresses_of_the_open_internet_or_of_the_list_are_taken() -> None:
     for address in ("10.0.0.5", "192.168.1.1", "169.254.169.254", "127.0.0.1", "::1"):
         with pytest.raises(MediaRefused, match="private"):
-            fetch._checked_address(address, 80, ["a.example"])
-        assert fetch._checked_address(address, 80, [address]) == address
+            fetch._get_public_address(address, 80, ["a.example"])
+        assert fetch._get_public_address(address, 80, [address]) == address

@@ -11,7 +11,7 @@ import pytest
 
 from sightline.errors import MediaError
 from sightline.media import MediaRef, references
-from sightline.media.references import find_digests
+from sightline.media.references import collect_digests
 
 
 def digest(seed: int) -> str:
@@ -35,24 +35,24 @@ def test_digests_are_found_in_every_folder_that_may_refer(run_dir: Path, folder:
     deep.mkdir(parents=True)
     (deep / "data.msgpack").write_bytes(msgspec.msgpack.encode([ref(1), ref(2)]))
     (run_dir / folder / "data.json").write_text(json.dumps({"url": ref(3).url}))
-    assert find_digests(run_dir) == {digest(1), digest(2), digest(3)}
+    assert collect_digests(run_dir) == {digest(1), digest(2), digest(3)}
 
 
 def test_folders_that_do_not_keep_images_in_use_are_not_asked(run_dir: Path) -> None:
     (run_dir / "logs").mkdir()
     (run_dir / "logs" / "log.txt").write_text(ref(1).url)
-    assert find_digests(run_dir) == set()
+    assert collect_digests(run_dir) == set()
 
 
 def test_a_digest_between_numbers_that_look_like_hex_is_found(run_dir: Path) -> None:
     data = msgspec.msgpack.encode([0x30, 0x61, digest(1), 0x61, 0x39, digest(2), 0x62])
     (run_dir / "traces" / "t").write_bytes(data)
-    assert find_digests(run_dir) >= {digest(1), digest(2)}
+    assert collect_digests(run_dir) >= {digest(1), digest(2)}
 
 
 def test_digests_written_one_after_another_are_all_found(run_dir: Path) -> None:
     (run_dir / "batches" / "b").write_bytes((digest(1) + digest(2) + digest(3)).encode())
-    assert find_digests(run_dir) >= {digest(1), digest(2), digest(3)}
+    assert collect_digests(run_dir) >= {digest(1), digest(2), digest(3)}
 
 
 @pytest.mark.parametrize("offset", [0, 1, 30, 63, 64, 65])
@@ -61,7 +61,7 @@ def test_a_digest_across_the_border_of_two_chunks_is_found(
 ) -> None:
     monkeypatch.setattr(references, "_CHUNK_BYTES", 64)
     (run_dir / "traces" / "t").write_bytes(b"-" * offset + digest(1).encode() + b"-" * 100)
-    assert find_digests(run_dir) == {digest(1)}
+    assert collect_digests(run_dir) == {digest(1)}
 
 
 def test_several_runs_are_searched_together(run_dir: Path, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_several_runs_are_searched_together(run_dir: Path, tmp_path: Path) -> No
     (other / "traces").mkdir(parents=True)
     (other / "traces" / "t").write_text(digest(2))
     (run_dir / "traces" / "t").write_text(digest(1))
-    assert find_digests(run_dir, str(other)) == {digest(1), digest(2)}
+    assert collect_digests(run_dir, str(other)) == {digest(1), digest(2)}
 
 
 def test_parquet_samples_are_read_through_their_compression(run_dir: Path) -> None:
@@ -83,14 +83,14 @@ def test_parquet_samples_are_read_through_their_compression(run_dir: Path) -> No
     path = run_dir / "samples" / "step_1.parquet"
     parquet.write_table(pa.Table.from_pylist(rows), path, compression="zstd")
     expected = {digest(i) for i in range(200)} | {digest(100 + i) for i in range(200)}
-    assert find_digests(run_dir) == expected
+    assert collect_digests(run_dir) == expected
 
 
 def test_a_damaged_parquet_file_is_an_error_and_not_an_empty_answer(run_dir: Path) -> None:
     pytest.importorskip("pyarrow")
     (run_dir / "samples" / "s.parquet").write_bytes(b"PAR1 not really")
     with pytest.raises(MediaError, match=r"s\.parquet"):
-        find_digests(run_dir)
+        collect_digests(run_dir)
 
 
 def test_parquet_without_pyarrow_is_an_error_and_not_an_empty_answer(
@@ -99,20 +99,20 @@ def test_parquet_without_pyarrow_is_an_error_and_not_an_empty_answer(
     (run_dir / "samples" / "s.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(MediaError, match="pyarrow"):
-        find_digests(run_dir)
+        collect_digests(run_dir)
 
 
 @pytest.mark.parametrize("name", ["t.zst", "t.msgpack.gz", "t.npz"])
 def test_a_compressed_file_is_an_error_and_not_an_empty_answer(run_dir: Path, name: str) -> None:
     (run_dir / "traces" / name).write_bytes(b"anything")
     with pytest.raises(MediaError, match=name):
-        find_digests(run_dir)
+        collect_digests(run_dir)
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(MediaError, match="no run directory"):
-            find_digests(path)
+            collect_digests(path)
 
 
 def test_links_are_followed_once(run_dir: Path, tmp_path: Path) -> None:
@@ -120,13 +120,13 @@ def test_links_are_followed_once(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere" / "t").write_text(digest(1))
     (run_dir / "traces" / "link").symlink_to(tmp_path / "elsewhere")
     (run_dir / "traces" / "up").symlink_to(run_dir / "traces")
-    assert find_digests(run_dir) == {digest(1)}
+    assert collect_digests(run_dir) == {digest(1)}
 
 
 def test_a_pipe_in_a_run_directory_does_not_stop_the_search(run_dir: Path) -> None:
     os.mkfifo(run_dir / "traces" / "pipe")
     (run_dir / "traces" / "t").write_text(digest(1))
-    assert find_digests(run_dir) == {digest(1)}
+    assert collect_digests(run_dir) == {digest(1)}
 
 
 def test_a_file_renamed_into_place_during_the_search_is_found(
@@ -144,10 +144,10 @@ def test_a_file_renamed_into_place_during_the_search_is_found(
         return search(path)
 
     monkeypatch.setattr(references, "_digests_in_file", search_while_the_writer_finishes)
-    assert find_digests(run_dir) == {digest(1)}
+    assert collect_digests(run_dir) == {digest(1)}
 
 
 def test_a_link_to_nothing_is_an_error_and_not_a_guess(run_dir: Path) -> None:
     (run_dir / "traces" / "link").symlink_to(run_dir / "nowhere")
     with pytest.raises(MediaError, match="keep changing"):
-        find_digests(run_dir)
+        collect_digests(run_dir)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from sightline.errors import MediaRefused
-from sightline.media import MediaRef, MediaStore, SeenUrls
+from sightline.media import MediaRef, MediaStore, UrlRefCache
 from tests.agents import picture
 
 WHERE = "messages[0].content[0].image_url.url"
@@ -32,7 +32,7 @@ URLS = ["data:image/png;base64,x", "media:sha256:0", "file:///a.png", "https://a
 
 def test_a_url_that_comes_again_is_known_by_its_text(store: MediaStore) -> None:
     source = Source(store)
-    urls = SeenUrls(source.resolve, store)
+    urls = UrlRefCache(source.resolve, store)
     first = [urls.resolve(url, WHERE) for url in URLS]
     assert [urls.resolve(url, WHERE) for url in URLS] == first
     assert source.asked == URLS and len(urls) == len(URLS)
@@ -40,13 +40,13 @@ def test_a_url_that_comes_again_is_known_by_its_text(store: MediaStore) -> None:
 
 def test_conversations_do_not_share_what_an_address_shows(store: MediaStore) -> None:
     source = Source(store)
-    one, other = (SeenUrls(source.resolve, store).resolve(URLS[3], WHERE) for _ in range(2))
+    one, other = (UrlRefCache(source.resolve, store).resolve(URLS[3], WHERE) for _ in range(2))
     assert one != other
 
 
 def test_nothing_is_kept_of_a_refusal(store: MediaStore) -> None:
     source = Source(store)
-    urls = SeenUrls(source.resolve, store)
+    urls = UrlRefCache(source.resolve, store)
     for _ in range(2):
         with pytest.raises(MediaRefused, match=r"messages\[0\]"):
             urls.resolve("bad", WHERE)
@@ -55,7 +55,7 @@ def test_nothing_is_kept_of_a_refusal(store: MediaStore) -> None:
 
 def test_an_image_that_was_swept_is_asked_for_again(store: MediaStore) -> None:
     source = Source(store)
-    urls = SeenUrls(source.resolve, store)
+    urls = UrlRefCache(source.resolve, store)
     gone = urls.resolve(URLS[3], WHERE)
     store.path(gone.digest).unlink()
     again = urls.resolve(URLS[3], WHERE)
@@ -70,7 +70,7 @@ def test_requests_that_bring_a_url_at_the_same_time_agree(store: MediaStore) -> 
         both_asked.wait()
         return source.resolve(url, path)
 
-    urls, found = SeenUrls(slow, store), list[MediaRef]()
+    urls, found = UrlRefCache(slow, store), list[MediaRef]()
     threads = [
         threading.Thread(target=lambda: found.append(urls.resolve(URLS[3], WHERE)))
         for _ in range(2)

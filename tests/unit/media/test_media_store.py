@@ -17,7 +17,7 @@ from PIL import Image
 from sightline.errors import MediaError, MediaRefused, StoreFull
 from sightline.media import MediaStore, files
 from sightline.media import store as store_module
-from sightline.media.header import Limits
+from sightline.media.header import ImageLimits
 
 Picture = Callable[..., Image.Image]
 
@@ -142,7 +142,7 @@ def test_gc_waits_for_a_put_under_way_and_then_sees_its_time(
 ) -> None:
     ref = store.put(picture())
     grow_old(store, ref.digest)
-    with files.locked(store.root):
+    with files.lock_store(store.root):
         sweep = threading.Thread(target=store.gc, args=(set(),))
         sweep.start()
         sweep.join(0.2)
@@ -155,7 +155,7 @@ def test_gc_waits_for_a_put_under_way_and_then_sees_its_time(
 def test_a_put_waits_while_a_sweep_looks_at_times(store: MediaStore, picture: Picture) -> None:
     store.put(picture())
     for seed in (0, 1):  # there already, and new
-        with files.locked(store.root, exclusive=True):
+        with files.lock_store(store.root, exclusive=True):
             put = threading.Thread(target=store.put, args=(picture(seed=seed),))
             put.start()
             put.join(0.2)
@@ -173,7 +173,7 @@ def test_size_is_not_counted_anew_at_every_question(
 ) -> None:
     store.put(picture())
     size = store.size_bytes()
-    monkeypatch.setattr(store_module.files, "walk", lambda root: pytest.fail("counted again"))
+    monkeypatch.setattr(store_module.files, "iter_files", lambda root: pytest.fail("counted again"))
     assert store.size_bytes() == size
     added = store.put(picture(seed=1))
     store.put(picture(seed=1))
@@ -279,14 +279,14 @@ def test_a_read_only_store_can_be_read_and_not_put_to(
 def test_the_limits_of_a_store_hold_for_bytes_paths_and_pil_images(
     tmp_path: Path, picture: Picture
 ) -> None:
-    store = MediaStore(tmp_path / "store", limits=Limits(max_side=8))
+    store = MediaStore(tmp_path / "store", limits=ImageLimits(max_side=8))
     path = tmp_path / "p.png"
     picture().save(path)
     for source in (path.read_bytes(), path, picture()):
         with pytest.raises(MediaRefused, match="limit of 8"):
             store.put(source)
     with pytest.raises(MediaRefused, match="limit of 5"):
-        MediaStore(tmp_path / "store", limits=Limits(max_bytes=5)).put(path)
+        MediaStore(tmp_path / "store", limits=ImageLimits(max_bytes=5)).put(path)
 
 
 def test_importing_the_room_loads_no_pillow(python: Callable[..., Any]) -> None:

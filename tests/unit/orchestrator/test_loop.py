@@ -6,19 +6,26 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from sightline.orchestrator.judge import GroupJudge, GroupVerdict
 
-from sightline.errors import NothingTrains
+from sightline.errors import NoTrainableSamples
 from sightline.message import assistant, user
-from sightline.monitor import RunDir
 from sightline.orchestrator.group import Group
-from sightline.orchestrator.judge import Judge, Judged
-from sightline.orchestrator.loop import Collected, Parts, run
-from sightline.orchestrator.policy import Policy
-from sightline.orchestrator.progress import Books
-from sightline.orchestrator.rollouts import Rollouts
-from sightline.trace import Node, PolicySpan, Trace, encode
-from sightline.trace.node import float32, int32
-from sightline.wire.control import Announce, Cancel, Control, Play, Played, Published
+from sightline.orchestrator.loop import LoopComponents, StepCollection, run
+from sightline.orchestrator.policy_updater import PolicyUpdater
+from sightline.orchestrator.rollout_scheduler import RolloutScheduler
+from sightline.orchestrator.run_state import RunState
+from sightline.run import RunDir
+from sightline.trace import Node, PolicySpan, Trace, encode_trace
+from sightline.trace.node import float32_array, int32_array
+from sightline.wire.control import (
+    BatchReady,
+    CancelRollouts,
+    ControlMessage,
+    PublishedWeights,
+    RolloutRequest,
+    RolloutResult,
+)
 
 
 class World:
@@ -26,43 +33,45 @@ class World:
 
     def __init__(self, run_dir: RunDir, max_lag: int, train_after: int = 0) -> None:
         self.run_dir, self.max_lag, self.train_after = run_dir, max_lag, train_after
-        self.announced: list[Announce] = []
+        self.announced: list[BatchReady] = []
         self.keeps_all = False
-        self.played: list[Play] = []
+        self.played: list[RolloutRequest] = []
         self.in_flight = 0
         self.reward_of = lambda play: float(int(play.rollout_id.split(".")[1]) % 2)
         self.lags: list[int] = []
         self.error = ""
         self.always_version: int | None = None
-        self.books = Books.open(run_dir)
-        self.policy = Policy([self.adopt], run_dir.weights)
-        self.rollouts = Rollouts(
+        self.run_state = RunState.open(run_dir)
+        self.policy = PolicyUpdater([self.adopt], run_dir.weights)
+        self.rollouts = RolloutScheduler(
             self.send, ["w"], group_size=2, temperature=1.0, seed=0,
-            next_group=self.books.progress.next_group,
-            again=list(self.books.progress.open_groups),
+            next_group=self.run_state.progress.next_group,
+            again=list(self.run_state.progress.open_groups),
         )  # fmt: skip
 
-    def parts(self, **changes: int) -> Parts:
-        return Parts(
+    def components(self, **changes: int) -> LoopComponents:
+        return LoopComponents(
             rollouts=self.rollouts,
             policy=self.policy,
-            judge=Judge(self.max_lag, "grpo", "rollout", [], keep_without_signal=self.keeps_all),
-            books=self.books,
+            judge=GroupJudge(
+                self.max_lag, "grpo", "rollout", [], keep_without_signal=self.keeps_all
+            ),
+            run_state=self.run_state,
             trainer=self,
-            watcher=self,
+            observer=self,
             groups_per_step=3,
             max_lag=self.max_lag,
-            probe_every=changes.get("probe_every", 0),
+            diagnostics_every=changes.get("diagnostics_every", 0),
             max_empty_batches=2,
-            max_replaced=changes.get("max_replaced", 0),
+            max_resampled_groups=changes.get("max_resampled_groups", 0),
             last_step=changes.get("last_step", 1000),
             check_room=lambda: None,
         )
 
-    async def send(self, peer: str, message: Control) -> None:
-        if isinstance(message, Cancel):
+    async def send(self, peer: str, message: ControlMessage) -> None:
+        if isinstance(message, CancelRollouts):
             return
-        assert isinstance(message, Play)
+        assert isinstance(message, RolloutRequest)
         self.played.append(message)
         version = self.policy.version if self.always_version is None else self.always_version
 
@@ -71,37 +80,37 @@ class World:
 
         asyncio.get_running_loop().call_later(0.001, answer)
 
-    def _played(self, play: Play, version: int) -> Played:
+    def _played(self, play: RolloutRequest, version: int) -> RolloutResult:
         nodes = [
-            Node(0, -1, user("q"), int32([1, 2]), sampled_start=2),
+            Node(0, -1, user("q"), int32_array([1, 2]), sampled_start=2),
             Node(
-                1, 0, assistant("a"), int32([3, 4]), sampled_start=1, logprobs=float32([-1.0]),
+                1, 0, assistant("a"), int32_array([3, 4]), sampled_start=1, logprobs=float32_array([-1.0]),
                 versions=(PolicySpan(version, 0, 0, 1),), finish_reason="stop",
             ),
         ]  # fmt: skip
         trace = Trace(id=play.rollout_id, group_id=play.group_id, nodes=nodes)
         trace.reward = None if self.error else self.reward_of(play)
         trace.error = self.error
-        return Played(play.rollout_id, play.group_id, encode(trace))
+        return RolloutResult(play.rollout_id, play.group_id, encode_trace(trace))
 
-    async def announce(self, announce: Announce) -> None:
+    async def announce(self, announce: BatchReady) -> None:
         assert Path(announce.path).is_file(), "a batch is on disk before it is announced"
         self.announced.append(announce)
         delay = 0.001 * self.train_after
-        news = Published(announce.step, 0, "m", {}, 0)
+        news = PublishedWeights(announce.step, 0, "m", {}, 0)
         asyncio.get_running_loop().call_later(delay, self.policy.publish, news)
 
     async def adopt(self, manifest: str) -> None:
         await asyncio.sleep(0.001)
 
-    def saw(self, step: int, group: Group, judged: Judged) -> None:
-        self.lags += judged.lags
+    def on_group(self, step: int, group: Group, group_verdict: GroupVerdict) -> None:
+        self.lags += group_verdict.lags
 
-    def settle(self, step: int, collected: Collected) -> None:
-        for trace in collected.traces:
-            self.books.count(trace)
+    def on_batch(self, step: int, collection: StepCollection) -> None:
+        for trace in collection.traces:
+            self.run_state.count(trace)
 
-    def stepped(self, step: int, collected: Collected) -> None:
+    def on_step(self, step: int, collection: StepCollection) -> None:
         pass
 
 
@@ -109,7 +118,7 @@ def play(world: World, steps: range, **changes: int) -> None:
     async def both() -> None:
         adopting = asyncio.ensure_future(world.policy.keep_adopting())
         try:
-            await run(world.parts(**changes), steps)
+            await run(world.components(**changes), steps)
         finally:
             adopting.cancel()
 
@@ -137,7 +146,7 @@ def test_without_lag_nothing_is_played_in_vain(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=0)
     play(world, range(1, 5))
     assert len(world.played) == 4 * 3 * 2
-    assert set(world.books.verdicts) <= {"train"}
+    assert set(world.run_state.verdicts) <= {"train"}
 
 
 def test_nothing_is_played_that_could_only_train_after_the_end(run_dir: RunDir) -> None:
@@ -149,15 +158,15 @@ def test_nothing_is_played_that_could_only_train_after_the_end(run_dir: RunDir) 
 def test_a_probe_step_waits_for_a_fresh_group(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=1, train_after=5)
     fresh_at: list[int] = []
-    world.stepped = lambda step, c: fresh_at.append(step) if c.fresh else None  # type: ignore
-    play(world, range(1, 10), probe_every=3)
+    world.on_step = lambda step, c: fresh_at.append(step) if c.has_fresh_group else None  # type: ignore
+    play(world, range(1, 10), diagnostics_every=3)
     assert {3, 6, 9} <= set(fresh_at)
 
 
 def test_a_run_of_batches_in_which_nothing_trains_says_so(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=0)
     world.reward_of = lambda play: 0.5
-    with pytest.raises(NothingTrains, match="2 batches in a row"):
+    with pytest.raises(NoTrainableSamples, match="2 batches in a row"):
         play(world, range(1, 3))
 
 
@@ -170,7 +179,7 @@ def test_a_policy_that_has_mastered_its_tasks_goes_on_with_the_kl_term(
     first = world.reward_of
     num = 0
 
-    def reward_of(play: Play) -> float:
+    def reward_of(play: RolloutRequest) -> float:
         nonlocal num
         num += 1
         return first(play) if num <= 6 else late
@@ -180,7 +189,7 @@ def test_a_policy_that_has_mastered_its_tasks_goes_on_with_the_kl_term(
         play(world, range(1, 6))
         assert [a.step for a in world.announced] == list(range(1, 6))
     else:
-        with pytest.raises(NothingTrains, match="2 batches in a row"):
+        with pytest.raises(NoTrainableSamples, match="2 batches in a row"):
             play(world, range(1, 6))
 
 
@@ -199,21 +208,21 @@ def test_a_run_that_goes_on_knows_that_its_policy_has_mastered_its_tasks(run_dir
 def test_groups_that_all_break_end_the_run_with_the_last_error(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=0)
     world.error = "boom: no such level"
-    with pytest.raises(NothingTrains, match="6 groups in a row were dropped.*no such level"):
+    with pytest.raises(NoTrainableSamples, match="6 groups in a row were dropped.*no such level"):
         play(world, range(1, 3))
 
 
 def test_a_probe_does_not_wait_for_ever_for_a_fresh_group(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=1, train_after=5)
     world.always_version = 0
-    play(world, range(1, 3), probe_every=2)
+    play(world, range(1, 3), diagnostics_every=2)
     assert [a.step for a in world.announced] == [1, 2]
 
 
 def test_open_groups_are_played_again_after_a_restart(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=2, train_after=20)
     play(world, range(1, 3))
-    progress = Books.open(run_dir).progress
+    progress = RunState.open(run_dir).progress
     assert progress.step == 2 and progress.open_groups
     again = World(run_dir, max_lag=2)
     again.policy.version = 2
@@ -229,24 +238,24 @@ def test_a_batch_that_was_never_announced_is_made_again(run_dir: RunDir) -> None
     play(world, range(1, 3))
     torn = run_dir.batch(3)
     torn.write_bytes(b"half")
-    books = Books.open(run_dir)
+    run_state = RunState.open(run_dir)
     assert not torn.exists()
-    assert [a.step for a in books.announcements_after(0)] == [1, 2]
+    assert [a.step for a in run_state.announcements_after(0)] == [1, 2]
 
 
 def without_signal_below(group: int, world: World) -> None:
     """Rewards that are all the same in the first groups, and differ in the later ones."""
 
-    def reward(play: Play) -> float:
+    def reward(play: RolloutRequest) -> float:
         index = int(play.group_id[1:])
         return 0.5 if index < group else float(int(play.rollout_id.split(".")[1]) % 2)
 
     world.reward_of = reward
 
 
-def seen(world: World) -> list[Collected]:
-    steps: list[Collected] = []
-    world.stepped = lambda step, collected: steps.append(collected)  # type: ignore[method-assign]
+def seen(world: World) -> list[StepCollection]:
+    steps: list[StepCollection] = []
+    world.on_step = lambda step, collection: steps.append(collection)  # type: ignore[method-assign]
     return steps
 
 
@@ -254,18 +263,18 @@ def test_groups_without_signal_are_replaced(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=0)
     without_signal_below(2, world)
     steps = seen(world)
-    play(world, range(1, 3), max_replaced=3)
+    play(world, range(1, 3), max_resampled_groups=3)
     assert len(steps[0].samples) == len(steps[1].samples) == 3 * 2, "every place trains"
-    assert (steps[0].num_replaced, steps[0].num_without_signal, steps[0].num_judged) == (2, 2, 5)
-    assert (steps[1].num_replaced, steps[1].num_judged) == (0, 3)
+    assert (steps[0].num_resampled, steps[0].num_without_signal, steps[0].num_judged) == (2, 2, 5)
+    assert (steps[1].num_resampled, steps[1].num_judged) == (0, 3)
 
 
 def test_no_more_groups_are_replaced_than_the_bound(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=0)
     without_signal_below(3, world)
     steps = seen(world)
-    play(world, range(1, 2), max_replaced=1)
-    assert (steps[0].num_replaced, steps[0].num_without_signal) == (1, 3)
+    play(world, range(1, 2), max_resampled_groups=1)
+    assert (steps[0].num_resampled, steps[0].num_without_signal) == (1, 3)
     assert len(steps[0].samples) == 1 * 2, "two places are filled by groups without signal"
 
 
@@ -273,16 +282,16 @@ def test_groups_that_train_without_signal_are_not_replaced(run_dir: RunDir) -> N
     world = World(run_dir, max_lag=0)
     without_signal_below(2, world)
     steps = seen(world)
-    parts = world.parts(max_replaced=3)
-    parts.judge.keep_without_signal = True
+    components = world.components(max_resampled_groups=3)
+    components.judge.keep_without_signal = True
 
     async def both() -> None:
         adopting = asyncio.ensure_future(world.policy.keep_adopting())
         try:
-            await run(parts, range(1, 2))
+            await run(components, range(1, 2))
         finally:
             adopting.cancel()
 
     asyncio.run(both())
-    assert (steps[0].num_replaced, steps[0].num_without_signal) == (0, 2)
+    assert (steps[0].num_resampled, steps[0].num_without_signal) == (0, 2)
     assert len(steps[0].samples) == 3 * 2

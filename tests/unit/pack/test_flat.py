@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sightline.errors import PixelMismatch
 from sightline.families import PlacedSlot, load_family
 from sightline.media import MediaStore
-from sightline.pack import Cost, pack
+from sightline.pack import PackSize, pack
 from sightline.wire.sample import Sample, SampleSlot
 
 
@@ -24,7 +24,7 @@ def test_every_trained_token_is_packed_once_with_its_own_values(
     tiny_model: Path, store: MediaStore, seed: int, tokens: int
 ) -> None:
     samples = making.samples(tiny_model, store, count=5, seed=seed)
-    packs = pack(samples, 1, load_family(tiny_model), Cost(tokens, 10**6))
+    packs = pack(samples, 1, load_family(tiny_model), PackSize(tokens, 10**6))
     weight = sum(float(p.loss_weight.numpy().sum()) for p in packs)
     assert weight == pytest.approx(1.0, rel=1e-5)
     found: dict[str, list[float]] = {}
@@ -40,7 +40,7 @@ def test_every_trained_token_is_packed_once_with_its_own_values(
 def test_each_sequence_is_laid_out_as_if_alone(tiny_model: Path, store: MediaStore) -> None:
     family = load_family(tiny_model)
     samples = making.samples(tiny_model, store, count=4, seed=3)
-    packed = pack(samples, 1, family, Cost(10**6, 10**6))[0]
+    packed = pack(samples, 1, family, PackSize(10**6, 10**6))[0]
     ends = packed.subtree_end.numpy()
     start = 0
     by_tokens = {s.token_ids.data: s for s in samples}
@@ -58,7 +58,7 @@ def test_each_sequence_is_laid_out_as_if_alone(tiny_model: Path, store: MediaSto
 
 def test_a_distinct_image_is_listed_once(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=8, seed=5)
-    packed = pack(samples, 1, load_family(tiny_model), Cost(10**6, 10**6))[0]
+    packed = pack(samples, 1, load_family(tiny_model), PackSize(10**6, 10**6))[0]
     keys = [entry.item.key for entry in packed.items]
     assert len(keys) == len(set(keys)) < sum(len(s.slots) for s in samples)
     assert len(packed.slots) == sum(len(s.slots) for s in samples)
@@ -66,7 +66,7 @@ def test_a_distinct_image_is_listed_once(tiny_model: Path, store: MediaStore) ->
 
 def test_the_same_samples_give_the_same_packs(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=6, seed=8)
-    family, limit = load_family(tiny_model), Cost(120, 10**6)
+    family, limit = load_family(tiny_model), PackSize(120, 10**6)
     assert pack(samples, 1, family, limit) == pack(list(samples), 1, family, limit)
 
 
@@ -77,4 +77,4 @@ def test_samplers_that_saw_different_pixels_of_one_image_are_refused(
     slots = [SampleSlot(s.offset, s.length, s.item, "0" * 32) for s in sample.slots]
     other: Sample = msgspec.structs.replace(sample, trace_id="other", slots=slots)
     with pytest.raises(PixelMismatch, match="same Pillow"):
-        pack([sample, other], 1, load_family(tiny_model), Cost(10**6, 10**6))
+        pack([sample, other], 1, load_family(tiny_model), PackSize(10**6, 10**6))

@@ -12,12 +12,12 @@ import pytest
 
 from sightline.families import PlacedSlot, load_family
 from sightline.media import MediaStore
-from sightline.pack import Cost, pack
-from sightline.pack.tree import as_units, cost_of, depth_first
+from sightline.pack import PackSize, pack
+from sightline.pack.tree import build_units, measure_unit, order_depth_first
 from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.sample import Sample
 
-WIDE = Cost(10**6, 10**6)
+WIDE = PackSize(10**6, 10**6)
 
 
 def paths_of(packed: MicroBatch) -> dict[str, list[int]]:
@@ -40,7 +40,7 @@ def test_every_path_is_its_sample(
 ) -> None:
     family = load_family(tiny_model)
     samples = {s.trace_id: s for s in making.group(tiny_model, store, count=7, seed=seed)}
-    packs = pack(list(samples.values()), 1, family, Cost(tokens, 10**6))
+    packs = pack(list(samples.values()), 1, family, PackSize(tokens, 10**6))
     found = set()
     for packed in packs:
         ends, index = packed.subtree_end.numpy(), np.arange(len(packed.token_ids))
@@ -100,7 +100,7 @@ def test_another_image_in_the_same_place_ends_what_is_shared(
     other = msgspec.structs.replace(
         sample, trace_id="other", items=[changed, *sample.items[1:]],
     )  # fmt: skip
-    rows = depth_first([sample, other])
+    rows = order_depth_first([sample, other])
     first = min(slot.offset for slot in sample.slots if slot.item == 0)
     assert [row.shared for row in rows] == [0, first]
 
@@ -109,16 +109,16 @@ def test_a_tree_that_does_not_fit_is_cut_and_its_paths_are_repeated(
     tiny_model: Path, store: MediaStore
 ) -> None:
     samples = making.group(tiny_model, store, count=8, seed=2)
-    whole = cost_of(depth_first(samples))
-    limit = Cost(whole.tokens // 2, 10**6)
-    pieces = as_units(samples, limit)
+    whole = measure_unit(order_depth_first(samples))
+    limit = PackSize(whole.tokens // 2, 10**6)
+    pieces = build_units(samples, limit)
     assert len(pieces) > 1 and all(piece[0].shared == 0 for piece in pieces)
-    assert all(cost_of(piece).fits(limit) or len(piece) == 1 for piece in pieces)
-    assert sum(cost_of(piece).tokens for piece in pieces) > whole.tokens
+    assert all(measure_unit(piece).fits(limit) or len(piece) == 1 for piece in pieces)
+    assert sum(measure_unit(piece).tokens for piece in pieces) > whole.tokens
 
 
 def test_a_group_that_shares_little_is_laid_side_by_side(
     tiny_model: Path, store: MediaStore
 ) -> None:
     samples = making.samples(tiny_model, store, count=4, seed=3)
-    assert [len(unit) for unit in as_units(samples, WIDE)] == [1] * 4
+    assert [len(unit) for unit in build_units(samples, WIDE)] == [1] * 4

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore
 from sightline.message import assistant, user
-from sightline.pack import Cost, pack, truncate
+from sightline.pack import PackSize, pack, truncate
 from sightline.pack.truncate import CUT, FIRST_IMAGE, NOTHING_TRAINS
-from sightline.trainer.checks import check_micro_batch
-from sightline.trainer.sft import sample_of
+from sightline.trainer.alignment_checks import check_micro_batch
+from sightline.trainer.sft import build_sample
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -42,7 +42,7 @@ def test_what_is_left_lines_up_and_holds_whole_images(
             assert (ours.offset, ours.length) == (theirs.offset, theirs.length)
             assert sample.items[ours.item] == whole.items[theirs.item]
         assert {slot.item for slot in sample.slots} == set(range(len(sample.items)))
-    for packed in pack(kept, 1, family, Cost(10**6, 10**6)):
+    for packed in pack(kept, 1, family, PackSize(10**6, 10**6)):
         check_micro_batch(packed, family, renderer.pad_token_ids, renderer.vocab_size)
 
 
@@ -51,7 +51,7 @@ def test_every_limit_cuts_before_an_image_never_through_it(
 ) -> None:
     first, second = (store.put(making.image(random.Random(i), 64, 64)) for i in (1, 2))
     talk = [user(first, "what is this"), assistant("A"), user(second, "and this"), assistant("B")]
-    sample = sample_of(talk, load_renderer(tiny_model, store), "s")
+    sample = build_sample(talk, load_renderer(tiny_model, store), "s")
     one, two = sample.slots
     answer = sample.segments[0].stop
     for limit in range(1, len(sample.token_ids)):
@@ -73,7 +73,7 @@ def test_a_first_image_that_does_not_fit_leaves_out_what_came_before_it_too(
 ) -> None:
     image = store.put(making.image(random.Random(0), 64, 64))
     talk = [user("hello"), assistant("A"), user(image, "what"), assistant("B")]
-    sample = sample_of(talk, load_renderer(tiny_model, store), "s")
+    sample = build_sample(talk, load_renderer(tiny_model, store), "s")
     kept, counts = truncate([sample], sample.slots[0].offset + 1)
     assert kept == [] and counts == {FIRST_IMAGE: 1}
 

@@ -69,7 +69,7 @@ def test_a_warmed_pool_has_all_its_threads(family: Family, store: MediaStore) ->
         return {thread for thread in threading.enumerate() if thread.name.startswith("pixels")}
 
     made, before = Materializer(family, store, 0, threads=3), pool()
-    made.warm()
+    made.warm_up()
     assert len(pool() - before) == 3
     assert made.counts.made == 0
     made.close()

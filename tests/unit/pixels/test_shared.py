@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from sightline.pixels import lay, open_laid
-from sightline.wire.share import Laid
+from sightline.pixels import open_shared_patches, share_patches
+from sightline.wire.rank_messages import SharedPatches
 
 LIMIT = 1 << 20
 
@@ -26,18 +26,18 @@ def stacks() -> list[np.ndarray | None]:
 
 def test_what_is_opened_is_what_was_laid_and_outlasts_it() -> None:
     made = stacks()
-    with lay(made, LIMIT) as laid:
-        found = open_laid(laid)
+    with share_patches(made, LIMIT) as laid:
+        found = open_shared_patches(laid)
     assert found[1] is None
     for ours, theirs in ((found[0], made[0]), (found[2], made[2])):
         assert ours is not None and np.array_equal(ours, theirs)
-    assert open_laid(laid) == []
+    assert open_shared_patches(laid) == []
 
 
 def test_nobody_can_change_what_was_laid() -> None:
-    with lay(stacks(), LIMIT) as laid:
+    with share_patches(stacks(), LIMIT) as laid:
         assert laid is not None
-        [first, _, _] = open_laid(laid)
+        [first, _, _] = open_shared_patches(laid)
         assert first is not None
         with pytest.raises(ValueError, match="read-only"):
             first[0, 0] = 0
@@ -48,23 +48,23 @@ def test_nobody_can_change_what_was_laid() -> None:
 
 
 def test_what_exceeds_the_limit_is_left_out() -> None:
-    with lay(stacks(), 5 * 48) as laid:
+    with share_patches(stacks(), 5 * 48) as laid:
         assert laid is not None
         assert [place is not None for place in laid.places] == [True, False, False]
         assert os.fstat(laid.fd).st_size <= 5 * 48 + 32
-    with lay([None, None], LIMIT) as nothing:
+    with share_patches([None, None], LIMIT) as nothing:
         assert nothing is None
 
 
 def test_another_file_under_the_same_number_is_not_taken_for_it(tmp_path: Path) -> None:
-    with lay(stacks(), LIMIT) as laid, lay(stacks(), LIMIT) as other:
+    with share_patches(stacks(), LIMIT) as laid, share_patches(stacks(), LIMIT) as other:
         assert laid is not None and other is not None
-        assert open_laid(msgspec.structs.replace(laid, fd=other.fd)) == []
+        assert open_shared_patches(msgspec.structs.replace(laid, fd=other.fd)) == []
     (tmp_path / "short").write_bytes(b"x")
     with (tmp_path / "short").open("rb") as short:
-        assert open_laid(msgspec.structs.replace(laid, fd=short.fileno())) == []
+        assert open_shared_patches(msgspec.structs.replace(laid, fd=short.fileno())) == []
     read_end, write_end = os.pipe()
-    assert open_laid(msgspec.structs.replace(laid, fd=read_end)) == []
+    assert open_shared_patches(msgspec.structs.replace(laid, fd=read_end)) == []
     os.close(read_end), os.close(write_end)
 
 
@@ -81,13 +81,13 @@ with lay([np.full((4096, 768), 7, dtype=np.uint8)], 1 << 30) as laid:
 def test_the_memory_of_a_killed_process_goes_with_its_last_user() -> None:
     maker = subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE, text=True)
     assert maker.stdout is not None
-    laid = msgspec.json.decode(maker.stdout.readline(), type=Laid)
-    [patches] = open_laid(laid)
+    laid = msgspec.json.decode(maker.stdout.readline(), type=SharedPatches)
+    [patches] = open_shared_patches(laid)
     maker.send_signal(signal.SIGKILL)
     maker.wait()
     maker.stdout.close()
     assert patches is not None and patches.shape == (4096, 768) and (patches == 7).all()
-    assert open_laid(laid) == []
+    assert open_shared_patches(laid) == []
     assert "sightline-patches" in Path("/proc/self/maps").read_text()
     del patches
     gc.collect()

@@ -17,12 +17,12 @@ import pytest
 from agents import CountingStore, Worker, agent, listening, picture_url, shown
 from aiohttp import web
 
+from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.envs import Chat
-from sightline.media import Ingest, MediaRef
-from sightline.rollout.play import Player
-from sightline.rollout.scripted import ScriptedPolicy
-from sightline.trace import Trace, decode
-from sightline.wire.control import Play
+from sightline.media import ImageIngestor, MediaRef
+from sightline.rollout.player import RolloutPlayer
+from sightline.trace import Trace, decode_trace
+from sightline.wire.control import RolloutRequest
 
 NUM_TURNS = 4
 
@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> CountingStore:
     return CountingStore(tmp_path / "media")
 
 
-class Asked(Ingest):
+class Asked(ImageIngestor):
     """Counts the urls that it is asked for."""
 
     num_asked = 0
@@ -79,7 +79,7 @@ def test_a_history_that_comes_again_is_not_looked_at_again(
 
     async def main() -> tuple[Trace, Asked]:
         async with listening(ScriptedPolicy().app()) as server, listening(pages.app()) as web_host:
-            door = Asked(store, [tmp_path], [web_host.removeprefix("http://")])
+            resolver = Asked(store, [tmp_path], [web_host.removeprefix("http://")])
             urls = [picture_url(100 + turn) for turn in range(NUM_TURNS)]
             data = [base64.b64decode(url.partition(",")[2]) for url in urls]
             if scheme == "media":
@@ -90,13 +90,13 @@ def test_a_history_that_comes_again_is_not_looked_at_again(
                     (tmp_path / f"{turn}.png").write_bytes(image)
             elif scheme == "http":
                 urls = [f"{web_host}/{turn}.png" for turn in range(NUM_TURNS)]
-            worker = Worker(tiny_model, store, server, door=door)
-            return await worker.play(lambda chat: loop(chat, urls)), door
+            worker = Worker(tiny_model, store, server, resolver=resolver)
+            return await worker.play(lambda chat: loop(chat, urls)), resolver
 
-    trace, door = asyncio.run(main())
+    trace, resolver = asyncio.run(main())
     assert not trace.error, trace.error
     assert trace.forks == {} and len(trace.turns) == NUM_TURNS == trace.num_images_shown
-    assert door.num_asked == NUM_TURNS == store.num_put
+    assert resolver.num_asked == NUM_TURNS == store.num_put
     assert pages.num_shown == (NUM_TURNS if scheme == "http" else 0)
 
 
@@ -140,7 +140,7 @@ async def post(chat: Chat, data: Any) -> tuple[int, Any]:
         return answer.status, await answer.json()
 
 
-async def until(player: Player, num_bytes: int) -> None:
+async def until(player: RolloutPlayer, num_bytes: int) -> None:
     """Returns when so much is held; a test that waits for ever is ended from outside."""
     while player.held_bytes != num_bytes:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
@@ -167,10 +167,10 @@ def test_a_body_counts_as_held_from_its_arrival_until_refs_stand_for_it(
 
         async with listening(policy.app()) as address:
             with Worker(tiny_model, store, address).player(rollout) as player:
-                played = await player.play(Play("r", "g", 0, "train", 1, 1.0))
+                played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
                 await player.close()
         assert player.held_bytes == 0
-        return decode(played.trace)
+        return decode_trace(played.trace)
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error
@@ -235,14 +235,14 @@ def test_a_body_that_is_under_way_when_its_rollout_ends_leaves_nothing(
         policy = ScriptedPolicy()
         async with listening(policy.app()) as address:
             with Worker(tiny_model, store, address).player(rollout) as player:
-                played = await player.play(Play("r", "g", 0, "train", 1, 1.0))
+                played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
                 assert player.held_bytes == 0
                 sent.may_go_on.set()
                 status, told = await asking[0]
                 assert (status, told["error"]["code"]) == (401, "rollout_over")
                 await player.close()
         assert policy.counts.requests == 0
-        return decode(played.trace)
+        return decode_trace(played.trace)
 
     trace = asyncio.run(main())
     assert not trace.error and not trace.nodes and store.num_put == 0
@@ -276,9 +276,9 @@ def test_a_body_above_the_limit_is_a_413_that_the_trace_keeps(
 
         async with listening(ScriptedPolicy().app()) as address:
             with Worker(tiny_model, store, address).player(rollout) as player:
-                played = await player.play(Play("r", "g", 0, "train", 1, 1.0))
+                played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
                 await player.close()
-        return decode(played.trace)
+        return decode_trace(played.trace)
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error

@@ -12,14 +12,14 @@ from PIL import Image
 from unit.rollout.test_many import playing
 
 from sightline.envs import BlockingChat, Conversation, Environment, Outcome, Task, last_images
-from sightline.errors import MediaRefused, Truncated
+from sightline.errors import MediaRefused, RolloutTruncated
 from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import user
-from sightline.monitor.transcript import transcript
-from sightline.rollout.play import Player
-from sightline.trace import Trace, decode
-from sightline.wire.control import Play
+from sightline.rollout.player import RolloutPlayer
+from sightline.trace import Trace, decode_trace
+from sightline.view.transcript import format_transcript
+from sightline.wire.control import RolloutRequest
 
 
 class Plays(Environment):
@@ -49,9 +49,9 @@ class Trial:
             async with playing(env or Plays(rollout), self.renderer, self.store) as player:
                 for name, value in limits.items():
                     setattr(player, name, value)
-                self.player: Player = player
-                played = await player.play(Play("r", "g", 0, "train", 7, 1.0))
-                return decode(played.trace)
+                self.player: RolloutPlayer = player
+                played = await player.play(RolloutRequest("r", "g", 0, "train", 7, 1.0))
+                return decode_trace(played.trace)
 
         return asyncio.run(main())
 
@@ -169,9 +169,9 @@ def test_more_plain_functions_than_any_pool_has_threads_wait_for_one_another(
 
     async def main() -> list[Trace]:
         async with playing(Plays(rollout), load_renderer(tiny_model, store), store) as player:
-            plays = (Play(f"r{i}", "g", i, "train", i, 1.0) for i in range(100))
+            plays = (RolloutRequest(f"r{i}", "g", i, "train", i, 1.0) for i in range(100))
             played = await asyncio.gather(*(player.play(one) for one in plays))
-            return [decode(one.trace) for one in played]
+            return [decode_trace(one.trace) for one in played]
 
     assert [trace.error for trace in asyncio.run(main())] == [""] * 100
 
@@ -253,16 +253,16 @@ def test_a_prompt_that_does_not_fit_ends_the_rollout_before_the_request(play: Tr
         raise AssertionError("not reached")
 
     room = length_of(play, "short") + 6
-    trace = play(rollout, max_len=room)
+    trace = play(rollout, max_model_len=room)
     assert trace.error_kind == "truncated" and trace.truncated and not trace.error
-    shown = " ".join(" ".join(transcript(trace)).split())
-    assert ", truncated" in shown and "[inference] max_len" in shown
+    shown = " ".join(" ".join(format_transcript(trace)).split())
+    assert ", truncated" in shown and "[inference] max_model_len" in shown
     assert trace.reward == 0.0 and len(trace.turns) == 1
     assert [node.message.text for node in trace.nodes][0] == "short"
     assert len(trace.nodes) == 2, "the observation that did not fit is not in the trace"
     assert play.player.client.counts.requests == 1
-    assert play(rollout, max_len=0).error_kind != "truncated"
-    short = play(rollout, max_len=room - 1)
+    assert play(rollout, max_model_len=0).error_kind != "truncated"
+    short = play(rollout, max_model_len=room - 1)
     assert short.error_kind == "truncated" and not short.nodes
 
 
@@ -273,7 +273,7 @@ def test_an_environment_says_what_a_truncated_rollout_is_worth(play: Trial) -> N
             while True:
                 await chat.send([user("more")])
                 done += 1
-        except Truncated:
+        except RolloutTruncated:
             return Outcome(done / 10, {"done": done}, per_turn=[0.1] * done)
 
     trace = play(rollout, max_turns=3)
@@ -296,7 +296,7 @@ def test_a_rollout_that_is_cut_short_stays_so(play: Trial) -> None:
         for _ in range(5):
             try:
                 await chat.send([user("more")])
-            except Truncated:
+            except RolloutTruncated:
                 continue
         return 1.0
 

@@ -13,7 +13,7 @@ from agents import listening
 from aiohttp import web
 
 from sightline.errors import EngineError
-from sightline.inference.errors import STATUS, answer, refusal
+from sightline.inference.errors import STATUS_BY_TYPE, build_engine_error, encode_error
 from sightline.rollout.client import GenerateClient
 from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, SamplingParams
 
@@ -38,7 +38,9 @@ class Refusing:
         kind = next(self._kinds, None)
         if kind is None:
             return web.Response(body=ANSWER)
-        status, body, headers = answer(refusal(kind, f"token_ids: {kind}", "mend it"))
+        status, body, headers = encode_error(
+            build_engine_error(kind, f"token_ids: {kind}", "mend it")
+        )
         return web.Response(body=body, status=status, headers=headers)
 
 
@@ -54,13 +56,13 @@ def ask(server: Refusing, **more: Any) -> GenerateResponse:
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("kind", [kind for kind, status in STATUS.items() if status != 503])
+@pytest.mark.parametrize("kind", [kind for kind, status in STATUS_BY_TYPE.items() if status != 503])
 def test_what_cannot_heal_is_asked_once(kind: str) -> None:
     server = Refusing([kind] * 5)
     with pytest.raises(EngineError) as caught:
         ask(server)
     assert len(server.asked) == 1
-    assert (caught.value.kind, caught.value.status) == (kind, STATUS[kind])
+    assert (caught.value.kind, caught.value.status) == (kind, STATUS_BY_TYPE[kind])
     assert caught.value.problem.startswith(f"token_ids: {kind}") and caught.value.fix == "mend it"
 
 
@@ -88,7 +90,9 @@ def test_the_deadline_begins_with_the_first_failure() -> None:
         if status == 200:
             return web.Response(body=ANSWER)
         await asyncio.sleep(deadline_s + 0.1)
-        _, body, _ = answer(refusal("stopping", "the server is ending", "ask another"))
+        _, body, _ = encode_error(
+            build_engine_error("stopping", "the server is ending", "ask another")
+        )
         return web.Response(body=body, status=status)
 
     async def main() -> GenerateResponse:

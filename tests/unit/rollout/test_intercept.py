@@ -14,14 +14,14 @@ import openai
 import pytest
 from agents import LOOK, Says, Worker, agent, calls, listening, picture, picture_url, shown, spelled
 
+from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.envs import BlockingChat, Chat, Environment, Task
 from sightline.errors import MediaRefused, MessageError
 from sightline.families import load_renderer, registry
 from sightline.media import MediaStore
 from sightline.message import Message, assistant, user
-from sightline.rollout.scripted import ScriptedPolicy
-from sightline.trace import Trace, decode
-from sightline.wire.control import Play
+from sightline.trace import Trace, decode_trace
+from sightline.wire.control import RolloutRequest
 from tests.unit.rollout.test_many import Slow
 
 ARGUMENTS = '{"x": 1.0, "names": ["é", true]}'
@@ -283,10 +283,13 @@ def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaSto
         async with listening(ScriptedPolicy().app()) as address:
             with Worker(tiny_model, store, address).player(rollout) as player:
                 both = await asyncio.gather(
-                    *(player.play(Play(f"r{i}", "g", 0, "train", i, 1.0)) for i in range(2))
+                    *(
+                        player.play(RolloutRequest(f"r{i}", "g", 0, "train", i, 1.0))
+                        for i in range(2)
+                    )
                 )
                 await player.close()
-        traces = [decode(played.trace) for played in both]
+        traces = [decode_trace(played.trace) for played in both]
         last = max(both, key=lambda played: played.wire["agent_requests"])
         assert last.wire["agent_requests"] == last.wire["requests"] == 6
         assert last.wire["agent_sent_bytes"] > 0 < last.wire["agent_received_bytes"]
@@ -359,7 +362,7 @@ def test_a_request_that_outlives_its_rollout_is_cancelled_and_leaves_nothing(
         app.router.add_post("/inference/v1/generate", stuck)
         async with listening(app) as address:
             with Worker(tiny_model, store, address).player(rollout) as player:
-                played = await player.play(Play("r", "g", 0, "train", 1, 1.0))
+                played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
                 ((client, asked),) = late
                 with pytest.raises(openai.AuthenticationError) as caught:
                     await asked
@@ -368,7 +371,7 @@ def test_a_request_that_outlives_its_rollout_is_cancelled_and_leaves_nothing(
                     await client.chat.completions.create(model="m", messages=[shown(0)])
                 await client.close()
                 await player.close()
-        trace = decode(played.trace)
+        trace = decode_trace(played.trace)
         assert trace.reward == 1.0 and not trace.nodes
 
     asyncio.run(main())
@@ -440,10 +443,10 @@ def test_the_event_loop_turns_while_images_are_taken_in_and_messages_rendered(
             worker = Worker(tiny_model, Watched(store.root), address)
             with worker.player(rollout) as player:
                 player.renderer = slow = Slow(player.renderer, loop)
-                played = await player.play(Play("r", "g", 0, "train", 1, 1.0))
+                played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
                 await player.close()
             assert slow.calls == ["render", "parse"] and len(taken) == 2
-            return decode(played.trace)
+            return decode_trace(played.trace)
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error

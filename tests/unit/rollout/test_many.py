@@ -14,16 +14,16 @@ import pytest
 from aiohttp import web
 from PIL import Image
 
+from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.envs import Environment, Outcome, Task
 from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore
 from sightline.message import Message, user
 from sightline.render import Renderer
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.play import Player
-from sightline.rollout.scripted import ScriptedPolicy
-from sightline.trace import Trace, decode
-from sightline.wire.control import Play
+from sightline.rollout.player import RolloutPlayer
+from sightline.trace import Trace, decode_trace
+from sightline.wire.control import RolloutRequest
 
 NUM_ROLLOUTS = 2000
 
@@ -50,21 +50,23 @@ def picture(number: int) -> Image.Image:
 
 
 @asynccontextmanager
-async def playing(env: Environment, renderer: Any, store: MediaStore) -> AsyncIterator[Player]:
+async def playing(
+    env: Environment, renderer: Any, store: MediaStore
+) -> AsyncIterator[RolloutPlayer]:
     """A player of `env` against a policy that says random text."""
     runner = web.AppRunner(ScriptedPolicy().app())
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     client = GenerateClient(site.name)
-    yield Player(env, renderer, store, client, "image", max_tokens=6, timeout_s=100)
+    yield RolloutPlayer(env, renderer, store, client, "image", max_tokens=6, timeout_s=100)
     await client.close()
     await runner.cleanup()
 
 
-async def play(one: Player, index: int) -> Trace:
-    played = await one.play(Play(f"r{index}", "g", index, "train", index, 1.0))
-    return decode(played.trace)
+async def play(one: RolloutPlayer, index: int) -> Trace:
+    played = await one.play(RolloutRequest(f"r{index}", "g", index, "train", index, 1.0))
+    return decode_trace(played.trace)
 
 
 def test_rollouts_that_share_a_renderer_say_what_each_says_alone(

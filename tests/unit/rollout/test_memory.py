@@ -17,7 +17,7 @@ from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, user
 from sightline.render import Renderer
-from sightline.trace import PolicySpan, Trace, encode
+from sightline.trace import PolicySpan, Trace, encode_trace
 
 TURNS = (15, 30, 60)
 SIZE = (320, 192)
@@ -65,7 +65,7 @@ def measure(pages: list[MediaRef], renderer: Renderer, window: Window | None) ->
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    return Figures(trace.num_tokens, len(encode(trace)), held, peak)
+    return Figures(trace.num_tokens, len(encode_trace(trace)), held, peak)
 
 
 @pytest.mark.parametrize("window", [None, cut], ids=["all shown", "window"])

@@ -13,9 +13,9 @@ from sightline.envs import Environment, Outcome, Task
 from sightline.families import load_renderer
 from sightline.media import MediaStore
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.play import Player
-from sightline.trace import Trace, decode
-from sightline.wire.control import Play
+from sightline.rollout.player import RolloutPlayer
+from sightline.trace import Trace, decode_trace
+from sightline.wire.control import RolloutRequest
 
 
 class Returns(Environment):
@@ -42,12 +42,12 @@ def play(tiny_model: Path, store: MediaStore):
     renderer = load_renderer(tiny_model, store)
 
     def run(result: Any) -> Trace:
-        player = Player(
+        player = RolloutPlayer(
             Returns(result), renderer, store, GenerateClient("http://127.0.0.1:9"), "image",
             max_tokens=4, timeout_s=0.2,
         )  # fmt: skip
-        played = asyncio.run(player.play(Play("r", "g", 0, "train", 1, 1.0)))
-        return decode(played.trace)
+        played = asyncio.run(player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0)))
+        return decode_trace(played.trace)
 
     return run
 

@@ -9,7 +9,7 @@ import pytest
 
 from sightline.errors import WireError
 from sightline.message import ToolCall, assistant, system, user
-from sightline.trace import Trace, decode, encode, read_traces, write_traces
+from sightline.trace import Trace, decode_trace, encode_trace, read_traces, write_traces
 from sightline.trace.node import ROOT
 from tests.unit.trace.toy import TOOL, ToyRenderer, picture, say, talk
 
@@ -36,16 +36,16 @@ def example(name: str = "golden") -> Trace:
 
 def test_encoding_and_decoding_gives_an_equal_trace() -> None:
     trace = example()
-    back = decode(encode(trace))
+    back = decode_trace(encode_trace(trace))
     assert back == trace
     assert back.branches() == trace.branches()
-    assert encode(back) == encode(trace)
+    assert encode_trace(back) == encode_trace(trace)
 
 
 def test_a_decoded_trace_goes_on_as_the_first_would() -> None:
     trace = Trace(id="t")
     leaf = talk(trace, ([user(picture(1))], "ab"), ([user(picture(2))], "b"))
-    back = decode(encode(trace))
+    back = decode_trace(encode_trace(trace))
     for each in (trace, back):
         talk(each, ([user("on")], "c"), leaf=leaf)
     assert back == trace
@@ -54,9 +54,9 @@ def test_a_decoded_trace_goes_on_as_the_first_would() -> None:
 def test_a_prompt_costs_four_bytes_a_token_and_some_for_each_node() -> None:
     trace = Trace(id="t")
     talk(trace, ([user("x")], "y"))
-    small = len(encode(trace))
+    small = len(encode_trace(trace))
     node = trace.nodes[0]
-    assert len(encode(Trace(id="t", nodes=[node]))) < 450
+    assert len(encode_trace(Trace(id="t", nodes=[node]))) < 450
     assert small < 900
 
 
@@ -86,7 +86,7 @@ def test_a_trace_that_cannot_be_written_leaves_the_file_as_it_was(tmp_path: Path
 
 
 def changed(**fields: object) -> bytes:
-    return msgspec.msgpack.encode(msgspec.msgpack.decode(encode(example())) | fields)
+    return msgspec.msgpack.encode(msgspec.msgpack.decode(encode_trace(example())) | fields)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def changed(**fields: object) -> bytes:
 )
 def test_foreign_bytes_are_refused_in_words(data: bytes, says: str) -> None:
     with pytest.raises(WireError, match=says):
-        decode(data)
+        decode_trace(data)
 
 
 def test_a_foreign_or_cut_off_file_is_refused_in_words(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_foreign_or_cut_off_file_is_refused_in_words(tmp_path: Path) -> None:
         list(read_traces(path))
     write_traces(path, [example("a"), example("b")])
     whole = path.read_bytes()
-    second = len(whole) - len(encode(example("b"))) - 4
+    second = len(whole) - len(encode_trace(example("b"))) - 4
     for size in (second + 2, second + 4, second + 50, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(WireError, match="ends inside trace 1"):

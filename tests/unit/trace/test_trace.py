@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from sightline.errors import MessageError, Misaligned, PixelMismatch
 from sightline.message import AssistantMessage, Message, assistant, system, text, user
 from sightline.render import Bridged, Rendered, Span
-from sightline.trace import Node, PolicySpan, Trace, encode
-from sightline.trace.node import ROOT, NodeSlot, int32
+from sightline.trace import Node, PolicySpan, Trace, encode_trace
+from sightline.trace.node import ROOT, NodeSlot, int32_array
 from sightline.wire import Slot
 from tests.unit.trace.toy import (
     AB,
@@ -72,10 +72,10 @@ def test_what_closes_a_cut_off_turn_opens_the_next_node() -> None:
 def test_a_turn_that_is_not_committed_changes_nothing() -> None:
     trace = Trace(id="t")
     leaf = talk(trace, ([user("hi")], "yes"))
-    before = encode(trace)
+    before = encode_trace(trace)
     trace.extend(leaf, [user("go")], TOY, TOOL)
     trace.prepare([user("other")], TOY)
-    assert encode(trace) == before
+    assert encode_trace(trace) == before
 
 
 def test_extend_costs_the_new_messages_only() -> None:
@@ -286,7 +286,7 @@ def test_versions_are_looked_up_over_all_turns() -> None:
 def test_a_misaligned_answer_is_refused_and_adds_nothing(changed: dict, says: str) -> None:
     trace = Trace(id="t")
     turn = trace.extend(ROOT, [user("hi", picture(1))], TOY, TOOL)
-    before = encode(trace)
+    before = encode_trace(trace)
     good = {
         "completion_ids": [150, END],
         "logprobs": [-1.0, -2.0],
@@ -296,7 +296,7 @@ def test_a_misaligned_answer_is_refused_and_adds_nothing(changed: dict, says: st
     }
     with pytest.raises(Misaligned, match=says):
         turn.commit(**(good | changed))
-    assert encode(trace) == before
+    assert encode_trace(trace) == before
     turn.commit(**good)
     assert len(trace.nodes) == 2
 
@@ -305,10 +305,10 @@ def test_other_pixels_for_an_old_image_are_refused() -> None:
     trace = Trace(id="t")
     leaf = talk(trace, ([user(picture(1))], "a"))
     turn = trace.extend(leaf, [user(picture(2))], TOY)
-    before = encode(trace)
+    before = encode_trace(trace)
     with pytest.raises(PixelMismatch, match="earlier pixels-"):
         turn.commit([150], [-1], spans(1), "length", ["other", "new"])
-    assert encode(trace) == before
+    assert encode_trace(trace) == before
 
 
 def test_pixels_are_compared_past_a_turn_whose_engine_could_not_tell() -> None:
@@ -366,7 +366,7 @@ def test_a_renderer_whose_spans_do_not_tile_is_refused() -> None:
 
 
 def test_nodes_that_contradict_themselves_cannot_be_made() -> None:
-    ids = int32([1, 2, 3])
+    ids = int32_array([1, 2, 3])
     slot = NodeSlot(1, 2, item(picture(0)))
     with pytest.raises(Misaligned, match="0 logprobs"):
         Node(0, ROOT, user("a"), ids, 1, finish_reason="stop")
@@ -379,13 +379,13 @@ def test_nodes_that_contradict_themselves_cannot_be_made() -> None:
 
 
 def test_a_trace_whose_parts_do_not_line_up_is_refused() -> None:
-    node = Node(0, ROOT, user("a"), int32([1]), 1)
+    node = Node(0, ROOT, user("a"), int32_array([1]), 1)
     with pytest.raises(Misaligned, match="node 0 with parent -1 at place 1"):
         Trace(id="t", nodes=[node, node])
     with pytest.raises(Misaligned, match="toolset 0 of 0"):
-        Trace(id="t", nodes=[Node(0, ROOT, user("a"), int32([1]), 1, tools=0)])
+        Trace(id="t", nodes=[Node(0, ROOT, user("a"), int32_array([1]), 1, tools=0)])
     trace = Trace(id="t")
     talk(trace, ([user("hi")], "yes"))
     trace.per_turn = [1.0, 2.0]
     with pytest.raises(Misaligned, match="2 per_turn credits for 1 turns"):
-        encode(trace)
+        encode_trace(trace)

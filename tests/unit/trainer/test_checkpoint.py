@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from sightline.cli.main import main
-from sightline.config import dump
+from sightline.config import dump_toml
 from sightline.errors import Misaligned, ResumeRefused
 from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
-from sightline.monitor import RunDir, read_events
+from sightline.run import RunDir, read_events
 from sightline.trainer.build import build_learner
-from sightline.trainer.checkpoint import Checkpoints, read_manifest
-from sightline.trainer.ranks import Ranks
-from sightline.trainer.saver import Saver, alone
-from sightline.trainer.snapshot import Shards, Snapshot, take
+from sightline.trainer.checkpoint import CheckpointStore, read_manifest
+from sightline.trainer.checkpoint_saver import CheckpointSaver, deliver_alone
+from sightline.trainer.ranks import RankInfo
+from sightline.trainer.snapshot import ShardReader, ShardSnapshot, take_snapshot
 from sightline.wire.file import write_atomic
 from sightline.wire.weights import WeightFile
 
@@ -64,7 +64,7 @@ def test_a_corrupt_checkpoint_is_refused_by_name_and_the_one_before_it_used(
     assert [weights_digest(run_dir, version) for version in range(1, STEPS + 1)] == whole
     ledger = [json.loads(line)["step"] for line in run_dir.ledger.read_bytes().splitlines()]
     assert ledger == list(range(1, STEPS + 1))
-    assert not Checkpoints(run_dir.checkpoints, 2).choose().refused, "it was written again"
+    assert not CheckpointStore(run_dir.checkpoints, 2).choose().refused, "it was written again"
 
 
 @pytest.mark.parametrize("harm", ["gone", "torn", "of another schema"])
@@ -80,7 +80,7 @@ def test_what_has_no_valid_manifest_is_never_read(
     else:
         manifest = msgspec.structs.replace(read_manifest(path.parent), schema=99)
         write_atomic(path, msgspec.json.encode(manifest))
-    chosen = Checkpoints(run_dir.checkpoints, 2).choose()
+    chosen = CheckpointStore(run_dir.checkpoints, 2).choose()
     assert chosen.step == 4 and len(chosen.refused) == 1
     assert str(path.parent) in chosen.refused[0]
 
@@ -100,12 +100,12 @@ def test_batches_stay_until_no_fallback_needs_them(tiny_model: Path, run_dir: Ru
     sent = train(run_file(tiny_model), run_dir, write_batches(run_dir, tiny_model), die_after=4)
     assert all(message.checkpoint_step <= 2 for message in sent)  # type: ignore[union-attr]
     assert steps_of(run_dir) == [2, 4]
-    assert Checkpoints(run_dir.checkpoints, 2).covered == 2
-    assert Checkpoints(run_dir.checkpoints, 1).covered == 4
+    assert CheckpointStore(run_dir.checkpoints, 2).oldest_resume_step == 2
+    assert CheckpointStore(run_dir.checkpoints, 1).oldest_resume_step == 4
 
 
 def test_checkpoints_of_every_so_many_steps_stay(tiny_model: Path, run_dir: RunDir) -> None:
-    config = run_file(tiny_model, keep_checkpoints=1, checkpoint_every=1, keep_every=2)
+    config = run_file(tiny_model, keep_checkpoints=1, checkpoint_every=1, keep_checkpoints_every=2)
     train(config, run_dir, write_batches(run_dir, tiny_model))
     assert steps_of(run_dir) == [2, 4, 5]
 
@@ -131,10 +131,12 @@ def test_training_goes_on_while_the_snapshot_is_written(tiny_model: Path, tmp_pa
 
     def slow(step: int, file: WeightFile) -> list[WeightFile]:
         disk.wait(60)
-        return alone(step, file)
+        return deliver_alone(step, file)
 
-    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
-    saver = Saver(checkpoints, Ranks(), every=1, step=0, train_vision=True, deliver=slow)
+    checkpoints = CheckpointStore(tmp_path / "checkpoints", 2)
+    saver = CheckpointSaver(
+        checkpoints, RankInfo(), every=1, step=0, train_vision=True, deliver=slow
+    )
     saver.save(1, model, optimizer, last=False)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -152,8 +154,10 @@ def test_a_failed_write_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
     model_config = making.model_config(tiny_model)
     learner = build_learner(model_config, making.trainer_config(), MediaStore(tmp_path / "m"), 5)
     (tmp_path / "checkpoints").write_bytes(b"a file where the folder should be")
-    checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
-    saver = Saver(checkpoints, Ranks(), every=1, step=0, train_vision=True, deliver=alone)
+    checkpoints = CheckpointStore(tmp_path / "checkpoints", 2)
+    saver = CheckpointSaver(
+        checkpoints, RankInfo(), every=1, step=0, train_vision=True, deliver=deliver_alone
+    )
     saver.save(1, learner.forward.model, learner.optimizer, last=False)
     with pytest.raises(NotADirectoryError):
         saver.wait()
@@ -178,16 +182,16 @@ def test_any_rows_come_back_from_any_cut(
     files = []
     for start, stop in zip(edges, edges[1:], strict=False):
         place = {"model/w": (start, rows)}
-        Snapshot({"model/w": whole[start:stop].clone()}, place).write(folder / f"{start}")
+        ShardSnapshot({"model/w": whole[start:stop].clone()}, place).write(folder / f"{start}")
         files.append(folder / f"{start}")
-    shards = Shards(files)
+    shards = ShardReader(files)
     assert shards.whole("model/w").equal(whole)
     start, stop = sorted(min(bound, rows) for bound in bounds)
     if start < stop:
         assert shards.rows("model/w", start, stop).equal(whole[start:stop])
     if len(files) > 1:
         with pytest.raises(Misaligned, match="not all there"):
-            Shards(files[1:])
+            ShardReader(files[1:])
 
 
 def test_a_snapshot_holds_model_optimizer_and_random_state(
@@ -198,7 +202,7 @@ def test_a_snapshot_holds_model_optimizer_and_random_state(
     for parameter in learner.forward.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     learner.update(1)
-    keys = set(take(learner.forward.model, learner.optimizer, Ranks()).tensors)
+    keys = set(take_snapshot(learner.forward.model, learner.optimizer, RankInfo()).tensors)
     names = [name for name, _ in learner.forward.model.named_parameters()]
     assert {f"model/{name}" for name in names} <= keys
     for state in ("exp_avg", "exp_avg_sq", "step"):
@@ -215,7 +219,7 @@ def test_export_gives_a_checkpoint_that_auto_classes_load(
     tiny_model = tmp_path / "tiny"
     write_tiny("qwen_vl", tiny_model, seed=0, type=kind)
     config = run_file(tiny_model)
-    run_dir.config.write_text(dump(config))
+    run_dir.config.write_text(dump_toml(config))
     train(config, run_dir, write_batches(run_dir, tiny_model))
     assert main(["export", str(run_dir.path), str(tmp_path / "whole")]) == 0
     published = load_file(run_dir.weights / f"v{STEPS:06d}" / "model.safetensors")
@@ -245,7 +249,7 @@ def test_export_gives_a_checkpoint_that_auto_classes_load(
 def test_the_checksum_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
     place = {"a": (0, 4), "b": (0, 1)}
     tensors = {"a": torch.ones(4, dtype=torch.bfloat16), "b": torch.tensor(2.0)}
-    made = Snapshot(tensors, place).write(tmp_path / "f")
+    made = ShardSnapshot(tensors, place).write(tmp_path / "f")
     assert made.sha256 == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
     assert made.nbytes == (tmp_path / "f").stat().st_size
     found = load_file(tmp_path / "f")

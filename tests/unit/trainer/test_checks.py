@@ -12,8 +12,8 @@ import pytest
 from sightline.errors import Misaligned
 from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore
-from sightline.pack import Cost, pack
-from sightline.trainer.checks import check_features, check_micro_batch, check_patches
+from sightline.pack import PackSize, pack
+from sightline.trainer.alignment_checks import check_features, check_micro_batch, check_patches
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, PackedSlot
 
@@ -21,7 +21,7 @@ from sightline.wire.micro_batch import MicroBatch, PackedSlot
 @pytest.fixture
 def packed(tiny_model: Path, store: MediaStore) -> MicroBatch:
     samples = making.samples(tiny_model, store, count=4)
-    return pack(samples, 3, load_family(tiny_model), Cost(1 << 20, 1 << 20))[0]
+    return pack(samples, 3, load_family(tiny_model), PackSize(1 << 20, 1 << 20))[0]
 
 
 def check(packed: MicroBatch, model: Path, store: MediaStore) -> None:
@@ -55,7 +55,7 @@ def test_a_stray_pad_is_named_with_its_place(
 
 def test_every_token_is_known_by_its_sample(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=4)
-    [packed] = pack(samples, 3, load_family(tiny_model), Cost(1 << 20, 1 << 20))
+    [packed] = pack(samples, 3, load_family(tiny_model), PackSize(1 << 20, 1 << 20))
     pad = load_family(tiny_model).slot_token_ids[0]
     at = 0
     for sample in sorted(samples, key=lambda s: -len(s.token_ids)):

@@ -13,15 +13,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sightline.compute import attention, attention_cuda, attention_dense
+from sightline.compute import attention, attention_cuda
+from sightline.compute import attention_cudnn as attention_dense
 from sightline.families import load_family
 from sightline.media import MediaStore
-from sightline.pack import Cost
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer import learner as learner_module
-from sightline.trainer.blocks import num_compiled
+from sightline.trainer.blocks import count_compiled_graphs
 from sightline.trainer.build import build_learner
-from sightline.trainer.feed import Preparer
+from sightline.trainer.feed import BatchPreparer
 from sightline.wire.sample import Batch, Sample
 
 STEPS = 4
@@ -44,13 +45,15 @@ def compilations(model: Path, store: MediaStore) -> tuple[int, list[int], int]:
     import torch._dynamo
 
     torch._dynamo.reset()
-    config = making.trainer_config(compile="eager")  # dynamo alone: graphs are what is counted
+    config = making.trainer_config(
+        compile_backend="eager"
+    )  # dynamo alone: graphs are what is counted
     learner = build_learner(making.model_config(model), config, store, STEPS)
     found, shapes = [], set()
     for step in range(1, STEPS + 1):
         samples = making.samples(model, store, 6, seed=step)
         materializer = Materializer(learner.family, store, 1 << 24)
-        preparer = Preparer(learner.family, materializer, Cost(160, 4096), 0.0)
+        preparer = BatchPreparer(learner.family, materializer, PackSize(160, 4096), 0.0)
         ready = preparer.prepare(Batch(step, samples), "")
         shapes |= {len(m.batch.token_ids) for m in ready.micro_batches}
         found.append(int(learner.step(ready).metrics["compilations"] or 0))
@@ -74,7 +77,7 @@ def test_graphs_are_shared_by_blocks_of_a_class_and_serve_every_shape(
 def test_nothing_is_counted_where_nothing_is_compiled(tiny_model: Path, store: MediaStore) -> None:
     learner = build_learner(making.model_config(tiny_model), making.trainer_config(), store, 1)
     materializer = Materializer(learner.family, store, 1 << 24)
-    preparer = Preparer(learner.family, materializer, Cost(1 << 20, 1 << 20), 0.0)
+    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20), 0.0)
     samples = making.samples(tiny_model, store, 2)
     ready = preparer.prepare(Batch(1, samples), "")
     assert learner.step(ready).metrics["compilations"] is None
@@ -93,7 +96,7 @@ def steps_of(
     found = []
     for step in range(1, num + 1):
         materializer = Materializer(learner.family, store, 1 << 24)
-        preparer = Preparer(learner.family, materializer, Cost(1 << 20, 1 << 20), 0.0)
+        preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20), 0.0)
         ready = preparer.prepare(Batch(step, draw(model, store, step)), "")
         metrics = learner.step(ready).metrics
         materializer.close()
@@ -140,27 +143,27 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     def pattern_of(ends: np.ndarray, device: torch.device, dtype: torch.dtype) -> Any:
-        pattern: Any = attention.pattern_of(ends, device, dtype)
-        if isinstance(pattern, attention.Tree):
-            return attention_cuda.FlexTree(ends, device)
-        return attention_cuda.Rows(np.diff([0, *np.unique(ends)]).tolist(), device)
+        pattern: Any = attention.build_attention_pattern(ends, device, dtype)
+        if isinstance(pattern, attention.TreePattern):
+            return attention_cuda.FlexTreePattern(ends, device)
+        return attention_cuda.VarlenPattern(np.diff([0, *np.unique(ends)]).tolist(), device)
 
-    in_graph = attention.in_graph
+    in_graph = attention.find_graph_options
 
     def takes_all(hidden: torch.Tensor, options: dict[str, Any]) -> dict[str, Any] | None:
         with monkeypatch.context() as patched:
-            patched.setattr(attention_cuda, "takes", lambda x: True)
+            patched.setattr(attention_cuda, "is_supported", lambda x: True)
             return in_graph(hidden, options)
 
     monkeypatch.setattr(flex, "_validate_device", lambda *given: None)
     monkeypatch.setattr(attention_cuda, "_compiled_flex", lambda: flex.flex_attention)
     monkeypatch.setattr(attention_cuda, "_varlen", lambda: (by_mask, {}))
-    monkeypatch.setattr(attention, "in_graph", takes_all)
+    monkeypatch.setattr(attention, "find_graph_options", takes_all)
     monkeypatch.setattr(attention_dense, "_cudnn", plain)
     monkeypatch.setattr(attention_dense, "MIN_TOKENS", 1)
-    monkeypatch.setattr(attention_dense, "MAX_PADDED", 1e9)
-    monkeypatch.setattr(attention_dense, "PLANS", attention_dense.Plans())
-    monkeypatch.setattr(learner_module, "pattern_of", pattern_of)
+    monkeypatch.setattr(attention_dense, "MAX_PADDING_RATIO", 1e9)
+    monkeypatch.setattr(attention_dense, "SHAPES", attention_dense.ShapeCounter())
+    monkeypatch.setattr(learner_module, "build_attention_pattern", pattern_of)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -169,7 +172,7 @@ def test_on_a_gpu_a_block_is_one_graph(
     tiny_model: Path, store: MediaStore, draw: Any, request: pytest.FixtureRequest
 ) -> None:
     plain = steps_of(draw, tiny_model, store, 6)
-    broken = steps_of(draw, tiny_model, store, 1, compile="eager")
+    broken = steps_of(draw, tiny_model, store, 1, compile_backend="eager")
     request.getfixturevalue("as_on_a_gpu")
     compiled = {"compile": "aot_eager", "activation_checkpointing": True}
     whole = steps_of(draw, tiny_model, store, 6, **compiled)
@@ -195,12 +198,12 @@ def test_images_of_one_size_are_in_the_graph_too(tiny_model: Path, store: MediaS
         learner = build_learner(
             making.model_config(tiny_model), making.trainer_config(**changes), store, 1
         )
-        for _ in range(attention_dense.RETURNS):
-            before = num_compiled()
+        for _ in range(attention_dense.MIN_SHAPE_REPEATS):
+            before = count_compiled_graphs()
             features = learner.forward.encode(patches, grids)
         learner.forward.model.zero_grad()
         features.square().sum().backward()
         found.append([p.grad for _, p in learner.forward.vision_parameters()])
-    assert num_compiled() == before + 1, "the third micro-batch has another graph: cuDNN's"
+    assert count_compiled_graphs() == before + 1, "the third micro-batch has another graph: cuDNN's"
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

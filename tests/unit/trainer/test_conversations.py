@@ -14,15 +14,15 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from sightline.config import Data, Media
+from sightline.config import DataConfig, MediaConfig
 from sightline.errors import MediaError, MessageError
 from sightline.media import MediaStore
 from sightline.trainer.conversations import (
     HELD_OUT,
     TRAIN,
     FileConversations,
+    check_rows_for_images,
     open_conversations,
-    show_images,
 )
 
 SIDE = 64
@@ -86,7 +86,7 @@ def write_folder(path: Path, given: list[dict[str, Any]]) -> Path:
 
 
 def opened(path: Path, store: MediaStore, **changes: Any) -> FileConversations:
-    return open_conversations(Data(path=str(path), **changes), Media(), store, seed=0)
+    return open_conversations(DataConfig(path=str(path), **changes), MediaConfig(), store, seed=0)
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet, write_folder])
@@ -164,25 +164,25 @@ def test_bad_parts_are_refused_with_their_path(
 
 
 def test_a_format_that_cannot_work_is_found_before_anything_starts(tmp_path: Path) -> None:
-    good = Data(path=str(write_jsonl(tmp_path, rows(3))))
-    assert show_images(good, seed=0)
+    good = DataConfig(path=str(write_jsonl(tmp_path, rows(3))))
+    assert check_rows_for_images(good, seed=0)
     bad = write_jsonl(tmp_path, [*rows(2), bad_row([{"type": "video"}])])
     with pytest.raises(MessageError, match="row 2"):
-        show_images(Data(path=str(bad)), seed=0)
+        check_rows_for_images(DataConfig(path=str(bad)), seed=0)
     assert not (tmp_path / "media").exists()
     talk = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (tmp_path / "text.jsonl").write_text(json.dumps(talk) + "\n")
-    assert not show_images(Data(path=str(tmp_path / "text.jsonl")), seed=0)
+    assert not check_rows_for_images(DataConfig(path=str(tmp_path / "text.jsonl")), seed=0)
 
 
 def test_every_epoch_has_every_row_once_and_none_that_is_held_out(
     tmp_path: Path, store: MediaStore
 ) -> None:
-    talks = opened(write_jsonl(tmp_path, rows(10)), store, eval=0.3)
+    talks = opened(write_jsonl(tmp_path, rows(10)), store, eval_fraction=0.3)
     assert talks.num_held_out == 3
     held = {talks.name(i, HELD_OUT) for i in range(3)}
     epochs = [[talks.name(7 * e + i, TRAIN) for i in range(7)] for e in range(3)]
     assert all(set(epoch) | held == {f"row {n}" for n in range(10)} for epoch in epochs)
     assert len(held) == 3 and epochs[0] != epochs[1] != epochs[2]
-    again = opened(tmp_path / "talks.jsonl", store, eval=0.3)
+    again = opened(tmp_path / "talks.jsonl", store, eval_fraction=0.3)
     assert again.name(15, TRAIN) == epochs[2][1], "whatever was asked for before"

@@ -11,40 +11,42 @@ import pytest
 import torch
 from PIL import Image
 
-from sightline.compute.attention import Flat, Tree, pattern_of
+from sightline.compute.attention import PackedPattern, TreePattern, build_attention_pattern
 from sightline.media import MediaStore
-from sightline.pack import Cost
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
-from sightline.trainer.feed import Preparer, ReadyBatch, ReadyMicroBatch
-from sightline.trainer.laps import Laps
-from sightline.trainer.learner import SUMS, Learner
-from sightline.trainer.tally import Tally
+from sightline.trainer.feed import BatchPreparer, ReadyBatch, ReadyMicroBatch
+from sightline.trainer.learner import SUM_NAMES, Learner
+from sightline.trainer.metric_sums import MetricSums
+from sightline.trainer.step_timer import StepTimer
 from sightline.wire.sample import Batch, Sample
 
-WHOLE = Cost(1 << 20, 1 << 20)
-ALONE = Cost(1, 1)
+WHOLE = PackSize(1 << 20, 1 << 20)
+ALONE = PackSize(1, 1)
 
 
 @pytest.fixture
 def learner(tiny_model: Path, store: MediaStore) -> Learner:
-    config = making.trainer_config(kl_weight=0.1)
+    config = making.trainer_config(kl_coef=0.1)
     return build_learner(making.model_config(tiny_model), config, store, steps=10)
 
 
-def ready(learner: Learner, store: MediaStore, samples: list[Sample], limit: Cost) -> ReadyBatch:
+def ready(
+    learner: Learner, store: MediaStore, samples: list[Sample], limit: PackSize
+) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = Preparer(learner.family, materializer, limit, max_bad_fraction=0.0)
+    preparer = BatchPreparer(learner.family, materializer, limit, max_bad_fraction=0.0)
     return preparer.prepare(Batch(1, samples), digest="")
 
 
 def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, torch.Tensor]]:
-    tally = Tally(SUMS)
+    metric_sums = MetricSums(SUM_NAMES)
     learner.optimizer.zero_grad(set_to_none=True)
     for micro_batch in batch.micro_batches:
-        learner._backward(micro_batch, batch.step, tally, Laps(learner.device))
+        learner._backward(micro_batch, batch.step, metric_sums, StepTimer(learner.device))
     found = {n: p.grad.clone() for n, p in learner.forward.model.named_parameters()}
-    return tally.read()["loss"], found
+    return metric_sums.read()["loss"], found
 
 
 def check_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], bound: float) -> None:
@@ -75,7 +77,7 @@ def test_packed_gives_the_loss_and_gradients_of_unpacked(
 def test_a_tree_gives_the_loss_and_gradients_of_its_samples_apart(
     learner: Learner, tiny_model: Path, store: MediaStore, seed: int, loss: str
 ) -> None:
-    learner.config = making.trainer_config(kl_weight=0.1, loss=loss)
+    learner.config = making.trainer_config(kl_coef=0.1, loss=loss)
     samples = [
         *making.group(tiny_model, store, count=6, seed=seed, name="one"),
         *making.group(tiny_model, store, count=3, seed=seed + 10, name="two"),
@@ -98,22 +100,22 @@ def test_the_plain_mask_gives_what_the_flat_pattern_gives() -> None:
     ends = np.repeat(np.cumsum(lengths), lengths)
     q, k, v = (torch.randn(1, heads, 18, 8) for heads in (4, 2, 2))
     device = torch.device("cpu")
-    flat = Flat(lengths, device).attend(0, q, k, v, 0.3)
-    tree = Tree(ends, device).attend(0, q, k, v, 0.3)
+    flat = PackedPattern(lengths, device).attend(0, q, k, v, 0.3)
+    tree = TreePattern(ends, device).attend(0, q, k, v, 0.3)
     assert torch.allclose(flat, tree, atol=1e-6)
-    assert isinstance(pattern_of(ends, device), Flat)
+    assert isinstance(build_attention_pattern(ends, device), PackedPattern)
 
 
 def test_a_tree_sees_its_own_path_and_nothing_else() -> None:
     # A prompt of 3 tokens with two answers of 2: the second must not see the first.
     ends = np.array([7, 7, 7, 5, 5, 7, 7])
-    pattern = pattern_of(ends, torch.device("cpu"))
-    assert isinstance(pattern, Tree)
+    pattern = build_attention_pattern(ends, torch.device("cpu"))
+    assert isinstance(pattern, TreePattern)
     torch.manual_seed(1)
     q, k, v = (torch.randn(1, 2, 7, 8) for _ in range(3))
     whole = pattern.attend(0, q, k, v, 0.3)
     path = [0, 1, 2, 5, 6]
-    alone = Flat([5], torch.device("cpu")).attend(
+    alone = PackedPattern([5], torch.device("cpu")).attend(
         0, q[:, :, path], k[:, :, path], v[:, :, path], 0.3
     )
     assert torch.allclose(whole[:, :, [5, 6]], alone[:, :, [3, 4]], atol=1e-6)
@@ -124,7 +126,7 @@ def test_pixels_made_of_references_give_the_gradients_of_pixels_made_at_once(
 ) -> None:
     samples = making.samples(tiny_model, store, count=4, seed=2)
     images = {i.key: store.image(i.ref) for sample in samples for i in sample.items}
-    deferred = ready(learner, store, samples, Cost(160, 4096))
+    deferred = ready(learner, store, samples, PackSize(160, 4096))
     at_once = [
         replace(one, patches=_patches(learner, one, images)) for one in deferred.micro_batches
     ]

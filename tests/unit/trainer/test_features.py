@@ -10,12 +10,12 @@ import torch
 from unit.trainer.test_resume import STEPS, run_file, train, weights_digest, write_batches
 
 from sightline.media import MediaStore
-from sightline.monitor import RunDir, read_events
-from sightline.monitor.events import by_step
-from sightline.pack import Cost
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
+from sightline.run import RunDir, read_events
+from sightline.run.events import by_step
 from sightline.trainer.build import build_learner
-from sightline.trainer.feed import Preparer, ReadyBatch
+from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
 from sightline.wire.sample import Batch
 
@@ -38,7 +38,7 @@ class Counted:
 
 def learner_of(model: Path, store: MediaStore, train_vision: bool, cache_mb: int = 256) -> Learner:
     torch.manual_seed(0)
-    config = making.trainer_config(feature_cache_mb=cache_mb, kl_weight=0.1)
+    config = making.trainer_config(feature_cache_mb=cache_mb, kl_coef=0.1)
     return build_learner(
         making.model_config(model, train_vision=train_vision), config, store, steps=10
     )
@@ -48,7 +48,7 @@ def ready(learner: Learner, store: MediaStore, model: Path, step: int) -> ReadyB
     """The same images at every step, in several micro-batches."""
     samples = making.samples(model, store, count=6, seed=5)
     materializer = Materializer(learner.family, store, 1 << 24)
-    preparer = Preparer(learner.family, materializer, Cost(96, 4096), 0.0)
+    preparer = BatchPreparer(learner.family, materializer, PackSize(96, 4096), 0.0)
     made = preparer.prepare(Batch(step, samples), "")
     assert len(made.micro_batches) > 2 and made.num_images > 4
     return made
@@ -114,7 +114,7 @@ def test_images_alone_are_images_together_to_rounding(tiny_model: Path, store: M
 
 def test_a_probe_does_not_see_what_is_kept(tiny_model: Path, store: MediaStore) -> None:
     learner = learner_of(tiny_model, store, train_vision=False)
-    learner.probe_every = 1
+    learner.diagnostics_every = 1
     for step in (1, 2):
         probe = learner.step(ready(learner, store, tiny_model, step)).probe
         assert probe is not None and not probe.is_blind

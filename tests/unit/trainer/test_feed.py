@@ -14,21 +14,21 @@ import pytest
 from sightline.errors import FingerprintMismatch, MediaError, MediaMissing, PixelMismatch
 from sightline.families import load_family
 from sightline.media import MediaStore
-from sightline.pack import Cost
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.trainer.feed import Feed, Preparer, ReadyBatch
-from sightline.trainer.spread import ShareFeed
-from sightline.wire.control import Announce
+from sightline.trainer.distribute import ShareFeed
+from sightline.trainer.feed import BatchFeed, BatchPreparer, ReadyBatch
+from sightline.wire.control import BatchReady
 from sightline.wire.micro_batch import MicroBatch
-from sightline.wire.sample import Batch, Sample, SampleSlot, digest_of
-from sightline.wire.share import Share
+from sightline.wire.rank_messages import RankAssignment
+from sightline.wire.sample import Batch, Sample, SampleSlot, digest_batch
 
-LIMIT = Cost(1 << 20, 1 << 20)
+LIMIT = PackSize(1 << 20, 1 << 20)
 
 
-def preparer(model: Path, store: MediaStore, budget: float) -> Preparer:
+def preparer(model: Path, store: MediaStore, budget: float) -> BatchPreparer:
     family = load_family(model)
-    return Preparer(family, Materializer(family, store, 1 << 24), LIMIT, budget)
+    return BatchPreparer(family, Materializer(family, store, 1 << 24), LIMIT, budget)
 
 
 def with_image(samples: list[Sample]) -> Sample:
@@ -112,7 +112,7 @@ def test_stop_ends_the_run_at_the_first_bad_image(tiny_model: Path, store: Media
     lost = with_image(samples)
     store.path(lost.items[0].ref.digest).unlink()
     strict = preparer(tiny_model, store, budget=1.0)
-    strict.on_bad = "stop"
+    strict.on_bad_image = "stop"
     with pytest.raises(MediaMissing, match=f"sample {lost.trace_id} of step 3, image"):
         strict.prepare(Batch(3, samples), "")
 
@@ -132,7 +132,7 @@ def test_truncation_comes_first_so_that_images_beyond_it_are_not_wanted(
     last = long.slots[-1]
     store.path(long.items[last.item].ref.digest).unlink()
     cutting = preparer(tiny_model, store, budget=0.0)
-    cutting.max_sequence = last.offset + 1
+    cutting.max_sequence_tokens = last.offset + 1
     ready = cutting.prepare(Batch(1, [long]), "")
     assert ready.truncated == {"cut": 1} and ready.num_samples == 1 and not ready.dropped
 
@@ -140,10 +140,10 @@ def test_truncation_comes_first_so_that_images_beyond_it_are_not_wanted(
 class Shares:
     """Hands out the shares that it is given, as the channel of a rank does."""
 
-    def __init__(self, *shares: Share) -> None:
+    def __init__(self, *shares: RankAssignment) -> None:
         self._given = shares
 
-    def shares(self) -> Iterator[tuple[Share, list[np.ndarray | None]]]:
+    def shares(self) -> Iterator[tuple[RankAssignment, list[np.ndarray | None]]]:
         """Each without memory that was laid for it."""
         for share in self._given:
             yield share, []
@@ -152,7 +152,7 @@ class Shares:
 def share_feed(model: Path, store: MediaStore, ready: ReadyBatch) -> ShareFeed:
     family = load_family(model)
     packs: list[MicroBatch | None] = [m.batch for m in ready.micro_batches]
-    share = Share(ready.step, "", packs, [True] * len(packs))
+    share = RankAssignment(ready.step, "", packs, [True] * len(packs))
     return ShareFeed(Shares(share), Materializer(family, store, 1 << 24), 3, ready.step)
 
 
@@ -187,7 +187,7 @@ def test_pixels_that_differ_on_a_rank_stop_it_also_where_the_sampler_said_nothin
         )
         for s in making.samples(tiny_model, store, count=4)
     ]
-    allowing = replace(preparer(tiny_model, store, 0.0), allows_unproven=True)
+    allowing = replace(preparer(tiny_model, store, 0.0), allows_unverified_pixels=True)
     ready = allowing.prepare(Batch(7, samples), "")
     packed = ready.micro_batches[0].batch
     assert all(entry.pixel_digest for entry in packed.items), "rank 0 has digested them"
@@ -210,7 +210,7 @@ def test_past_the_budget_the_run_stops_and_says_why(tiny_model: Path, store: Med
 def test_other_processor_settings_are_refused(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=4)
     family = load_family(tiny_model, max_pixels=4096)
-    other = Preparer(family, Materializer(family, store, 1 << 24), LIMIT, 1.0)
+    other = BatchPreparer(family, Materializer(family, store, 1 << 24), LIMIT, 1.0)
     with pytest.raises(FingerprintMismatch):
         other.prepare(Batch(1, samples), "")
 
@@ -223,9 +223,9 @@ def test_the_feed_hands_out_batches_in_order_and_refuses_a_gap(
         data = Batch(step, making.samples(tiny_model, store, count=2, seed=step)).to_bytes()
         path = tmp_path / f"{step}"
         path.write_bytes(data)
-        batches.append(Announce(step, str(path), digest_of(data)))
+        batches.append(BatchReady(step, str(path), digest_batch(data)))
     announced = iter(batches)
-    feed = iter(Feed(lambda: next(announced), preparer(tiny_model, store, 0.0), 1))
+    feed = iter(BatchFeed(lambda: next(announced), preparer(tiny_model, store, 0.0), 1))
     assert next(feed).step == 1
     with pytest.raises(ValueError, match="step 3 announced, step 2 is next"):
         next(feed)

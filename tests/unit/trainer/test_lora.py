@@ -15,25 +15,30 @@ import torch
 from safetensors.torch import load_file
 from serving import live
 
-from sightline.compute.adapters import Base
-from sightline.compute.model import DTYPES, load_model
+from sightline.compute.lora_weights import AdapterBase
+from sightline.compute.model import MODEL_DTYPES, load_model
 from sightline.compute.weights import read_weights
-from sightline.config import Lora, RunFile, SftFile, check
+from sightline.config import LoraConfig, RunFile, SftFile, validate_config
 from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny
 from sightline.inference.settings import ServeSettings
 from sightline.media import MediaStore
 from sightline.message import user
-from sightline.monitor import RunDir
-from sightline.pack import Cost
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
+from sightline.run import RunDir
 from sightline.trainer import sft
 from sightline.trainer.build import build_learner
 from sightline.trainer.export import export_checkpoint
-from sightline.trainer.feed import Preparer, ReadyBatch
+from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
-from sightline.trainer.lora import add_adapters, merging, plain_parameters, stand_of
+from sightline.trainer.lora import (
+    add_adapters,
+    build_merge_gather,
+    describe_adapter_base,
+    plain_parameters,
+)
 from sightline.wire.generate import SamplingParams
 from sightline.wire.sample import Batch
 
@@ -44,12 +49,12 @@ TEXT = {"rank": 4, "alpha": 8.0}
 def learner_of(model: Path, store: MediaStore, train_vision: bool = True, **lora: Any) -> Learner:
     config = making.trainer_config(lr=2e-2, vision_lr=1e-2)
     settings = making.model_config(model, train_vision=train_vision)
-    return build_learner(settings, config, store, steps=10, lora=Lora(**lora), seed=3)
+    return build_learner(settings, config, store, steps=10, lora=LoraConfig(**lora), seed=3)
 
 
 def batch_of(learner: Learner, model: Path, store: MediaStore) -> ReadyBatch:
     materializer = Materializer(learner.family, store, 1 << 24)
-    preparer = Preparer(learner.family, materializer, Cost(1 << 20, 1 << 20), 0.0)
+    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20), 0.0)
     return preparer.prepare(Batch(1, making.samples(model, store, count=4)), "")
 
 
@@ -121,7 +126,7 @@ def test_adapters_in_a_tower_that_does_not_train_are_refused_at_load(kind: Any) 
     if kind is SftFile:
         values["sft"] = {"output": "y"}
     with pytest.raises(ConfigError, match="vision_targets needs"):
-        check(kind, values, "run.toml")
+        validate_config(kind, values, "run.toml")
 
 
 def test_adapters_begin_as_nothing_and_are_the_same_everywhere(
@@ -143,12 +148,16 @@ def test_the_engine_serves_what_the_trainer_scores(
 ) -> None:
     learner = trained(tiny_model, store, steps=4, **BOTH)
     model = learner.forward.model
-    stand = stand_of(model, torch.float32) if kind == "adapter" else None
+    stand = describe_adapter_base(model, torch.float32) if kind == "adapter" else None
     manifest, _ = making.publish(model, tmp_path / "weights", 1, torch.float32, stand)
     renderer = load_renderer(tiny_model, store)
     rendered = renderer.render([user("see ", store.put(making.image(random.Random(3), 96, 64)))])
     settings = ServeSettings(
-        model=tiny_model, media_roots=(Path(store.root),), device="cpu", max_rows=4, max_len=512
+        model=tiny_model,
+        media_roots=(Path(store.root),),
+        device="cpu",
+        max_num_seqs=4,
+        max_model_len=512,
     )
     params = SamplingParams(max_tokens=12, seed=5, stop_token_ids=[])
     with live(settings) as client:
@@ -205,13 +214,16 @@ def test_published_unmerged_it_is_bit_for_bit_what_it_is_merged(
     write_tiny("qwen_vl", checkpoint, seed=0, dtype=dtype)
     model = trained(checkpoint, store, **lora).forward.model
     published = {
-        kind: making.publish(model, tmp_path / kind, 2, DTYPES[dtype], stand)
-        for kind, stand in (("merged", None), ("adapter", stand_of(model, DTYPES[dtype])))
+        kind: making.publish(model, tmp_path / kind, 2, MODEL_DTYPES[dtype], stand)
+        for kind, stand in (
+            ("merged", None),
+            ("adapter", describe_adapter_base(model, MODEL_DTYPES[dtype])),
+        )
     }
     given = {kind: read_weights(path) for kind, (path, _) in published.items()}
     served = load_model(checkpoint, load_family(checkpoint), "cpu", dtype).model
     base = {name: parameter.detach() for name, parameter in served.named_parameters()}
-    merged, theirs = given["merged"][1], Base(lambda: base).whole(*given["adapter"])
+    merged, theirs = given["merged"][1], AdapterBase(lambda: base).merge(*given["adapter"])
     assert merged.keys() == theirs.keys()
     for name, tensor in merged.items():
         assert torch.equal(theirs[name].to(tensor.dtype), tensor), name
@@ -227,11 +239,11 @@ def test_a_run_with_adapters_resumes_bit_equal(tiny_model: Path, tmp_path: Path)
         "env": {"name": "color_codeword"},
         "sft": {"output": "", "batch_size": 4},
         "run": {"steps": 4},
-        "trainer": {"lr": 1e-2, "device": "cpu", "checkpoint_every": 2, "stuck_after_s": 0},
+        "trainer": {"lr": 1e-2, "device": "cpu", "checkpoint_every": 2, "stall_timeout_s": 0},
         "lora": BOTH,
     }
 
-    def made(folder: str, steps: int) -> sft.Parts:
+    def made(folder: str, steps: int) -> sft.SftComponents:
         run_dir = RunDir(tmp_path / folder)
         run_dir.make()
         output = {"sft": values["sft"] | {"output": str(tmp_path / folder / "out")}}  # type: ignore
@@ -254,9 +266,9 @@ def test_every_family_takes_adapters(tmp_path: Path, store: MediaStore) -> None:
     write_tiny("kimi_k25", model, seed=0)
     forward = load_model(model, load_family(model), "cpu", "float32")
     before = {name: p.detach().clone() for name, p in forward.model.named_parameters()}
-    names = add_adapters(forward, Lora(**BOTH), train_vision=True, seed=0)
+    names = add_adapters(forward, LoraConfig(**BOTH), train_vision=True, seed=0)
     assert len(names) > 4
-    gather = merging(forward.model)
+    gather = build_merge_gather(forward.model)
     found = {name: gather(p) for name, p in plain_parameters(forward.model).items()}
     assert found.keys() == before.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in before.items())

@@ -6,41 +6,41 @@ from collections.abc import Iterator
 from typing import Any
 
 from sightline.trainer import loop
-from sightline.trainer.pulse import Pulse
+from sightline.trainer.watchdog import StallWatchdog
 
 
 class Notes:
     """In place of every part of the loop: notes under which mark each is called."""
 
-    def __init__(self, pulse: Pulse) -> None:
-        self.pulse = pulse
+    def __init__(self, watchdog: StallWatchdog) -> None:
+        self.watchdog = watchdog
         self.found: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
-            self.found["last " * bool(kwargs.get("last")) + name] = self.pulse._doing
+            self.found["last " * bool(kwargs.get("last")) + name] = self.watchdog._doing
             return self
 
         return called
 
     def __iter__(self) -> Iterator[Any]:
-        self.found["wait"] = self.pulse._doing
+        self.found["wait"] = self.watchdog._doing
         yield self
-        self.found["wait again"] = self.pulse._doing
+        self.found["wait again"] = self.watchdog._doing
 
     step = 7
 
 
 class Learns(Notes):
     def step(self, ready: Any) -> Any:  # type: ignore[override]
-        self.pulse.mark("micro-batch 1 of step 7")
+        self.watchdog.mark("micro-batch 1 of step 7")
         return self
 
 
 def test_everything_but_waiting_for_a_batch_is_marked() -> None:
-    pulse = Pulse()
-    notes = Notes(pulse)
-    loop.run(loop.Parts(notes, Learns(pulse), notes, pulse, first_step=6))
+    watchdog = StallWatchdog()
+    notes = Notes(watchdog)
+    loop.run(loop.TrainerComponents(notes, Learns(watchdog), notes, watchdog, first_step=6))
     assert notes.found == {
         "wait": "",
         "check": "",
@@ -52,4 +52,4 @@ def test_everything_but_waiting_for_a_batch_is_marked() -> None:
         "last checkpoint": "the last checkpoint, of step 7",
         "finish": "the export",
     }
-    assert not pulse._doing
+    assert not watchdog._doing

@@ -13,36 +13,38 @@ from torch.utils.flop_counter import FlopCounterMode
 from sightline.compute.model import load_model
 from sightline.families import load_family
 from sightline.media import MediaStore
-from sightline.pack import Cost, Price, Work, pack
+from sightline.pack import CostModel, MicroBatchWork, PackSize, pack
 from sightline.trainer.feed import ReadyMicroBatch
-from sightline.trainer.learner import hidden_of
-from sightline.trainer.price import price_of
+from sightline.trainer.learner import compute_hidden
+from sightline.trainer.price import estimate_price
 
 
 def test_operations_are_about_those_that_torch_counts(tiny_model: Path, store: MediaStore) -> None:
     family = load_family(tiny_model)
     forward = load_model(tiny_model, family, "cpu", "float32")
-    [packed] = pack(making.samples(tiny_model, store, 8), 1, family, Cost(1 << 20, 1 << 20))
+    [packed] = pack(making.samples(tiny_model, store, 8), 1, family, PackSize(1 << 20, 1 << 20))
     patches = np.concatenate(
         [family.patches(store.image(e.item.ref), e.item) for e in packed.items]
     )
     with FlopCounterMode(display=False) as counter:
-        hidden = hidden_of(forward, ReadyMicroBatch(packed, patches), family, torch.device("cpu"))
+        hidden = compute_hidden(
+            forward, ReadyMicroBatch(packed, patches), family, torch.device("cpu")
+        )
         forward.logits(hidden).sum().backward()
-    work = Work.of(packed)
+    work = MicroBatchWork.of(packed)
     assert min(work.tokens, work.trained, work.patches) > 0
-    assert 0.8 < price_of(forward).of(work) / counter.get_total_flops() < 1.2, (
-        price_of(forward).of(work) / counter.get_total_flops()
+    assert 0.8 < estimate_price(forward).of(work) / counter.get_total_flops() < 1.2, (
+        estimate_price(forward).of(work) / counter.get_total_flops()
     )
 
 
 def test_a_stated_price_is_taken_as_it_is(tiny_model: Path) -> None:
     family = load_family(tiny_model)
     forward = load_model(tiny_model, family, "cpu", "float32")
-    assert price_of(forward, [1, 2, 3, 4, 5, 6]) == Price(1, 2, 3, 4, 5, 6)
+    assert estimate_price(forward, [1, 2, 3, 4, 5, 6]) == CostModel(1, 2, 3, 4, 5, 6)
 
 
 @pytest.mark.parametrize("price", [[1.0], [1.0] * 7, [-1.0] * 6])
 def test_a_price_of_other_than_six_numbers_is_refused(price: list[float]) -> None:
     with pytest.raises(ValueError, match="six numbers"):
-        making.trainer_config(micro_batch_price=price)
+        making.trainer_config(micro_batch_cost_model=price)

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from sightline.media import MediaStore
-from sightline.pack import Cost
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
-from sightline.trainer.feed import Preparer, ReadyBatch
+from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
-from sightline.trainer.probe import Probe, behind, exchange, probe
+from sightline.trainer.probe import ImageSwapProbe, find_tokens_behind, probe, swap_images
 from sightline.wire.sample import Batch
 
-WHOLE = Cost(1 << 20, 1 << 20)
+WHOLE = PackSize(1 << 20, 1 << 20)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def learner(tiny_model: Path, store: MediaStore) -> Learner:
 def batch(learner: Learner, tiny_model: Path, store: MediaStore) -> ReadyBatch:
     samples = making.samples(tiny_model, store, count=6, seed=1)
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = Preparer(learner.family, materializer, WHOLE, max_bad_fraction=0.0)
+    preparer = BatchPreparer(learner.family, materializer, WHOLE, max_bad_fraction=0.0)
     return preparer.prepare(Batch(5, samples), digest="")
 
 
@@ -68,7 +68,7 @@ def test_a_tower_that_is_not_connected_is_blind(learner: Learner, batch: ReadyBa
 
 def test_only_images_of_one_grid_are_exchanged_and_each_stays_whole(batch: ReadyBatch) -> None:
     (ready,) = batch.micro_batches
-    made = exchange(ready)
+    made = swap_images(ready)
     assert made is not None
     other, moved = made
     assert other.batch is ready.batch and moved.any()
@@ -91,11 +91,11 @@ def test_tokens_that_could_not_have_seen_an_image_do_not_count(
     learner: Learner, batch: ReadyBatch
 ) -> None:
     (ready,) = batch.micro_batches
-    made = exchange(ready)
+    made = swap_images(ready)
     assert made is not None
     other, moved = made
     changed = learner.score(other) != learner.score(ready)
-    chosen = behind(ready, moved)
+    chosen = find_tokens_behind(ready, moved)
     assert not (changed & ~chosen).any()
     assert changed[chosen].mean() > 0.9
 
@@ -103,10 +103,10 @@ def test_tokens_that_could_not_have_seen_an_image_do_not_count(
 def test_a_probe_leaves_the_step_as_it_is(
     tiny_model: Path, store: MediaStore, batch: ReadyBatch
 ) -> None:
-    def stepped(probe_every: int) -> tuple[Probe | None, dict[str, torch.Tensor]]:
+    def stepped(diagnostics_every: int) -> tuple[ImageSwapProbe | None, dict[str, torch.Tensor]]:
         config = making.trainer_config()
         made = build_learner(making.model_config(tiny_model), config, store, steps=10)
-        made.probe_every = probe_every
+        made.diagnostics_every = diagnostics_every
         found = made.step(batch)
         return found.probe, dict(made.forward.model.named_parameters())
 

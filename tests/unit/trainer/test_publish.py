@@ -14,15 +14,15 @@ from unit.trainer.test_resume import run_file, train, weights_digest, write_batc
 
 from sightline.compute.host_copy import HostCopy
 from sightline.compute.weights import write_weights
-from sightline.monitor import RunDir, read_events
-from sightline.monitor.events import by_step
+from sightline.run import RunDir, read_events
+from sightline.run.events import by_step
 from sightline.trainer import loop
 from sightline.trainer.build import build
 from sightline.trainer.feed import ReadyBatch
-from sightline.trainer.learner import Learner, Stepped
-from sightline.trainer.publish import Published, Publisher
+from sightline.trainer.learner import Learner, StepResult
+from sightline.trainer.publish import Publisher, PublishTiming
 from sightline.wire import control
-from sightline.wire.control import Announce, Control
+from sightline.wire.control import BatchReady, ControlMessage
 from sightline.wire.weights import Manifest
 
 PATIENCE_S = 60.0
@@ -57,7 +57,7 @@ class Telling:
     inner: Learner
     late: Late
 
-    def step(self, ready: ReadyBatch) -> Stepped:
+    def step(self, ready: ReadyBatch) -> StepResult:
         stepped = self.inner.step(ready)
         self.late.event(ready.step).set()
         return stepped
@@ -79,15 +79,15 @@ def test_a_version_written_after_the_next_step_holds_its_own_weights(
     train(config, plain, write_batches(plain, tiny_model))
     batches = write_batches(run_dir, tiny_model)
     steps = [batch.step for batch in batches]
-    sent: list[Control] = []
-    announced: Iterator[Announce | None] = iter([*batches, None])
+    sent: list[ControlMessage] = []
+    announced: Iterator[BatchReady | None] = iter([*batches, None])
     parts = build(config, run_dir, lambda: next(announced), sent.append)
-    outbox = parts.keeper.outbox  # type: ignore[attr-defined]
-    late = outbox.publisher = Late(outbox.publisher, last=steps[-1])
+    async_publisher = parts.run_writer.async_publisher  # type: ignore[attr-defined]
+    late = async_publisher.publisher = Late(async_publisher.publisher, last=steps[-1])
     parts.learner = Telling(parts.learner, late)  # type: ignore[arg-type]
     loop.run(parts)
     assert not late.was_early, "the next step has to begin before a version is written"
-    told = [message.version for message in sent if isinstance(message, control.Published)]
+    told = [message.version for message in sent if isinstance(message, control.PublishedWeights)]
     assert told == steps
     assert [weights_digest(run_dir, step) for step in steps] == [
         weights_digest(plain, step) for step in steps
@@ -115,15 +115,15 @@ def test_a_version_that_cannot_be_written_ends_a_loop_that_waits_for_a_batch(
     batches = write_batches(run_dir, tiny_model)[:1]
     forever = threading.Event()
 
-    def announcements() -> Announce | None:
+    def announcements() -> BatchReady | None:
         if not batches:
             forever.wait()
             return None
         return batches.pop(0)
 
-    sent: list[Control] = []
+    sent: list[ControlMessage] = []
     parts = build(run_file(tiny_model), run_dir, announcements, sent.append)
-    parts.keeper.outbox.publisher = Broken()  # type: ignore[attr-defined]
+    parts.run_writer.async_publisher.publisher = Broken()  # type: ignore[attr-defined]
     with pytest.raises(OSError, match="no space left"):
         loop.run(parts)
     forever.set()
@@ -154,4 +154,4 @@ def test_a_copy_is_as_published_and_its_memory_is_used_again(tmp_path: Path) -> 
     ("busy", "share"), [((0.0, 9.0), 0.0), ((10.0, 20.0), 1.0), ((12.0, 13.0), 0.25)]
 )
 def test_hidden_is_what_a_step_ran_beside(busy: tuple[float, float], share: float) -> None:
-    assert Published(10.0, 14.0).hidden_share(busy) == share
+    assert PublishTiming(10.0, 14.0).hidden_share(busy) == share

@@ -13,9 +13,9 @@ import pytest
 from sightline.errors import ProcessFailed
 from sightline.launch.processes import find_port
 from sightline.trainer import ranks as ranks_module
-from sightline.trainer.pulse import Pulse
-from sightline.trainer.ranks import Follow, Lead, Ranks
-from sightline.wire.share import Failed, Share
+from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo
+from sightline.trainer.watchdog import StallWatchdog
+from sightline.wire.rank_messages import RankAssignment, RankFailed
 from sightline.wire.weights import WeightFile
 
 
@@ -23,29 +23,31 @@ class Ends:
     """Notes who was ended by whom, instead of dying of it."""
 
     def __init__(self) -> None:
-        self.seen: queue.SimpleQueue[tuple[int, Failed]] = queue.SimpleQueue()
+        self.seen: queue.SimpleQueue[tuple[int, RankFailed]] = queue.SimpleQueue()
 
-    def __call__(self, own: int, failed: Failed) -> None:
+    def __call__(self, own: int, failed: RankFailed) -> None:
         self.seen.put((own, failed))
 
-    def take(self, num: int) -> dict[int, Failed]:
+    def take(self, num: int) -> dict[int, RankFailed]:
         return dict(self.seen.get(timeout=10) for _ in range(num))
 
-    def take_all(self, ranks: set[int]) -> list[Failed]:
+    def take_all(self, ranks: set[int]) -> list[RankFailed]:
         """Until each of `ranks` was ended, some perhaps more than once."""
-        found: list[tuple[int, Failed]] = []
+        found: list[tuple[int, RankFailed]] = []
         while {own for own, _ in found} != ranks:
             found.append(self.seen.get(timeout=10))
         return [failed for _, failed in found]
 
 
 @contextmanager
-def ranks(size: int, secrets: dict[int, str] | None = None) -> Iterator[tuple[Lead, list[Follow]]]:
+def ranks(
+    size: int, secrets: dict[int, str] | None = None
+) -> Iterator[tuple[LeadChannel, list[FollowerChannel]]]:
     channel = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'test')}"
     ends = Ends()
-    lead = Lead(Ranks(0, size, "", channel, "s"), ends)
+    lead = LeadChannel(RankInfo(0, size, "", channel, "s"), ends)
     others = [
-        Follow(Ranks(rank, size, "", channel, (secrets or {}).get(rank, "s")), ends)
+        FollowerChannel(RankInfo(rank, size, "", channel, (secrets or {}).get(rank, "s")), ends)
         for rank in range(1, size)
     ]
     lead.ends = ends  # type: ignore[attr-defined]
@@ -54,22 +56,22 @@ def ranks(size: int, secrets: dict[int, str] | None = None) -> Iterator[tuple[Le
         one.close()
 
 
-def shares(step: int, num: int) -> list[Share]:
-    return [Share(step, f"d{rank}", [], []) for rank in range(1, num + 1)]
+def shares(step: int, num: int) -> list[RankAssignment]:
+    return [RankAssignment(step, f"d{rank}", [], []) for rank in range(1, num + 1)]
 
 
 def test_every_rank_gets_its_own_share_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     with ranks(3) as (lead, others):
         for other in others:
-            other.hello()
+            other.report_ready()
         lead.gather(timeout_s=10)
         # Answers come while others are still being sent theirs: this thread is slow to send.
         send = lead._send
         monkeypatch.setattr(lead, "_send", lambda *words: (send(*words), time.sleep(0.002)))
         steps = range(1, 31)
         for step in steps:
-            lead.give(shares(step, 2))
-        lead.over()
+            lead.send_shares(shares(step, 2))
+        lead.announce_end()
         got = [[(share.step, share.digest) for share, _ in other.shares()] for other in others]
         assert got == [[(step, name) for step in steps] for name in ("d1", "d2")]
         assert lead.ends.seen.empty()  # type: ignore[attr-defined]
@@ -77,7 +79,7 @@ def test_every_rank_gets_its_own_share_in_order(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_barrier_names_the_ranks_that_are_missing() -> None:
     with ranks(4) as (lead, others):
-        others[1].hello()
+        others[1].report_ready()
         assert not lead._wait(lambda: {2} - lead._ready.keys(), 30)
         with pytest.raises(ProcessFailed, match=r"ranks \[1, 3\] of 4 are missing"):
             lead.gather(timeout_s=0.5)
@@ -85,8 +87,8 @@ def test_the_barrier_names_the_ranks_that_are_missing() -> None:
 
 def test_ranks_that_never_start_are_named_before_any_collective() -> None:
     channel = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'test')}"
-    lead = Lead(Ranks(0, 4, "", channel, "s"), Ends())
-    started = Follow(Ranks(2, 4, "", channel, "s"), Ends())
+    lead = LeadChannel(RankInfo(0, 4, "", channel, "s"), Ends())
+    started = FollowerChannel(RankInfo(2, 4, "", channel, "s"), Ends())
     assert not lead._wait(lambda: {2} - lead._here, 30)
     with pytest.raises(ProcessFailed, match=r"ranks \[1, 3\] of 4 are missing"):
         lead.meet(timeout_s=0.2)
@@ -99,7 +101,7 @@ def test_a_rank_that_fails_while_it_loads_ends_the_others() -> None:
         lead.meet(timeout_s=30)
         others[0].fail("OSError: no such checkpoint")
         ended = lead.ends.take(2)  # type: ignore[attr-defined]
-        assert ended == {r: Failed(1, "OSError: no such checkpoint") for r in (0, 2)}
+        assert ended == {r: RankFailed(1, "OSError: no such checkpoint") for r in (0, 2)}
 
 
 def test_the_files_of_a_checkpoint_are_those_of_its_step() -> None:
@@ -111,18 +113,18 @@ def test_the_files_of_a_checkpoint_are_those_of_its_step() -> None:
     with ranks(3) as (lead, others):
         lead.meet(timeout_s=30)
         for step in (1, 2):
-            others[0].wrote(step, file(step, 1))
-        others[1].wrote(1, file(1, 2))
+            others[0].report_file(step, file(step, 1))
+        others[1].report_file(1, file(1, 2))
         assert not lead._wait(lambda: {(2, 1)} - lead._wrote.keys(), 30)  # type: ignore[arg-type]
-        assert lead.files_of(1) == [file(1, 1), file(1, 2)]
-        others[1].wrote(2, file(2, 2))
-        assert lead.files_of(2) == [file(2, 1), file(2, 2)]
+        assert lead.wait_for_files(1) == [file(1, 1), file(1, 2)]
+        others[1].report_file(2, file(2, 2))
+        assert lead.wait_for_files(2) == [file(2, 1), file(2, 2)]
         assert not lead._wrote
 
 
 def test_a_rank_with_another_secret_is_not_let_in() -> None:
     with ranks(2, {1: "guess"}) as (lead, others):
-        others[0].hello()
+        others[0].report_ready()
         with pytest.raises(ProcessFailed, match=r"ranks \[1\] of 2 are missing") as error:
             lead.gather(timeout_s=0.5)
         assert "secret" in error.value.fix
@@ -131,7 +133,7 @@ def test_a_rank_with_another_secret_is_not_let_in() -> None:
 def test_ranks_that_start_from_different_steps_are_refused() -> None:
     with ranks(3) as (lead, others):
         for other, step in zip(others, (4, 2), strict=True):
-            other.hello(step)
+            other.report_ready(step)
         with pytest.raises(ProcessFailed, match=r"rank 0 starts from step 4, others from {2: 2}"):
             lead.gather(4, timeout_s=10)
 
@@ -140,14 +142,14 @@ def test_ranks_that_start_from_different_steps_are_refused() -> None:
 def test_a_share_of_another_step_ends_all(step: int) -> None:
     with ranks(3) as (lead, others):
         for other in others:
-            other.hello(1)
+            other.report_ready(1)
         lead.gather(1, timeout_s=10)
 
-        def give() -> None:
+        def send_shares() -> None:
             with suppress(ProcessFailed):  # nobody takes it, and here nobody is ended
-                lead.give(shares(step, 2))
+                lead.send_shares(shares(step, 2))
 
-        threading.Thread(target=give, daemon=True).start()
+        threading.Thread(target=send_shares, daemon=True).start()
         ended = lead.ends.take_all({0, 1, 2})  # type: ignore[attr-defined]
         assert any(f"was sent Share {step}, not 2" in failed.problem for failed in ended)
 
@@ -156,13 +158,13 @@ def test_a_share_of_another_step_ends_all(step: int) -> None:
 def test_the_failure_of_one_reaches_every_other(culprit: int) -> None:
     with ranks(3) as (lead, others):
         for other in others:
-            other.hello()
+            other.report_ready()
         lead.gather(timeout_s=10)
-        everyone: list[Lead | Follow] = [lead, *others]
+        everyone: list[LeadChannel | FollowerChannel] = [lead, *others]
         everyone[culprit].fail("RuntimeError: out of luck")
         ended = lead.ends.take(2)  # type: ignore[attr-defined]
         assert set(ended) == {0, 1, 2} - {culprit}
-        assert set(ended.values()) == {Failed(culprit, "RuntimeError: out of luck")}
+        assert set(ended.values()) == {RankFailed(culprit, "RuntimeError: out of luck")}
 
 
 def test_ranks_that_do_not_take_their_share_or_do_not_write_are_named(
@@ -172,29 +174,29 @@ def test_ranks_that_do_not_take_their_share_or_do_not_write_are_named(
     monkeypatch.setattr(ranks_module, "WRITE_S", 0.2)
     with ranks(3) as (lead, others):
         for other in others:
-            other.hello()
+            other.report_ready()
         lead.gather(timeout_s=30)
         monkeypatch.setattr(others[1], "_take", lambda message: None)
         # A slow machine may name the other too.
         with pytest.raises(ProcessFailed, match=r"2\] have not taken their share of step 1 within"):
-            lead.give(shares(1, 2))
-        others[0].wrote(4, WeightFile("rank_1", 1, "1"))
+            lead.send_shares(shares(1, 2))
+        others[0].report_file(4, WeightFile("rank_1", 1, "1"))
         assert not lead._wait(lambda: {(4, 1)} - lead._wrote.keys(), 30)  # type: ignore[arg-type]
         with pytest.raises(ProcessFailed, match=r"ranks \[2\] have not written .* step 4 within"):
-            lead.files_of(4)
+            lead.wait_for_files(4)
 
 
 def test_a_pulse_is_stuck_only_while_there_is_work() -> None:
-    pulse = Pulse()
-    pulse._limit_s = 0.01
+    watchdog = StallWatchdog()
+    watchdog._limit_s = 0.01
     moved = threading.Event()
     moved.wait(0.05)
-    assert not pulse.problem()
-    pulse.mark("step 3")
+    assert not watchdog.problem()
+    watchdog.mark("step 3")
     moved.wait(0.05)
-    assert "in step 3" in pulse.problem()
-    pulse.mark("the export", at_least_s=60)
+    assert "in step 3" in watchdog.problem()
+    watchdog.mark("the export", min_limit_s=60)
     moved.wait(0.05)
-    assert not pulse.problem(), "it is given longer than a step"
-    pulse.rest()
-    assert not pulse.problem()
+    assert not watchdog.problem(), "it is given longer than a step"
+    watchdog.rest()
+    assert not watchdog.problem()

@@ -13,12 +13,12 @@ import pytest
 from sightline.config import RunFile
 from sightline.errors import ResumeRefused
 from sightline.media import MediaStore
-from sightline.monitor import RunDir
+from sightline.run import RunDir
 from sightline.trainer import loop
 from sightline.trainer.build import build
 from sightline.trainer.ledger import Ledger
-from sightline.wire.control import Announce, Control, Finished, Published
-from sightline.wire.sample import Batch, digest_of
+from sightline.wire.control import BatchReady, ControlMessage, PublishedWeights, TrainingFinished
+from sightline.wire.sample import Batch, digest_batch
 
 STEPS = 5
 
@@ -37,50 +37,50 @@ def run_file(model: Path, **trainer: object) -> RunFile:
                 "device": "cpu",
                 "lr": 1e-3,
                 "checkpoint_every": 2,
-                "stuck_after_s": 0,  # what watches would outlive the test
+                "stall_timeout_s": 0,  # what watches would outlive the test
                 **trainer,
             },
         }
     )
 
 
-def write_batches(run_dir: RunDir, model: Path) -> list[Announce]:
+def write_batches(run_dir: RunDir, model: Path) -> list[BatchReady]:
     store = MediaStore(run_dir.media)
     announced = []
     for step in range(1, STEPS + 1):
         samples = making.samples(model, store, count=3, seed=step, version=step - 1)
         data = Batch(step, samples).to_bytes()
         run_dir.batch(step).write_bytes(data)
-        announced.append(Announce(step, str(run_dir.batch(step)), digest_of(data)))
+        announced.append(BatchReady(step, str(run_dir.batch(step)), digest_batch(data)))
     return announced
 
 
 def train(
     config: RunFile,
     run_dir: RunDir,
-    batches: list[Announce],
+    batches: list[BatchReady],
     die_after: int | None = None,
     after: int | None = None,
-) -> list[Control]:
+) -> list[ControlMessage]:
     """One life of the trainer; it dies after it has published `die_after`.
 
     It is told of the batches `after` its checkpoint, by default the newest.
     """
-    sent: list[Control] = []
+    sent: list[ControlMessage] = []
 
-    def send(message: Control) -> None:
+    def send(message: ControlMessage) -> None:
         sent.append(message)
-        if isinstance(message, Published) and message.version == die_after:
+        if isinstance(message, PublishedWeights) and message.version == die_after:
             raise Killed
 
-    def announcements() -> Iterator[Announce | None]:
+    def announcements() -> Iterator[BatchReady | None]:
         yield from [batch for batch in batches if batch.step > first[0]]
         yield None
 
     first = [0]
-    source: list[Iterator[Announce | None]] = []
+    source: list[Iterator[BatchReady | None]] = []
 
-    def next_announcement() -> Announce | None:
+    def next_announcement() -> BatchReady | None:
         if not source:
             first[0] = _checkpoint_step(run_dir) if after is None else after
             source.append(announcements())
@@ -90,7 +90,7 @@ def train(
     try:
         loop.run(parts)
     except Killed:
-        parts.keeper.saver.wait()  # type: ignore[attr-defined]
+        parts.run_writer.saver.wait()  # type: ignore[attr-defined]
     return sent
 
 
@@ -125,7 +125,7 @@ def test_resumed_is_bit_equal_to_never_killed(
     for die_after in (1, 3, 4):
         train(config, other, again, die_after)
     sent = train(config, other, again)
-    assert isinstance(sent[-1], Finished) and sent[-1].step == STEPS
+    assert isinstance(sent[-1], TrainingFinished) and sent[-1].step == STEPS
     assert [weights_digest(other, version) for version in range(1, STEPS + 1)] == whole
     assert not list(other.weights.glob("*.1")), "a version made again has the same bits"
     ledger = [msgspec.json.decode(line) for line in other.ledger.read_bytes().splitlines()]

@@ -10,22 +10,22 @@ import torch
 
 from sightline.compute.model import load_model
 from sightline.families import load_family
-from sightline.trainer.score import Scorer
+from sightline.trainer.token_scores import TokenScorer
 
 NUM = 37
 
 
 @pytest.fixture
-def scorer(tiny_model: Path) -> Scorer:
+def scorer(tiny_model: Path) -> TokenScorer:
     family = load_family(tiny_model)
     forward, reference = (load_model(tiny_model, family, "cpu", "float32") for _ in range(2))
     with torch.no_grad():
         for parameter in reference.model.parameters():
             parameter += 0.01
-    return Scorer(forward, reference, torch.tensor([5, 9]), temperature=0.7)
+    return TokenScorer(forward, reference, torch.tensor([5, 9]), temperature=0.7)
 
 
-def scored(scorer: Scorer, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+def scored(scorer: TokenScorer, rows: int) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
     """Figures, gradients, and the numbers as wide as the vocabulary that autograd kept."""
     torch.manual_seed(0)
     head = scorer.forward.model.lm_head.weight  # type: ignore[union-attr]
@@ -52,20 +52,20 @@ def scored(scorer: Scorer, rows: int) -> tuple[list[torch.Tensor], list[torch.Te
 
 
 @pytest.mark.parametrize("rows", [1, 8, NUM - 1])
-def test_parts_give_the_figures_and_gradients_of_the_whole(scorer: Scorer, rows: int) -> None:
+def test_parts_give_the_figures_and_gradients_of_the_whole(scorer: TokenScorer, rows: int) -> None:
     whole, whole_grads, _ = scored(scorer, NUM)
     parts, part_grads, _ = scored(scorer, rows)
     for a, b in zip((*whole, *whole_grads), (*parts, *part_grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_no_logits_are_kept_between_the_passes(scorer: Scorer) -> None:
+def test_no_logits_are_kept_between_the_passes(scorer: TokenScorer) -> None:
     *_, whole = scored(scorer, NUM)
     *_, parts = scored(scorer, 8)
     assert whole > 0 and parts == 0
 
 
-def test_without_entropy_the_rest_is_the_same(scorer: Scorer) -> None:
+def test_without_entropy_the_rest_is_the_same(scorer: TokenScorer) -> None:
     torch.manual_seed(0)
     width = scorer.forward.model.lm_head.weight.shape[1]  # type: ignore[union-attr]
     hidden, other = torch.randn(2, NUM, width)  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def test_without_entropy_the_rest_is_the_same(scorer: Scorer) -> None:
     assert whole.kl is not None and less.kl is not None and torch.equal(whole.kl, less.kl)
 
 
-def test_nothing_to_score(scorer: Scorer) -> None:
+def test_nothing_to_score(scorer: TokenScorer) -> None:
     width = scorer.forward.model.lm_head.weight.shape[1]  # type: ignore[union-attr]
     none = torch.zeros(0, width)  # type: ignore[arg-type]
     found = scorer.score(none, torch.zeros(0, dtype=torch.long), none)

@@ -16,8 +16,8 @@ from sightline.config import SftFile
 from sightline.envs.color_codeword import LETTERS, ColorCodeword
 from sightline.errors import MediaError, MessageError
 from sightline.message import assistant, system, user
-from sightline.monitor import RunDir, read_events
-from sightline.monitor.events import by_step
+from sightline.run import RunDir, read_events
+from sightline.run.events import by_step
 from sightline.trainer import sft
 from sightline.wire.event import Event
 
@@ -28,14 +28,14 @@ def config_of(model: Path, folder: Path, **sections: dict[str, Any]) -> SftFile:
         "sft": {"output": str(folder / "out"), "batch_size": 4},
         "run": {"steps": 6},
         "media": {"root": str(folder / "media")},
-        "trainer": {"lr": 1e-2, "device": "cpu", "checkpoint_every": 2, "stuck_after_s": 0},
+        "trainer": {"lr": 1e-2, "device": "cpu", "checkpoint_every": 2, "stall_timeout_s": 0},
     }
     for name, section in sections.items():
         values[name] = values.get(name, {}) | section
     return SftFile.model_validate(values)
 
 
-def made(config: SftFile, folder: Path) -> sft.Parts:
+def made(config: SftFile, folder: Path) -> sft.SftComponents:
     run_dir = RunDir(folder)
     run_dir.make()
     return sft.build(config, run_dir)
@@ -79,7 +79,7 @@ def test_demonstrations_as_trained_tell_nothing_about_colours(
     right = total = 0
     for i in range(300):
         found = batches.source.conversation(i, "train")
-        sample = sft.sample_of(found.messages, batches.renderer, found.name, found.tools)
+        sample = sft.build_sample(found.messages, batches.renderer, found.name, found.tools)
         said = batches.renderer.decode(sample.token_ids.numpy()[sample.trained.numpy()].tolist())
         last = said.replace("<|im_end|>", " ").split()[-1]
         truth = [letter for letter, _ in env.task(i, "sft").data]
@@ -92,11 +92,11 @@ def test_only_what_the_assistant_says_is_trained(warmup: SftFile, tmp_path: Path
     batches = made(warmup, tmp_path / "run").batches
     assert batches is not None
     talk = [system("be brief"), user("red"), assistant("A B"), user("blue"), assistant("C")]
-    sample = sft.sample_of(talk, batches.renderer, "s")
+    sample = sft.build_sample(talk, batches.renderer, "s")
     trained = batches.renderer.decode(sample.token_ids.numpy()[sample.trained.numpy()].tolist())
     assert trained == "A B<|im_end|>C<|im_end|>"
     with pytest.raises(MessageError, match="s: nothing that the assistant says"):
-        sft.sample_of([user("red")], batches.renderer, "s")
+        sft.build_sample([user("red")], batches.renderer, "s")
 
 
 def test_the_loss_falls_and_a_checkpoint_is_written(warmup: SftFile, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_the_loss_is_the_mean_of_minus_log_pi(
     total, num = 0.0, 0
     for i in range(4):
         found = parts.batches.source.conversation(i, "train")
-        sample = sft.sample_of(found.messages, parts.batches.renderer, found.name)
+        sample = sft.build_sample(found.messages, parts.batches.renderer, found.name)
         ids = torch.from_numpy(sample.token_ids.numpy().astype(np.int64))[None]
         [item] = sample.items
         image = parts.batches.preparer.materializer.store.image(item.ref)
@@ -188,7 +188,7 @@ def test_killed_and_resumed_is_bit_equal_to_never_killed(
     feed, parts.feed = parts.feed, until(5)
     with pytest.raises(Killed):
         sft.run(parts)
-    parts.keeper.saver.wait()  # a process that is killed takes its threads along
+    parts.run_writer.saver.wait()  # a process that is killed takes its threads along
     second = made(broken, tmp_path / "b")
     assert second.first_step == 4, "the checkpoint of step 4 is the last, and step 5 is lost"
     sft.run(second)
@@ -217,7 +217,7 @@ def test_a_row_whose_image_is_bad_costs_itself(
     ]
     assert {one["sample"] for one in lost} == {"row 3", "row 7"}
     assert all(str(talks) in one["problem"] for one in lost)
-    for change in ({"max_bad_fraction": 0.1}, {"on_bad": "stop"}):
+    for change in ({"max_bad_fraction": 0.1}, {"on_bad_image": "stop"}):
         strict = config_of(tiny_model, tmp_path, **sections, media=budget | change)
         with pytest.raises(MediaError, match="row"):
             sft.run(made(strict, tmp_path / "strict"))

@@ -13,19 +13,19 @@ import pytest
 from sightline.families import load_family
 from sightline.launch.processes import find_port
 from sightline.media import MediaStore
-from sightline.pack import Cost, Price
+from sightline.pack import CostModel, PackSize
 from sightline.pixels import Materializer
-from sightline.trainer.feed import Preparer, ReadyBatch
-from sightline.trainer.ranks import Follow, Lead, Ranks
-from sightline.trainer.spread import ShareFeed, Spread
+from sightline.trainer.distribute import BatchDistributor, ShareFeed
+from sightline.trainer.feed import BatchPreparer, ReadyBatch
+from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo
 from sightline.wire.sample import Batch
 
 
 @contextmanager
-def two_ranks() -> Iterator[tuple[Lead, Follow]]:
+def two_ranks() -> Iterator[tuple[LeadChannel, FollowerChannel]]:
     channel = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'test')}"
-    lead = Lead(Ranks(0, 2, "", channel, "s"))
-    follow = Follow(Ranks(1, 2, "", channel, "s"))
+    lead = LeadChannel(RankInfo(0, 2, "", channel, "s"))
+    follow = FollowerChannel(RankInfo(1, 2, "", channel, "s"))
     yield lead, follow
     follow.close(), lead.close()
 
@@ -37,13 +37,13 @@ def test_two_ranks_make_an_image_once(
     family = load_family(tiny_model)
     first, second = Materializer(family, store, 1 << 24), Materializer(family, store, 1 << 24)
     batch = Batch(1, making.samples(tiny_model, store, count=8))
-    ready = Preparer(family, first, Cost(160, 4096), 0.0).prepare(batch, "digest")
+    ready = BatchPreparer(family, first, PackSize(160, 4096), 0.0).prepare(batch, "digest")
     num_images = len({item.key for sample in batch.samples for item in sample.items})
     with two_ranks() as (lead, follow):
-        follow.hello()
+        follow.report_ready()
         lead.gather(timeout_s=30)
-        mine = Spread(lead, 2, Price(token=1.0), max_laid_bytes)(ready)
-        lead.over()
+        mine = BatchDistributor(lead, 2, CostModel(token=1.0), max_laid_bytes)(ready)
+        lead.announce_end()
         [theirs] = ShareFeed(follow, second, family.num_axes, 1)
     needed = {entry.item.key for m in theirs.micro_batches for entry in m.batch.items}
     assert first.counts.made == num_images and needed

@@ -16,17 +16,17 @@ import pytest
 import torch
 
 from sightline.media import MediaStore
-from sightline.pack import Average, Cost
+from sightline.pack import LossAggregation, PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
-from sightline.trainer.feed import Preparer
+from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.learner import Learner
 from sightline.wire.sample import Batch, Sample
 
 SCALE = 1.05
 """The policy has moved from its reference by so much: a KL of nothing proves nothing."""
 KL_WEIGHT, LOW, HIGH, CAP = 0.3, 0.2, 0.28, 1.5
-CHANGES = {"kl_weight": KL_WEIGHT, "clip_low": LOW, "clip_high": HIGH, "importance_cap": CAP}
+CHANGES = {"kl_coef": KL_WEIGHT, "clip_low": LOW, "clip_high": HIGH, "importance_cap": CAP}
 
 
 @dataclass
@@ -146,10 +146,12 @@ def naive_losses(plain: Plain, loss: str) -> list[float]:
     return found
 
 
-def taken(learner: Learner, store: MediaStore, plain: list[Plain], average: Average) -> float:
+def taken(
+    learner: Learner, store: MediaStore, plain: list[Plain], average: LossAggregation
+) -> float:
     """The loss that the learner comes to, over several packs."""
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = Preparer(learner.family, materializer, Cost(160, 4096), 0.0, average)
+    preparer = BatchPreparer(learner.family, materializer, PackSize(160, 4096), 0.0, average)
     ready = preparer.prepare(Batch(1, [one.sample for one in plain]), digest="")
     assert len(ready.micro_batches) > 1
     found = learner.step(ready).metrics["loss"]
@@ -168,7 +170,7 @@ def test_the_loss_of_a_batch_is_that_of_plain_loops_in_float64(
         policy = naive_losses(one, loss)
         want += sum(p + KL_WEIGHT * k for p, k in zip(policy, one.kl, strict=True)) / total
         blind += sum(p + KL_WEIGHT * k for p, k in zip(policy, one.kl_blind, strict=True)) / total
-    got = taken(learner_of(tiny_model, store, loss), store, plain, Average("tokens"))
+    got = taken(learner_of(tiny_model, store, loss), store, plain, LossAggregation("tokens"))
     assert got == pytest.approx(want, rel=2e-5)
     assert abs(got - blind) > 100 * abs(got - want), "a reference without images is another"
 
@@ -183,6 +185,6 @@ def test_other_averages_are_those_of_plain_loops_too(
         weight = 1 / 7.0 if by == "constant" else 1 / (len(plain) * len(one.logprobs))
         policy = naive_losses(one, "ppo")
         want += weight * sum(p + KL_WEIGHT * k for p, k in zip(policy, one.kl, strict=True))
-    average = Average(by, 7.0)  # type: ignore[arg-type]
+    average = LossAggregation(by, 7.0)  # type: ignore[arg-type]
     got = taken(learner_of(tiny_model, store, "ppo"), store, plain, average)
     assert got == pytest.approx(want, rel=2e-5)

@@ -12,16 +12,16 @@ import pytest
 from sightline.errors import Misaligned, WireError
 from sightline.families import load_family
 from sightline.media import MediaRef, MediaStore
-from sightline.pack import Cost, pack
+from sightline.pack import PackSize, pack
 from sightline.wire import MediaItem, Slot, control
 from sightline.wire.array import Array
-from sightline.wire.control import Announce, Play, Published
+from sightline.wire.control import BatchReady, PublishedWeights, RolloutRequest
 from sightline.wire.file import append_line, read_lines, write_atomic
-from sightline.wire.generate import Features, GenerateRequest, Placeholder, SamplingParams
+from sightline.wire.generate import GenerateRequest, MultiModalFeatures, Placeholder, SamplingParams
 from sightline.wire.item import check_slots
 from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.sample import Batch
-from sightline.wire.weights import Manifest, WeightFile, version_of_label
+from sightline.wire.weights import Manifest, WeightFile, parse_version_label
 
 REF = MediaRef("ab" * 32, "image/png", 64, 32, 100)
 ITEM = MediaItem(REF, "some_family", (1, 2, 4), "f" * 32)
@@ -59,7 +59,7 @@ def request(**features: object) -> GenerateRequest:
         "kwargs_data": {"image": [ITEM.to_raw()]},
         **features,
     }
-    return GenerateRequest([1, 2, 2, 3], SamplingParams(), Features(**parts))  # type: ignore
+    return GenerateRequest([1, 2, 2, 3], SamplingParams(), MultiModalFeatures(**parts))  # type: ignore
 
 
 def test_a_request_is_complete_in_itself() -> None:
@@ -105,13 +105,13 @@ def test_batches_and_micro_batches_survive_the_wire(tiny_model: Path, store: Med
     samples = making.samples(tiny_model, store, count=3)
     batch = Batch(4, samples)
     assert Batch.from_bytes(batch.to_bytes()) == batch
-    packed = pack(samples, 4, load_family(tiny_model), Cost(10**6, 10**6))[0]
+    packed = pack(samples, 4, load_family(tiny_model), PackSize(10**6, 10**6))[0]
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(packed), type=MicroBatch) == packed
 
 
 def test_unknown_fields_are_refused_everywhere(tiny_model: Path, store: MediaStore) -> None:
     batch = Batch(4, making.samples(tiny_model, store, count=1))
-    for struct in (batch, batch.samples[0], ITEM, Announce(1, "p", "d"), Manifest(1, 1, [])):
+    for struct in (batch, batch.samples[0], ITEM, BatchReady(1, "p", "d"), Manifest(1, 1, [])):
         fields = msgspec.to_builtins(struct) | {"surprise": 1}
         with pytest.raises(msgspec.ValidationError, match="surprise"):
             msgspec.convert(fields, type(struct))
@@ -119,9 +119,9 @@ def test_unknown_fields_are_refused_everywhere(tiny_model: Path, store: MediaSto
 
 def test_control_messages_come_back_as_what_they_were() -> None:
     for message in (
-        Announce(3, "path", "digest"),
-        Play("r", "g", 1, "train", 7, 1.0, exchanged=(REF,)),
-        Published(2, 0, "m", {"loss": None}, 1),
+        BatchReady(3, "path", "digest"),
+        RolloutRequest("r", "g", 1, "train", 7, 1.0, exchanged=(REF,)),
+        PublishedWeights(2, 0, "m", {"loss": None}, 1),
     ):
         assert control.decode(control.encode(message)) == message
 
@@ -129,7 +129,7 @@ def test_control_messages_come_back_as_what_they_were() -> None:
 def test_a_version_made_again_has_a_label_of_its_own() -> None:
     file = WeightFile("f", 1, "s")
     assert Manifest(7, 7, [file]).label == "7" and Manifest(7, 7, [file], epoch=2).label == "7.2"
-    assert version_of_label("7.2") == (7, 2) and version_of_label("7") == (7, 0)
+    assert parse_version_label("7.2") == (7, 2) and parse_version_label("7") == (7, 0)
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

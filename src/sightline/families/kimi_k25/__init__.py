@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sightline.families.kimi_k25.render import KimiK25Renderer
-from sightline.families.kimi_k25.vision import KimiK25
-from sightline.message import Door
+from sightline.families.kimi_k25.vision import KimiK25Family
+from sightline.message import ImageResolver
 
 MODEL_TYPES = ("kimi_k25",)
 
@@ -21,9 +21,9 @@ def claims(config: dict[str, Any]) -> bool:
     return config.get("model_type") in MODEL_TYPES
 
 
-def load_family(path: Path, overrides: dict[str, int]) -> KimiK25:
-    return KimiK25.load(path, overrides)
+def load_family(path: Path, overrides: dict[str, int]) -> KimiK25Family:
+    return KimiK25Family.load(path, overrides)
 
 
-def load_renderer(path: Path, family: KimiK25, door: Door) -> KimiK25Renderer:
-    return KimiK25Renderer.load(path, family, door)
+def load_renderer(path: Path, family: KimiK25Family, resolver: ImageResolver) -> KimiK25Renderer:
+    return KimiK25Renderer.load(path, family, resolver)

@@ -21,12 +21,12 @@ from torch import nn
 from transformers import AutoModelForImageTextToText, vision_utils
 from transformers.models.kimi_k25 import modeling_kimi_k25 as modeling
 
-from sightline.families.kimi_k25.vision import KimiK25
-from sightline.families.sending import send
+from sightline.families.device_copy import copy_to_device
+from sightline.families.kimi_k25.vision import KimiK25Family
 
 
 class KimiK25Forward:
-    def __init__(self, model: nn.Module, family: KimiK25) -> None:
+    def __init__(self, model: nn.Module, family: KimiK25Family) -> None:
         self.model = model
         self._family = family
         body: Any = model.model
@@ -36,7 +36,7 @@ class KimiK25Forward:
         self._head: nn.Module = model.lm_head
         device = next(model.parameters()).device
         self._table = torch.from_numpy(family.table.copy()).to(device)
-        self._sizes = lru_cache(maxsize=16)(lambda grids: sizes_of(self._tower, grids))
+        self._sizes = lru_cache(maxsize=16)(lambda grids: compute_tower_inputs(self._tower, grids))
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Of the tower and of the projector: all that the features of an image depend on."""
@@ -50,7 +50,7 @@ class KimiK25Forward:
     def blocks(self) -> list[nn.Module]:
         return [*self._text.layers, *self._tower.layers]
 
-    def blank(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
+    def blank_image(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
         side, values = self._family.merge, 3 * self._family.patch**2
         return torch.zeros(side * side, values, dtype=torch.uint8), (1, side, side)
 
@@ -67,7 +67,7 @@ class KimiK25Forward:
     def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
         rows = self.rows(patches).to(next(self._tower.parameters()).dtype)
         sizes = {
-            name: send(value, rows.device) if isinstance(value, np.ndarray) else value
+            name: copy_to_device(value, rows.device) if isinstance(value, np.ndarray) else value
             for name, value in self._sizes(tuple(grids)).items()
         }
         out = self._tower(rows, grid_thw=torch.tensor(grids), **sizes)
@@ -79,13 +79,13 @@ class KimiK25Forward:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         features: torch.Tensor | None,
-        feature_places: torch.Tensor | None,
+        feature_indices: torch.Tensor | None,
         attention: Any,
     ) -> torch.Tensor:
         embeds = self._text.embed_tokens(token_ids)
-        if features is not None and feature_places is not None and len(feature_places):
+        if features is not None and feature_indices is not None and len(feature_indices):
             flat = embeds.reshape(-1, embeds.shape[-1])
-            flat = flat.index_copy(0, feature_places, features.to(embeds.dtype))
+            flat = flat.index_copy(0, feature_indices, features.to(embeds.dtype))
             embeds = flat.view(embeds.shape)
         out = self._text(
             inputs_embeds=embeds, position_ids=positions[0], use_cache=False, pattern=attention
@@ -98,7 +98,7 @@ class KimiK25Forward:
         return logits
 
 
-def sizes_of(tower: Any, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+def compute_tower_inputs(tower: Any, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
     """What the tower would ask of `grid_thw`, by the names under which it takes the answers."""
     sizes = torch.tensor(grids)
     learned = tower.patch_embed.pos_emb
@@ -123,7 +123,7 @@ def sizes_of(tower: Any, grids: tuple[tuple[int, int, int], ...]) -> dict[str, A
 
 
 def load(
-    path: Path, family: KimiK25, device: torch.device, dtype: torch.dtype, attention: str
+    path: Path, family: KimiK25Family, device: torch.device, dtype: torch.dtype, attention: str
 ) -> KimiK25Forward:
     model = AutoModelForImageTextToText.from_pretrained(
         path,

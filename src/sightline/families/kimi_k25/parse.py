@@ -12,7 +12,7 @@ from sightline.render import Tokenizer
 THINK, END_THINK = "<think>", "</think>"
 
 
-class Parser:
+class CompletionParser:
     """Tool calls are found by ids. So is the end of reasoning where the tokenizer has a token for
     it; else it is text, and found as text."""
 
@@ -41,7 +41,7 @@ class Parser:
         malformed: tuple[str, ...] = ()
         if self.calls_begin in said:
             first = said.index(self.calls_begin)
-            calls = self._calls(said[first:])
+            calls = self._parse_calls(said[first:])
             if calls:
                 said = said[:first]
             else:
@@ -55,7 +55,7 @@ class Parser:
             malformed_calls=malformed,
         )
 
-    def is_open(self, completion_ids: Sequence[int]) -> bool:
+    def is_reasoning_open(self, completion_ids: Sequence[int]) -> bool:
         """Whether reasoning began and has not ended."""
         if not self._thinking:
             return False
@@ -91,7 +91,7 @@ class Parser:
                 low = middle
         return high
 
-    def _calls(self, section: list[int]) -> tuple[ToolCall, ...]:
+    def _parse_calls(self, section: list[int]) -> tuple[ToolCall, ...]:
         """The tool calls of a section, or none when any part of it is not a whole call."""
         if section[-1] != self.calls_end:
             return ()
@@ -106,7 +106,7 @@ class Parser:
             if call.count(self.call_arguments) != 1:
                 return ()
             middle = call.index(self.call_arguments)
-            made = _call(
+            made = _parse_call(
                 self._tokenizer.decode(call[:middle]), self._tokenizer.decode(call[middle + 1 :])
             )
             if made is None:
@@ -115,7 +115,7 @@ class Parser:
         return tuple(calls)
 
 
-def _call(call_id: str, arguments: str) -> ToolCall | None:
+def _parse_call(call_id: str, arguments: str) -> ToolCall | None:
     """A call by its id, `functions.<name>:<number>`; None when it is malformed."""
     name = call_id.strip().partition(":")[0]
     name = name.partition(".")[2] if "." in name else name

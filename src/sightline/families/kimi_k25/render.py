@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 
 from sightline.errors import FamilyError, MediaRefused, MessageError
-from sightline.families.kimi_k25.declare import declare
-from sightline.families.kimi_k25.parse import END_THINK, THINK, Parser
-from sightline.families.kimi_k25.tokens import load_tokenizer
-from sightline.families.kimi_k25.vision import KimiK25
+from sightline.families.kimi_k25.parse import END_THINK, THINK, CompletionParser
+from sightline.families.kimi_k25.tokenizer import load_tokenizer
+from sightline.families.kimi_k25.tool_declaration import declare_tools
+from sightline.families.kimi_k25.vision import KimiK25Family
 from sightline.message import (
     ROLES,
     AssistantMessage,
-    Door,
     ImagePart,
+    ImageResolver,
     Message,
     to_message,
 )
 from sightline.render import Bridged, Emitter, Refused, Rendered, Tokenizer
+from sightline.render.message_fields import check_message_list, get_field, list_image_paths
 from sightline.render.protocol import Messages, Tools
-from sightline.render.reading import check_list, field_of, image_paths
 
 _IMAGE_ROLES = ("user", "tool")
 # Stop tokens beside the end of a turn, where a tokenizer has them.
@@ -48,14 +48,14 @@ class KimiK25Renderer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        family: KimiK25,
-        door: Door,
+        family: KimiK25Family,
+        resolver: ImageResolver,
         vocab_size: int,
         thinking: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._family = family
-        self._door = door
+        self._resolver = resolver
         self.vocab_size = vocab_size
         self.thinking = thinking
         token_id = tokenizer.token_id
@@ -72,13 +72,13 @@ class KimiK25Renderer:
         self._media_content = token_id("<|media_content|>")
         self._media_end = token_id("<|media_end|>")
         self._media_pad = token_id("<|media_pad|>")
-        self._think, self._end_think = self._mark(THINK), self._mark(END_THINK)
+        self._think, self._end_think = self._encode_mark(THINK), self._encode_mark(END_THINK)
         self._assistant = [
             self._roles["assistant"], *tokenizer.encode("assistant"), self._im_middle
         ]  # fmt: skip
         self._header = [*self._assistant, *self._think, *([] if thinking else self._end_think)]
-        self.stop_token_ids = (self._im_end, *self._known(_OTHER_STOPS))
-        self._parser = Parser(tokenizer, self.stop_token_ids, thinking)
+        self.stop_token_ids = (self._im_end, *self._find_token_ids(_OTHER_STOPS))
+        self._parser = CompletionParser(tokenizer, self.stop_token_ids, thinking)
         # The marks around an image are banned with the pads: a policy that could say them could
         # write a prompt that reads as if an image stood there.
         self.pad_token_ids = (
@@ -86,23 +86,23 @@ class KimiK25Renderer:
             self._media_begin,
             self._media_content,
             self._media_end,
-            *self._known((_VIDEO_PAD,)),
+            *self._find_token_ids((_VIDEO_PAD,)),
         )
 
-    def _known(self, tokens: Sequence[str]) -> list[int]:
+    def _find_token_ids(self, tokens: Sequence[str]) -> list[int]:
         found = [self._tokenizer.find_token_id(token) for token in tokens]
         return [token_id for token_id in found if token_id is not None]
 
-    def _mark(self, mark: str) -> list[int]:
+    def _encode_mark(self, mark: str) -> list[int]:
         """A mark of reasoning: a token where the tokenizer has one, else a text of its own.
 
         It never joins the text beside it: a sampler is given the mark that opens a turn, and
         what it says next cannot merge with it.
         """
-        return self._known((mark,)) or self._tokenizer.encode(mark)
+        return self._find_token_ids((mark,)) or self._tokenizer.encode(mark)
 
     @classmethod
-    def load(cls, path: Path, family: KimiK25, door: Door) -> KimiK25Renderer:
+    def load(cls, path: Path, family: KimiK25Family, resolver: ImageResolver) -> KimiK25Renderer:
         tokenizer = load_tokenizer(path)
         config = json.loads((path / "config.json").read_text())
         vocab_size = int((config.get("text_config") or config)["vocab_size"])
@@ -113,7 +113,7 @@ class KimiK25Renderer:
             )
         file = path / "tokenizer_config.json"
         described = json.loads(file.read_text()) if file.is_file() else {}
-        return cls(tokenizer, family, door, vocab_size, bool(described.get("thinking", True)))
+        return cls(tokenizer, family, resolver, vocab_size, bool(described.get("thinking", True)))
 
     def messages(self, messages: Messages) -> list[Message]:
         read = self.read(messages)
@@ -125,7 +125,7 @@ class KimiK25Renderer:
         return read
 
     def read(self, messages: Messages) -> list[Message]:
-        check_list(messages, "messages")
+        check_message_list(messages, "messages")
         if not messages:
             raise MessageError.at("messages", "empty", "pass one message or more")
         return [self._read(m, f"messages[{i}]") for i, m in enumerate(messages)]
@@ -139,7 +139,7 @@ class KimiK25Renderer:
             emitter.special(self._roles["system"])
             emitter.text("tool_declare")
             emitter.special(self._im_middle)
-            emitter.text(declare(tools))
+            emitter.text(declare_tools(tools))
             emitter.special(self._im_end)
         # The span of the first message holds the tools.
         self._emit_messages(emitter, read, 0)
@@ -159,7 +159,7 @@ class KimiK25Renderer:
         A turn that was cut off, or that ended with another stop token, is closed first, and so
         is reasoning that was cut off before it began.
         """
-        check_list(new_messages, "new_messages")
+        check_message_list(new_messages, "new_messages")
         said = self.parse(completion_ids)
         reason = self._refusal(prompt_ids, completion_ids, new_messages, said)
         if reason is not None:
@@ -167,7 +167,7 @@ class KimiK25Renderer:
         read = [self._read(m, f"new_messages[{i}]") for i, m in enumerate(new_messages)]
         start = len(prompt_ids) + len(completion_ids)
         emitter = Emitter(self._tokenizer, start)
-        if self._parser.is_open(completion_ids):
+        if self._parser.is_reasoning_open(completion_ids):
             self._emit_ids(emitter, self._end_think)
         if len(completion_ids) == 0 or completion_ids[-1] != self._im_end:
             emitter.special(self._im_end)
@@ -182,7 +182,7 @@ class KimiK25Renderer:
         new_messages: Messages,
         said: AssistantMessage,
     ) -> str | None:
-        roles = [field_of(message, "role") for message in new_messages]
+        roles = [get_field(message, "role") for message in new_messages]
         if not roles:
             return "no_new_messages"
         if any(role not in ROLES for role in roles):
@@ -197,7 +197,7 @@ class KimiK25Renderer:
             return "stop_inside_completion"
         if not set(completion_ids).isdisjoint(self.pad_token_ids):
             return "media_in_completion"
-        if said.stopped and self._parser.is_open(completion_ids):
+        if said.stopped and self._parser.is_reasoning_open(completion_ids):
             return "stop_inside_reasoning"
         if not said.tool_calls and (said.reasoning or self._has_reasoning(prompt_ids)):
             return "history_rewritten"
@@ -228,15 +228,15 @@ class KimiK25Renderer:
     # -- reading
 
     def _read(self, message: Message | dict[str, Any], path: str) -> Message:
-        paths = image_paths(message, path)
-        role = field_of(message, "role")
+        paths = list_image_paths(message, path)
+        role = get_field(message, "role")
         if paths and role in ROLES and role not in _IMAGE_ROLES:
             raise MessageError.at(
                 paths[0],
                 f"an image in a message of the role {role}, which this chat format cannot show",
                 "put it into a user message",
             )
-        read = to_message(message, self._door, path)
+        read = to_message(message, self._resolver, path)
         _check_message(read, path)
         for image_path, ref in zip(paths, read.images, strict=True):
             try:
@@ -259,7 +259,7 @@ class KimiK25Renderer:
             emitter.text(message.role)
             emitter.special(self._im_middle)
             if message.role == "assistant":
-                self._emit_said(emitter, message, i > last, num_calls)
+                self._emit_assistant(emitter, message, i > last, num_calls)
                 num_calls += len(message.tool_calls)
             else:
                 if message.role == "tool":
@@ -269,7 +269,7 @@ class KimiK25Renderer:
             emitter.end_message(start)
             start = emitter.position
 
-    def _emit_said(
+    def _emit_assistant(
         self, emitter: Emitter, message: Message, keeps_reasoning: bool, num_calls: int
     ) -> None:
         reasoning = (message.reasoning or "") if keeps_reasoning else ""

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from sightline.errors import FamilyError
-from sightline.families.kimi_k25.published import published
-from sightline.families.kimi_k25.vision import KimiK25
+from sightline.families.kimi_k25.published_layout import map_published_parameters
+from sightline.families.kimi_k25.vision import KimiK25Family
 from sightline.families.protocol import EngineField
 from sightline.wire import MediaItem
 
-LIMITS = {"vision_chunk": 1}
-VISION = ("model.vision_tower.", "model.mm_projector.")
+LIMIT_MM_PER_PROMPT = {"vision_chunk": 1}
+VISION_PREFIXES = ("model.vision_tower.", "model.mm_projector.")
 CPU_ARGUMENTS = (
     "--no-enable-prefix-caching",
     "--no-enable-chunked-prefill",
@@ -23,7 +23,7 @@ CPU_ARGUMENTS = (
     '{"custom_ops": ["-rotary_embedding"]}',
 )
 
-OVERRIDES = {
+HF_OVERRIDES = {
     "architectures": ["KimiK25ForConditionalGeneration"],
     "text_config": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
 }
@@ -34,7 +34,7 @@ NEEDED = ("in_patch_limit_each_frame", "in_patch_limit_video", "temporal_merge_k
 """Of `media_proc_cfg`: vLLM's image processor is made, though nothing goes through it."""
 
 
-def check_served(folder: Path, takes_updates: bool) -> None:
+def check_servable(folder: Path, takes_updates: bool) -> None:
     config = json.loads((folder / "config.json").read_text())
     parts = (config, config["text_config"])
     if takes_updates and any(part.get("quantization_config") for part in parts):
@@ -53,11 +53,11 @@ def check_served(folder: Path, takes_updates: bool) -> None:
         )
 
 
-stored = published
+stored = map_published_parameters
 
 
 def fields(
-    family: KimiK25, item: MediaItem, patches: np.ndarray, normalizes: bool
+    family: KimiK25Family, item: MediaItem, patches: np.ndarray, normalizes: bool
 ) -> dict[str, EngineField]:
     rows = family.rows(patches)
     if normalizes:

@@ -20,7 +20,7 @@ ALGORITHM = 1
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProcessorSettings:
     """Defaults are those of transformers' processor for keys that a file leaves out."""
 
     patch: int = 14
@@ -52,32 +52,34 @@ class Settings:
         return {"family": family, "algorithm": ALGORITHM, **dataclasses.asdict(self)}
 
 
-def fingerprint(described: dict[str, Any]) -> str:
+def compute_fingerprint(described: dict[str, Any]) -> str:
     text = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def read_settings(path: Path, overrides: dict[str, int]) -> Settings:
+def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorSettings:
     """The settings in a checkpoint folder; `overrides` win."""
     raw = _read_processor(path)
-    default = Settings()
+    default = ProcessorSettings()
     normalizes = raw.get("do_normalize", True)
     side = raw.get("patch_limit_on_one_side") or (raw.get("size") or {}).get("max_height")
-    settings = Settings(
-        patch=_int(raw, default.patch, "patch_size"),
-        merge=_int(raw, default.merge, "merge_kernel_size", "merge_size"),
-        max_patches=_int(raw, default.max_patches, "in_patch_limit", "max_patches"),
+    settings = ProcessorSettings(
+        patch=_read_int(raw, default.patch, "patch_size"),
+        merge=_read_int(raw, default.merge, "merge_kernel_size", "merge_size"),
+        max_patches=_read_int(raw, default.max_patches, "in_patch_limit", "max_patches"),
         max_patches_per_side=int(side or default.max_patches_per_side),
-        resample=_int(raw, default.resample, "resample"),
-        rescale=_rescale(raw),
-        mean=_channels(raw, "image_mean", default.mean) if normalizes else (0.0, 0.0, 0.0),
-        std=_channels(raw, "image_std", default.std) if normalizes else (1.0, 1.0, 1.0),
+        resample=_read_int(raw, default.resample, "resample"),
+        rescale=_read_rescale(raw),
+        mean=_read_channels(raw, "image_mean", default.mean) if normalizes else (0.0, 0.0, 0.0),
+        std=_read_channels(raw, "image_std", default.std) if normalizes else (1.0, 1.0, 1.0),
     )
-    _check(settings, raw, path)
-    return _overridden(settings, overrides)
+    _check_settings(settings, raw, path)
+    return _apply_overrides(settings, overrides)
 
 
-def check_agrees(settings: Settings, vision_config: dict[str, Any], path: Path) -> None:
+def check_vision_config(
+    settings: ProcessorSettings, vision_config: dict[str, Any], path: Path
+) -> None:
     """Raises when the processor cuts images in another way than the vision tower expects."""
     merge = vision_config.get("merge_kernel_size", settings.merge)
     pairs = {
@@ -96,7 +98,7 @@ def check_agrees(settings: Settings, vision_config: dict[str, Any], path: Path) 
             )
 
 
-def _overridden(settings: Settings, overrides: dict[str, int]) -> Settings:
+def _apply_overrides(settings: ProcessorSettings, overrides: dict[str, int]) -> ProcessorSettings:
     for key in overrides.keys() - {"max_pixels"}:
         why = "an image is never enlarged here" if key == "min_pixels" else "no such setting"
         raise FamilyError(f"processor setting {key!r}: {why}", "use max_pixels, or nothing")
@@ -109,7 +111,7 @@ def _overridden(settings: Settings, overrides: dict[str, int]) -> Settings:
     return settings
 
 
-def _check(settings: Settings, raw: dict[str, Any], path: Path) -> None:
+def _check_settings(settings: ProcessorSettings, raw: dict[str, Any], path: Path) -> None:
     if raw.get("fixed_output_tokens") is not None:
         raise FamilyError(
             f"{path}: preprocessor_config.json sets fixed_output_tokens",
@@ -146,7 +148,7 @@ def _read_processor(path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], found.get("media_proc_cfg") or found)
 
 
-def _int(raw: dict[str, Any], default: int, *keys: str) -> int:
+def _read_int(raw: dict[str, Any], default: int, *keys: str) -> int:
     for key in keys:
         value = raw.get(key)
         if isinstance(value, (list, tuple)):
@@ -158,13 +160,13 @@ def _int(raw: dict[str, Any], default: int, *keys: str) -> int:
     return default
 
 
-def _rescale(raw: dict[str, Any]) -> float | None:
+def _read_rescale(raw: dict[str, Any]) -> float | None:
     if not raw.get("do_rescale", True):
         return None
     return float(raw.get("rescale_factor") or 1 / 255)
 
 
-def _channels(raw: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+def _read_channels(raw: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
     value = raw.get(key)
     if value is None:
         return default

@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 from transformers import GenerationConfig, Kimi_K25Config, Kimi_K25ForConditionalGeneration
 
 from sightline.errors import FamilyError
-from sightline.families.kimi_k25.tokens import make_pre_tokenizer
+from sightline.families.kimi_k25.tokenizer import make_pre_tokenizer
 
 SPECIAL_TOKENS = (
     "[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|start_header_id|>",
@@ -119,16 +119,18 @@ def write(path: Path, seed: int = 0, **options: Any) -> None:
 
 
 def _write_all(folder: Path, seed: int, settings: TinySettings) -> None:
-    tokenizer = make_tokenizer(think_tokens=settings.think_tokens)
+    tokenizer = build_tokenizer(think_tokens=settings.think_tokens)
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", tokenizer_config(tokenizer, settings.thinking))
+    _write_json(
+        folder / "tokenizer_config.json", build_tokenizer_config(tokenizer, settings.thinking)
+    )
     template = Path(__file__).with_name("chat_template.jinja").read_text()
     (folder / "chat_template.jinja").write_text(template)
-    _write_json(folder / "preprocessor_config.json", _image_processor(settings))
+    _write_json(folder / "preprocessor_config.json", _build_image_processor_config(settings))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Kimi_K25ForConditionalGeneration(make_config(settings, tokenizer))
-        _settle(model, settings)
+        model = Kimi_K25ForConditionalGeneration(build_config(settings, tokenizer))
+        _rescale_weights(model, settings)
     # Not save_pretrained: it draws a progress bar and makes a file that only its owner can read.
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -136,7 +138,7 @@ def _write_all(folder: Path, seed: int, settings: TinySettings) -> None:
     _generation_config(tokenizer).save_pretrained(folder)
 
 
-def _settle(model: Any, settings: TinySettings) -> None:
+def _rescale_weights(model: Any, settings: TinySettings) -> None:
     """Brings weights to the scale of the rest of a model this narrow."""
     # transformers draws these with deviation 1, which would drown the pixels.
     positions = model.model.vision_tower.patch_embed.pos_emb.position_embeddings
@@ -160,7 +162,7 @@ def _generation_config(tokenizer: Tokenizer) -> GenerationConfig:
     )
 
 
-def make_tokenizer(
+def build_tokenizer(
     merges: Sequence[tuple[str, str]] = MERGES, think_tokens: bool = False
 ) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -179,7 +181,7 @@ def make_tokenizer(
     return tokenizer
 
 
-def make_config(settings: TinySettings, tokenizer: Tokenizer) -> Kimi_K25Config:
+def build_config(settings: TinySettings, tokenizer: Tokenizer) -> Kimi_K25Config:
     text = {
         "model_type": "deepseek_v3",
         "vocab_size": tokenizer.get_vocab_size(with_added_tokens=True),
@@ -237,7 +239,7 @@ def make_config(settings: TinySettings, tokenizer: Tokenizer) -> Kimi_K25Config:
     )
 
 
-def tokenizer_config(tokenizer: Tokenizer, thinking: bool = False) -> dict[str, Any]:
+def build_tokenizer_config(tokenizer: Tokenizer, thinking: bool = False) -> dict[str, Any]:
     added = {
         str(token_id): {
             "content": token.content,
@@ -262,7 +264,7 @@ def tokenizer_config(tokenizer: Tokenizer, thinking: bool = False) -> dict[str, 
     }
 
 
-def _image_processor(settings: TinySettings) -> dict[str, Any]:
+def _build_image_processor_config(settings: TinySettings) -> dict[str, Any]:
     values = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
     return {
         "image_processor_type": "Kimi_K25ImageProcessor",

@@ -17,35 +17,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sightline.errors import FamilyError, MediaRefused, Misaligned
-from sightline.families.gather import gather
-from sightline.families.items import check_made_by
+from sightline.families.items import check_media_item
 from sightline.families.kimi_k25.settings import (
-    Settings,
-    check_agrees,
-    fingerprint,
-    read_settings,
+    ProcessorSettings,
+    check_vision_config,
+    compute_fingerprint,
+    read_processor_settings,
 )
-from sightline.families.protocol import TREE, Layout, PlacedSlot
+from sightline.families.patchify import patchify
+from sightline.families.protocol import TREE_PACKING, ImageLayout, PlacedSlot
 from sightline.media import MediaRef
 from sightline.wire import MediaItem
 
 if TYPE_CHECKING:
     from PIL import Image
 
-_ITEMS_KEPT = 8192
+_MAX_CACHED_ITEMS = 8192
 
 
-class KimiK25:
+class KimiK25Family:
     """The family of one checkpoint. It holds no state but caches, and is safe for many threads."""
 
     name = "kimi_k25"
     num_axes = 1
     modality = "vision_chunk"
-    packing = TREE
+    packing = TREE_PACKING
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ProcessorSettings,
         shows_images: bool = True,
         slot_token_ids: tuple[int, ...] = (),
     ) -> None:
@@ -53,25 +53,27 @@ class KimiK25:
         self.shows_images = shows_images
         self.slot_token_ids = slot_token_ids
         self.settings: dict[str, Any] = settings.described(self.name)
-        self.fingerprint = fingerprint(self.settings)
+        self.fingerprint = compute_fingerprint(self.settings)
         self.patch = settings.patch
         self.merge = settings.merge
-        self.table = make_table(settings)
+        self.table = build_normalization_table(settings)
         """float32 (256, 3): what a uint8 value of a channel becomes in a row."""
-        self._item = lru_cache(maxsize=_ITEMS_KEPT)(self._make_item)
-        self._layout = lru_cache(maxsize=_ITEMS_KEPT)(self._make_layout)
+        self._item = lru_cache(maxsize=_MAX_CACHED_ITEMS)(self._make_item)
+        self._layout = lru_cache(maxsize=_MAX_CACHED_ITEMS)(self._make_layout)
 
-    def __reduce__(self) -> tuple[type[KimiK25], tuple[Settings, bool, tuple[int, ...]]]:
+    def __reduce__(
+        self,
+    ) -> tuple[type[KimiK25Family], tuple[ProcessorSettings, bool, tuple[int, ...]]]:
         # Another process gets a family of its own, with empty caches.
-        return KimiK25, (self._settings, self.shows_images, self.slot_token_ids)
+        return KimiK25Family, (self._settings, self.shows_images, self.slot_token_ids)
 
     @classmethod
-    def load(cls, path: Path, overrides: dict[str, int]) -> KimiK25:
+    def load(cls, path: Path, overrides: dict[str, int]) -> KimiK25Family:
         config = json.loads((path / "config.json").read_text())
-        settings = read_settings(path, overrides)
+        settings = read_processor_settings(path, overrides)
         vision_config = config.get("vision_config")
         if vision_config is not None:
-            check_agrees(settings, vision_config, path)
+            check_vision_config(settings, vision_config, path)
         pad = config.get("image_token_id", config.get("media_placeholder_token_id"))
         return cls(
             settings,
@@ -79,15 +81,15 @@ class KimiK25:
             slot_token_ids=() if pad is None else (int(pad),),
         )
 
-    def layout(self, width: int, height: int) -> Layout:
+    def layout(self, width: int, height: int) -> ImageLayout:
         return self._layout(width, height)
 
-    def _make_layout(self, width: int, height: int) -> Layout:
-        new_height, new_width = fit(width, height, self._settings)
+    def _make_layout(self, width: int, height: int) -> ImageLayout:
+        new_height, new_width = fit_size(width, height, self._settings)
         factor = self._settings.factor
         rows, columns = -(-new_height // factor), -(-new_width // factor)
         grid = (1, rows * self.merge, columns * self.merge)
-        return Layout(grid, rows * columns, new_height, new_width)
+        return ImageLayout(grid, rows * columns, new_height, new_width)
 
     def item(self, ref: MediaRef) -> MediaItem:
         return self._item(ref)
@@ -101,7 +103,7 @@ class KimiK25:
         return MediaItem(ref=ref, family=self.name, grid=grid, fingerprint=self.fingerprint)
 
     def check_item(self, item: MediaItem) -> None:
-        check_made_by(self, item)
+        check_media_item(self, item)
 
     def num_tokens(self, item: MediaItem) -> int:
         return math.prod(item.grid) // self.merge**2
@@ -128,7 +130,7 @@ class KimiK25:
         padded = (layout.grid[2] * self.patch, layout.grid[1] * self.patch)
         if image.size != padded:
             image = image.crop((0, 0, *padded))
-        return gather(image, self.patch)
+        return patchify(image, self.patch)
 
     def rows(self, patches: np.ndarray) -> np.ndarray:
         """float32 (patches, 3, patch, patch): what the vision tower takes."""
@@ -158,7 +160,7 @@ class KimiK25:
         return np.arange(start, start + num_tokens, dtype=np.int32)[None], start + num_tokens
 
 
-def fit(width: int, height: int, settings: Settings) -> tuple[int, int]:
+def fit_size(width: int, height: int, settings: ProcessorSettings) -> tuple[int, int]:
     """Height and width to shrink to, before padding; the image's own where it is small enough."""
     if min(width, height) < 1:
         raise MediaRefused(f"an image of {width}x{height}", "pass an image that has pixels")
@@ -171,7 +173,7 @@ def fit(width: int, height: int, settings: Settings) -> tuple[int, int]:
     return min(new_height, longest), min(new_width, longest)
 
 
-def make_table(settings: Settings) -> np.ndarray:
+def build_normalization_table(settings: ProcessorSettings) -> np.ndarray:
     # Rescaling is folded into mean and deviation, in float32, as transformers folds it.
     mean, std = np.array(settings.mean, np.float32), np.array(settings.std, np.float32)
     if settings.rescale is not None:

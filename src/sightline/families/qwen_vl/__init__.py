@@ -15,15 +15,15 @@ from sightline.errors import FamilyError
 from sightline.families.protocol import Family
 from sightline.families.qwen_vl.formats import FORMATS
 from sightline.families.qwen_vl.render import QwenVLRenderer
-from sightline.families.qwen_vl.text import QwenText
-from sightline.families.qwen_vl.vision import QwenVL
-from sightline.message import Door
+from sightline.families.qwen_vl.text_only import QwenTextFamily
+from sightline.families.qwen_vl.vision import QwenVLFamily
+from sightline.message import ImageResolver
 
-IS_FIRST = True
+IS_DEFAULT = True
 """Commands that are given no family take this one."""
 PEER_CONFIG = "Qwen3VLRendererConfig"
 """What the released package `renderers` calls its configuration for this family."""
-CAN_NUMBER_PICTURES = True
+CAN_NUMBER_IMAGES = True
 
 
 def claims(config: dict[str, Any]) -> bool:
@@ -33,16 +33,16 @@ def claims(config: dict[str, Any]) -> bool:
 def load_family(path: Path, overrides: dict[str, int]) -> Family:
     config = json.loads((path / "config.json").read_text())
     if "vision_config" in config:
-        return QwenVL.load(path, overrides)
+        return QwenVLFamily.load(path, overrides)
     for key in overrides:
         raise FamilyError(
             f"{key} for {path}, which has no vision tower",
             f"remove [model] {key} from the run file",
         )
-    return QwenText()
+    return QwenTextFamily()
 
 
 def load_renderer(
-    path: Path, family: Family, door: Door, number_pictures: bool = False
+    path: Path, family: Family, resolver: ImageResolver, number_images: bool = False
 ) -> QwenVLRenderer:
-    return QwenVLRenderer.load(path, family, door, number_pictures)
+    return QwenVLRenderer.load(path, family, resolver, number_images)

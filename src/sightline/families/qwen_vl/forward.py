@@ -19,9 +19,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, vision_utils
 
 from sightline.errors import FamilyError
+from sightline.families.device_copy import copy_to_device
 from sightline.families.protocol import Family
-from sightline.families.qwen_vl.vision import QwenVL
-from sightline.families.sending import send
+from sightline.families.qwen_vl.vision import QwenVLFamily
 
 
 class QwenTextForward:
@@ -38,7 +38,7 @@ class QwenTextForward:
     def blocks(self) -> list[nn.Module]:
         return list(self._text.layers)
 
-    def blank(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
+    def blank_image(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
         return None
 
     def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
@@ -49,7 +49,7 @@ class QwenTextForward:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         features: torch.Tensor | None,
-        feature_places: torch.Tensor | None,
+        feature_indices: torch.Tensor | None,
         attention: Any,
     ) -> torch.Tensor:
         return self._run(self._text.embed_tokens(token_ids), positions[0], attention)
@@ -74,7 +74,7 @@ class QwenTextForward:
 
 
 class QwenVLForward(QwenTextForward):
-    def __init__(self, model: nn.Module, family: QwenVL) -> None:
+    def __init__(self, model: nn.Module, family: QwenVLFamily) -> None:
         body: Any = model.model
         super().__init__(model, body.language_model)
         self._temporal = family.temporal
@@ -82,9 +82,9 @@ class QwenVLForward(QwenTextForward):
         self._visual = body.visual
         device = next(model.parameters()).device
         self._table = torch.from_numpy(family.table.copy()).to(device)
-        self._sizes = lru_cache(maxsize=16)(lambda grids: sizes_of(self._visual, grids))
+        self._sizes = lru_cache(maxsize=16)(lambda grids: compute_tower_inputs(self._visual, grids))
         # Features of inner layers come with places, not with a mask that would be searched.
-        self._text._deepstack_process = _add_at
+        self._text._deepstack_process = _add_deepstack_features
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(f"model.visual.{name}", p) for name, p in self._visual.named_parameters()]
@@ -92,7 +92,7 @@ class QwenVLForward(QwenTextForward):
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), *self._visual.blocks]
 
-    def blank(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
+    def blank_image(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
         side = self._visual.spatial_merge_size
         return torch.zeros(side * side, self._values, dtype=torch.uint8), (1, side, side)
 
@@ -110,7 +110,7 @@ class QwenVLForward(QwenTextForward):
     def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
         rows = self.rows(patches).to(next(self._visual.parameters()).dtype)
         sizes = {
-            name: send(value, rows.device) if isinstance(value, np.ndarray) else value
+            name: copy_to_device(value, rows.device) if isinstance(value, np.ndarray) else value
             for name, value in self._sizes(tuple(grids)).items()
         }
         out = self._visual(rows, grid_thw=torch.tensor(grids), **sizes)
@@ -123,25 +123,25 @@ class QwenVLForward(QwenTextForward):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         features: torch.Tensor | None,
-        feature_places: torch.Tensor | None,
+        feature_indices: torch.Tensor | None,
         attention: Any,
     ) -> torch.Tensor:
         embeds = self._text.embed_tokens(token_ids)
         extra: dict[str, Any] = {}
-        if features is not None and feature_places is not None and len(feature_places):
+        if features is not None and feature_indices is not None and len(feature_indices):
             size = embeds.shape[-1]
             layers = features.to(embeds.dtype).split(size, dim=-1)
-            flat = embeds.reshape(-1, size).index_copy(0, feature_places, layers[0])
+            flat = embeds.reshape(-1, size).index_copy(0, feature_indices, layers[0])
             embeds = flat.view(embeds.shape)
             if len(layers) > 1:
                 extra = {
-                    "visual_pos_masks": feature_places,
+                    "visual_pos_masks": feature_indices,
                     "deepstack_visual_embeds": list(layers[1:]),
                 }
         return self._run(embeds, positions, attention, **extra)
 
 
-def sizes_of(tower: Any, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+def compute_tower_inputs(tower: Any, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
     """What a tower would ask of `grid_thw`, by the names under which it takes the answers."""
     sizes = torch.tensor(grids)
     ends = vision_utils.get_vision_cu_seqlens(sizes)
@@ -169,7 +169,9 @@ def sizes_of(tower: Any, grids: tuple[tuple[int, int, int], ...]) -> dict[str, A
     return {n: v.numpy() if isinstance(v, torch.Tensor) else v for n, v in found.items()}
 
 
-def _add_at(hidden: torch.Tensor, places: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+def _add_deepstack_features(
+    hidden: torch.Tensor, places: torch.Tensor, features: torch.Tensor
+) -> torch.Tensor:
     """`features` added to hidden (B, T, H) at `places` of the flattened B*T tokens."""
     features = features.to(hidden.dtype)
     if len(hidden) == 1:  # no view, for which a compiler would make graphs of its own
@@ -193,6 +195,6 @@ def load(
     # Set afterwards: while loading, transformers takes a name with "flash" in it for a package.
     model.config._attn_implementation = attention
     model = model.to(device)
-    if isinstance(family, QwenVL):
+    if isinstance(family, QwenVLFamily):
         return QwenVLForward(model, family)
     return QwenTextForward(model, model.model)

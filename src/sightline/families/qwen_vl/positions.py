@@ -16,7 +16,7 @@ from sightline.families.protocol import PlacedSlot
 NUM_AXES = 3
 
 
-def positions(
+def compute_mrope_positions(
     num_tokens: int, slots: Sequence[PlacedSlot], merge: int, start: int = 0
 ) -> tuple[np.ndarray, int]:
     """int32 (3, num_tokens) from `start` on, and the position of the token that comes next."""
@@ -24,7 +24,7 @@ def positions(
     done, position = 0, start
     for slot in slots:
         t, h, w = slot.grid[0], slot.grid[1] // merge, slot.grid[2] // merge
-        _check(slot, t * h * w, done, num_tokens)
+        _check_slot(slot, t * h * w, done, num_tokens)
         text = slot.offset - done
         placed[:, done : slot.offset] = np.arange(position, position + text, dtype=np.int32)
         position += text
@@ -38,7 +38,7 @@ def positions(
     return placed, position + text
 
 
-def _check(slot: PlacedSlot, length: int, done: int, num_tokens: int) -> None:
+def _check_slot(slot: PlacedSlot, length: int, done: int, num_tokens: int) -> None:
     if slot.length != length:
         raise Misaligned(
             f"a slot of {slot.length} tokens for grid {slot.grid}, which fills {length}",

@@ -13,18 +13,23 @@ from typing import Any
 
 from sightline.errors import FamilyError, MediaRefused, MessageError
 from sightline.families.protocol import Family
-from sightline.families.qwen_vl.formats import ChatFormat, Pictures, Talk, pick_format
+from sightline.families.qwen_vl.formats import (
+    ChatFormat,
+    ImageCounter,
+    RenderContext,
+    select_chat_format,
+)
 from sightline.message import (
     ROLES,
     AssistantMessage,
-    Door,
+    ImageResolver,
     Message,
     text,
     to_message,
 )
 from sightline.render import Bridged, Emitter, Refused, Rendered, Tokenizer
+from sightline.render.message_fields import check_message_list, get_field, list_image_paths
 from sightline.render.protocol import Messages, Tools
-from sightline.render.reading import check_list, field_of, image_paths
 
 _IMAGE_ROLES = ("user", "tool")
 # A policy that could say the marks around an image could write a prompt that reads as if an image
@@ -41,16 +46,16 @@ class QwenVLRenderer:
         self,
         tokenizer: Tokenizer,
         family: Family,
-        door: Door,
+        resolver: ImageResolver,
         vocab_size: int,
         chat_format: ChatFormat,
-        numbers_pictures: bool = False,
+        numbers_images: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._family = family
-        self._door = door
+        self._resolver = resolver
         self._format = chat_format
-        self._numbers_pictures = numbers_pictures
+        self._numbers_images = numbers_images
         self.format_name = chat_format.name
         self.vocab_size = vocab_size
         self.stop_token_ids = chat_format.stop_token_ids
@@ -59,7 +64,7 @@ class QwenVLRenderer:
 
     @classmethod
     def load(
-        cls, path: Path, family: Family, door: Door, numbers_pictures: bool = False
+        cls, path: Path, family: Family, resolver: ImageResolver, numbers_images: bool = False
     ) -> QwenVLRenderer:
         tokenizer = Tokenizer(path)
         config = json.loads((path / "config.json").read_text())
@@ -69,16 +74,16 @@ class QwenVLRenderer:
                 f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}",
                 "use the tokenizer that belongs to the checkpoint",
             )
-        chat_format = pick_format(path, config, tokenizer, family)
-        return cls(tokenizer, family, door, vocab_size, chat_format, numbers_pictures)
+        chat_format = select_chat_format(path, config, tokenizer, family)
+        return cls(tokenizer, family, resolver, vocab_size, chat_format, numbers_images)
 
     def messages(self, messages: Messages) -> list[Message]:
         read = self.read(messages)
-        self._format.check(read)
+        self._format.check_order(read)
         return read
 
     def read(self, messages: Messages) -> list[Message]:
-        check_list(messages, "messages")
+        check_message_list(messages, "messages")
         if not messages:
             raise MessageError.at("messages", "empty", "pass one message or more")
         return [self._read(m, f"messages[{i}]") for i, m in enumerate(messages)]
@@ -89,19 +94,19 @@ class QwenVLRenderer:
         self._format.check_tools(tools)
         read = self.messages(messages)
         self._format.check_question(read)
-        talk = Talk(
+        context = RenderContext(
             read,
             last_query=self._format.last_query(read),
-            pictures=Pictures(self._numbers_pictures),
+            image_counter=ImageCounter(self._numbers_images),
         )
         emitter = Emitter(self._tokenizer)
         # Where no message is part of the head, the first message's span holds it.
-        first = self._format.head(emitter, talk, tools)
+        first = self._format.emit_head(emitter, context, tools)
         for _ in range(first):
             emitter.end_message(0)
-        self._emit(emitter, talk, first, emitter.position if first else 0)
+        self._emit(emitter, context, first, emitter.position if first else 0)
         if generation_prompt:
-            self._open(emitter)
+            self._emit_header(emitter)
         return emitter.rendered()
 
     def bridge(
@@ -115,32 +120,32 @@ class QwenVLRenderer:
 
         A turn that was cut off, or that ended with another stop token, is closed first.
         """
-        check_list(new_messages, "new_messages")
+        check_message_list(new_messages, "new_messages")
         reason = self._refusal(prompt_ids, completion_ids, new_messages)
         if reason is not None:
             return Refused(reason)
         read = [self._read(m, f"new_messages[{i}]") for i, m in enumerate(new_messages)]
-        reason = self._format.find_rewrite(prompt_ids, _unstopped(completion_ids, self), read)
+        reason = self._format.find_rewrite(prompt_ids, _strip_stop(completion_ids, self), read)
         if reason is not None:
             return Refused(reason)
         start = len(prompt_ids) + len(completion_ids)
         emitter = Emitter(self._tokenizer, start)
         if len(completion_ids) == 0 or completion_ids[-1] not in self.stop_token_ids:
-            self._format.close_said(emitter, completion_ids)
+            self._format.close_cut_turn(emitter, completion_ids)
         if len(completion_ids) == 0 or completion_ids[-1] != self._format.im_end:
             emitter.special(self._format.im_end)
         emitter.text("\n")
-        pictures = Pictures(self._numbers_pictures)
-        if self._numbers_pictures:
-            pictures.shown = self._format.num_pictures(prompt_ids)
-        self._emit(emitter, Talk(read, is_new=True, pictures=pictures), 0, start)
-        self._open(emitter)
+        image_counter = ImageCounter(self._numbers_images)
+        if self._numbers_images:
+            image_counter.count = self._format.count_images(prompt_ids)
+        self._emit(emitter, RenderContext(read, is_new=True, image_counter=image_counter), 0, start)
+        self._emit_header(emitter)
         return emitter.bridged()
 
     def _refusal(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], new_messages: Messages
     ) -> str | None:
-        roles = [field_of(message, "role") for message in new_messages]
+        roles = [get_field(message, "role") for message in new_messages]
         if not roles:
             return "no_new_messages"
         if any(role not in ROLES for role in roles):
@@ -157,7 +162,7 @@ class QwenVLRenderer:
         if not set(completion_ids).isdisjoint(self.pad_token_ids):
             return "media_in_completion"
         if len(completion_ids) and completion_ids[-1] in self.stop_token_ids:
-            return self._format.find_open(completion_ids)
+            return self._format.find_unclosed(completion_ids)
         return None
 
     def parse(self, completion_ids: Sequence[int]) -> AssistantMessage:
@@ -182,8 +187,8 @@ class QwenVLRenderer:
         return self._tokenizer.decode(token_ids)
 
     def _read(self, message: Message | dict[str, Any], path: str) -> Message:
-        where = image_paths(message, path)
-        role = field_of(message, "role")
+        where = list_image_paths(message, path)
+        role = get_field(message, "role")
         if where and not self._family.shows_images:
             raise MessageError.at(
                 where[0],
@@ -196,7 +201,7 @@ class QwenVLRenderer:
                 f"an image in a message of the role {role}, which this chat format cannot show",
                 "put it into a user message",
             )
-        read = to_message(message, self._door, path)
+        read = to_message(message, self._resolver, path)
         self._format.check_message(read, path)
         for image_path, ref in zip(where, read.images, strict=True):
             try:
@@ -205,19 +210,19 @@ class QwenVLRenderer:
                 raise MediaRefused(f"{image_path}: {error.problem}", error.fix) from error
         return read
 
-    def _emit(self, emitter: Emitter, talk: Talk, first: int, start: int) -> None:
+    def _emit(self, emitter: Emitter, context: RenderContext, first: int, start: int) -> None:
         """Emits from `first` on; the first span begins at `start`, which may be behind us."""
-        for i in range(first, len(talk.messages)):
-            self._format.emit(emitter, talk, i)
+        for i in range(first, len(context.messages)):
+            self._format.emit(emitter, context, i)
             emitter.end_message(start)
             start = emitter.position
 
-    def _open(self, emitter: Emitter) -> None:
+    def _emit_header(self, emitter: Emitter) -> None:
         for token in self._format.header:
             emitter.special(token)
 
 
-def _unstopped(completion_ids: Sequence[int], renderer: QwenVLRenderer) -> Sequence[int]:
+def _strip_stop(completion_ids: Sequence[int], renderer: QwenVLRenderer) -> Sequence[int]:
     if len(completion_ids) and completion_ids[-1] in renderer.stop_token_ids:
         return completion_ids[:-1]
     return completion_ids

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 
 from sightline.errors import FamilyError
-from sightline.families.protocol import EngineField, Part
-from sightline.families.qwen_vl.vision import QwenVL
+from sightline.families.protocol import EngineField, ParameterSlice
+from sightline.families.qwen_vl.vision import QwenVLFamily
 from sightline.wire import MediaItem
 
-LIMITS = {"image": 1, "video": 0}
-VISION = ("model.visual.",)
+LIMIT_MM_PER_PROMPT = {"image": 1, "video": 0}
+VISION_PREFIXES = ("model.visual.",)
 CPU_ARGUMENTS = ("--block-size", "32")
-OVERRIDES: dict[str, Any] = {}
+HF_OVERRIDES: dict[str, Any] = {}
 
 
-def check_served(folder: Path, takes_updates: bool) -> None:
+def check_servable(folder: Path, takes_updates: bool) -> None:
     """Every model type of the family that shows images is one of vLLM's."""
     if "vision_config" not in json.loads((folder / "config.json").read_text()):
         raise FamilyError(
@@ -29,15 +29,17 @@ def check_served(folder: Path, takes_updates: bool) -> None:
         )
 
 
-def stored(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Part]]:
+def stored(
+    config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[ParameterSlice]]:
     """vLLM reads transformers' layout."""
-    return {name: [Part(name)] for name in shapes}
+    return {name: [ParameterSlice(name)] for name in shapes}
 
 
 def fields(
-    family: QwenVL, item: MediaItem, patches: np.ndarray, normalizes: bool
+    family: QwenVLFamily, item: MediaItem, patches: np.ndarray, normalizes: bool
 ) -> dict[str, EngineField]:
-    rows = repeated(family, patches) if normalizes else family.rows(patches)
+    rows = repeat_frames(family, patches) if normalizes else family.rows(patches)
     grid = np.array(item.grid, dtype=np.int64)
     return {
         "pixel_values": EngineField(rows, is_flat=True),
@@ -45,7 +47,7 @@ def fields(
     }
 
 
-def repeated(family: QwenVL, patches: np.ndarray) -> np.ndarray:
+def repeat_frames(family: QwenVLFamily, patches: np.ndarray) -> np.ndarray:
     """uint8 (patches, 3*temporal*patch*patch): the one frame, for each that the tower looks at."""
     num = len(patches)
     planes = patches.reshape(num, 3, 1, -1)

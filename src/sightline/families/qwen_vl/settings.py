@@ -18,7 +18,7 @@ _OVERRIDES = ("min_pixels", "max_pixels")
 
 
 @dataclass(frozen=True)
-class Settings:
+class ProcessorSettings:
     """Defaults are those of transformers' processor for keys that a file leaves out."""
 
     patch: int = 14
@@ -43,28 +43,32 @@ class Settings:
         return {"family": family, "algorithm": ALGORITHM, **dataclasses.asdict(self)}
 
 
-def fingerprint(described: dict[str, Any]) -> str:
+def compute_fingerprint(described: dict[str, Any]) -> str:
     text = json.dumps(described, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def read_settings(path: Path, overrides: dict[str, int]) -> Settings:
+def read_processor_settings(path: Path, overrides: dict[str, int]) -> ProcessorSettings:
     """The settings in a checkpoint folder; `overrides` win."""
     raw = _read_processor(path)
     _check_known_steps(raw, path)
     size = raw.get("size") or {}
-    default = Settings()
+    default = ProcessorSettings()
     normalizes = raw.get("do_normalize", True)
-    settings = Settings(
-        patch=_int(raw, "patch_size", default.patch),
-        merge=_int(raw, "merge_size", default.merge),
-        temporal=_int(raw, "temporal_patch_size", default.temporal),
-        min_pixels=_int(raw, "min_pixels", _int(size, "shortest_edge", default.min_pixels)),
-        max_pixels=_int(raw, "max_pixels", _int(size, "longest_edge", default.max_pixels)),
-        resample=_int(raw, "resample", default.resample),
-        rescale=_rescale(raw),
-        mean=_channels(raw, "image_mean", default.mean) if normalizes else (0.0, 0.0, 0.0),
-        std=_channels(raw, "image_std", default.std) if normalizes else (1.0, 1.0, 1.0),
+    settings = ProcessorSettings(
+        patch=_read_int(raw, "patch_size", default.patch),
+        merge=_read_int(raw, "merge_size", default.merge),
+        temporal=_read_int(raw, "temporal_patch_size", default.temporal),
+        min_pixels=_read_int(
+            raw, "min_pixels", _read_int(size, "shortest_edge", default.min_pixels)
+        ),
+        max_pixels=_read_int(
+            raw, "max_pixels", _read_int(size, "longest_edge", default.max_pixels)
+        ),
+        resample=_read_int(raw, "resample", default.resample),
+        rescale=_read_rescale(raw),
+        mean=_read_channels(raw, "image_mean", default.mean) if normalizes else (0.0, 0.0, 0.0),
+        std=_read_channels(raw, "image_std", default.std) if normalizes else (1.0, 1.0, 1.0),
     )
     for key in overrides.keys() - set(_OVERRIDES):
         raise FamilyError(f"no processor setting {key!r}", f"use {' or '.join(_OVERRIDES)}")
@@ -77,7 +81,9 @@ def read_settings(path: Path, overrides: dict[str, int]) -> Settings:
     return settings
 
 
-def check_agrees(settings: Settings, vision_config: dict[str, Any], path: Path) -> None:
+def check_vision_config(
+    settings: ProcessorSettings, vision_config: dict[str, Any], path: Path
+) -> None:
     """Raises when the processor cuts images in another way than the vision tower expects."""
     ours = {
         "patch_size": settings.patch,
@@ -118,18 +124,18 @@ def _check_known_steps(raw: dict[str, Any], path: Path) -> None:
             )
 
 
-def _int(raw: dict[str, Any], key: str, default: int) -> int:
+def _read_int(raw: dict[str, Any], key: str, default: int) -> int:
     value = raw.get(key)
     return default if value is None else int(value)
 
 
-def _rescale(raw: dict[str, Any]) -> float | None:
+def _read_rescale(raw: dict[str, Any]) -> float | None:
     if not raw.get("do_rescale", True):
         return None
     return float(raw.get("rescale_factor") or 1 / 255)
 
 
-def _channels(raw: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+def _read_channels(raw: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
     value = raw.get(key)
     if value is None:
         return default

@@ -24,13 +24,17 @@ from sightline.families.qwen_vl.tiny_config import (
     SIZES,
     TEMPLATES,
     TinySettings,
-    config_of,
-    image_processor,
-    video_processor,
+    build_config_kwargs,
+    build_image_processor_config,
+    build_video_processor_config,
 )
-from sightline.families.qwen_vl.tiny_tokenizer import MERGES, make_tokenizer, tokenizer_config
+from sightline.families.qwen_vl.tiny_tokenizer import (
+    MERGES,
+    build_tokenizer,
+    build_tokenizer_config,
+)
 
-__all__ = ["MERGES", "TinySettings", "make_tokenizer", "write"]
+__all__ = ["MERGES", "TinySettings", "build_tokenizer", "write"]
 
 
 def write(path: Path, seed: int = 0, size: str = "tiny", **options: Any) -> None:
@@ -55,14 +59,16 @@ def write(path: Path, seed: int = 0, size: str = "tiny", **options: Any) -> None
 
 
 def _write_all(folder: Path, seed: int, settings: TinySettings) -> None:
-    tokenizer = make_tokenizer()
+    tokenizer = build_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", tokenizer_config(tokenizer))
-    (folder / "chat_template.jinja").write_text(_template(settings))
+    _write_json(folder / "tokenizer_config.json", build_tokenizer_config(tokenizer))
+    (folder / "chat_template.jinja").write_text(_read_template(settings))
     if settings.shows_images:
-        _write_json(folder / "preprocessor_config.json", image_processor(settings))
-        _write_json(folder / "video_preprocessor_config.json", video_processor(settings))
-    config = AutoConfig.for_model(settings.model_type, **config_of(settings, tokenizer))
+        _write_json(folder / "preprocessor_config.json", build_image_processor_config(settings))
+        _write_json(
+            folder / "video_preprocessor_config.json", build_video_processor_config(settings)
+        )
+    config = AutoConfig.for_model(settings.model_type, **build_config_kwargs(settings, tokenizer))
     auto = AutoModelForImageTextToText if settings.shows_images else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -70,12 +76,14 @@ def _write_all(folder: Path, seed: int, settings: TinySettings) -> None:
     # Not save_pretrained: it draws a progress bar and makes a file that only its owner can read.
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
-    weights = {name: _as_published(name, tensor) for name, tensor in _once(model).items()}
+    weights = {
+        name: _as_published(name, tensor) for name, tensor in _drop_tied_weights(model).items()
+    }
     (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
     _generation_config(tokenizer).save_pretrained(folder)
 
 
-def _once(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _drop_tied_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights, those that two modules share under their first name."""
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict().items():
@@ -88,7 +96,7 @@ def _as_published(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
 
 
-def _template(settings: TinySettings) -> str:
+def _read_template(settings: TinySettings) -> str:
     name = TEMPLATES[settings.type]
     template = (Path(__file__).parent / "templates" / name).read_text()
     if name != "reasoning.jinja":

@@ -98,14 +98,14 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def config_of(settings: TinySettings, tokenizer: Tokenizer) -> dict[str, Any]:
+def build_config_kwargs(settings: TinySettings, tokenizer: Tokenizer) -> dict[str, Any]:
     """What `AutoConfig.for_model` takes for the type."""
-    text = _text(settings, tokenizer)
+    text = _build_text_config(settings, tokenizer)
     if not settings.shows_images:
         return {**text, "architectures": ["Qwen3ForCausalLM"]}
     return {
         "text_config": text,
-        "vision_config": _vision(settings),
+        "vision_config": _build_vision_config(settings),
         "image_token_id": tokenizer.token_to_id("<|image_pad|>"),
         "video_token_id": tokenizer.token_to_id("<|video_pad|>"),
         "vision_start_token_id": tokenizer.token_to_id("<|vision_start|>"),
@@ -115,7 +115,7 @@ def config_of(settings: TinySettings, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _text(settings: TinySettings, tokenizer: Tokenizer) -> dict[str, Any]:
+def _build_text_config(settings: TinySettings, tokenizer: Tokenizer) -> dict[str, Any]:
     text: dict[str, Any] = {
         "vocab_size": settings.vocab or tokenizer.get_vocab_size(with_added_tokens=True),
         "hidden_size": settings.hidden,
@@ -126,7 +126,7 @@ def _text(settings: TinySettings, tokenizer: Tokenizer) -> dict[str, Any]:
         "intermediate_size": settings.intermediate,
         "max_position_embeddings": MAX_TOKENS,
         "initializer_range": settings.initializer_std,
-        "rope_parameters": _rope(settings),
+        "rope_parameters": _build_rope_config(settings),
         "tie_word_embeddings": settings.tied,
         "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
         "dtype": settings.dtype,
@@ -156,7 +156,7 @@ def _text(settings: TinySettings, tokenizer: Tokenizer) -> dict[str, Any]:
     return text
 
 
-def _rope(settings: TinySettings) -> dict[str, Any]:
+def _build_rope_config(settings: TinySettings) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": settings.rope_theta}
     if not settings.shows_images:
         return rope
@@ -172,7 +172,7 @@ def _rope(settings: TinySettings) -> dict[str, Any]:
     return rope
 
 
-def _vision(settings: TinySettings) -> dict[str, Any]:
+def _build_vision_config(settings: TinySettings) -> dict[str, Any]:
     vision: dict[str, Any] = {
         "hidden_size": settings.vision_hidden,
         "depth": settings.vision_layers,
@@ -195,30 +195,30 @@ def _vision(settings: TinySettings) -> dict[str, Any]:
     return vision
 
 
-def image_processor(settings: TinySettings) -> dict[str, Any]:
+def build_image_processor_config(settings: TinySettings) -> dict[str, Any]:
     return {
         "image_processor_type": "Qwen2VLImageProcessorFast",
-        "processor_class": _processor(settings),
-        **_pixels(settings),
+        "processor_class": _get_processor_class(settings),
+        **_build_pixel_config(settings),
         "size": {"shortest_edge": settings.min_pixels, "longest_edge": settings.max_pixels},
     }
 
 
-def video_processor(settings: TinySettings) -> dict[str, Any]:
+def build_video_processor_config(settings: TinySettings) -> dict[str, Any]:
     qwen2 = settings.type == "qwen2_5_vl"
     return {
         "video_processor_type": "Qwen2VLVideoProcessor" if qwen2 else "Qwen3VLVideoProcessor",
-        "processor_class": _processor(settings),
-        **_pixels(settings),
+        "processor_class": _get_processor_class(settings),
+        **_build_pixel_config(settings),
         "size": {"shortest_edge": 4 * settings.min_pixels, "longest_edge": settings.max_pixels},
     }
 
 
-def _processor(settings: TinySettings) -> str:
+def _get_processor_class(settings: TinySettings) -> str:
     return "Qwen2_5_VLProcessor" if settings.type == "qwen2_5_vl" else "Qwen3VLProcessor"
 
 
-def _pixels(settings: TinySettings) -> dict[str, Any]:
+def _build_pixel_config(settings: TinySettings) -> dict[str, Any]:
     return {
         "do_resize": True,
         "do_rescale": True,

@@ -34,7 +34,7 @@ MERGES = (
 )  # fmt: skip
 
 # How Qwen's tokenizers cut text into words before BPE.
-WORDS = (
+WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -42,7 +42,7 @@ WORDS = (
 MAX_TOKENS = 32768
 
 
-def make_tokenizer(merges: Sequence[tuple[str, str]] = MERGES) -> Tokenizer:
+def build_tokenizer(merges: Sequence[tuple[str, str]] = MERGES) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = alphabet + [left + right for left, right in merges]
     vocabulary = {word: i for i, word in enumerate(words)}
@@ -50,7 +50,7 @@ def make_tokenizer(merges: Sequence[tuple[str, str]] = MERGES) -> Tokenizer:
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(WORDS), behavior="isolated"),
+            pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -62,7 +62,7 @@ def make_tokenizer(merges: Sequence[tuple[str, str]] = MERGES) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
+def build_tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
     added = {
         str(tokenizer.token_to_id(token)): {
             "content": token,

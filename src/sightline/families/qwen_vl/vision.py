@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sightline.errors import MediaRefused, Misaligned
-from sightline.families.gather import gather
-from sightline.families.items import check_made_by
-from sightline.families.protocol import TREE, Layout, Packing, PlacedSlot
-from sightline.families.qwen_vl.positions import NUM_AXES, positions
+from sightline.families.items import check_media_item
+from sightline.families.patchify import patchify
+from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing, PlacedSlot
+from sightline.families.qwen_vl.positions import NUM_AXES, compute_mrope_positions
 from sightline.families.qwen_vl.settings import (
-    Settings,
-    check_agrees,
-    fingerprint,
-    read_settings,
+    ProcessorSettings,
+    check_vision_config,
+    compute_fingerprint,
+    read_processor_settings,
 )
 from sightline.media import MediaRef
 from sightline.wire import MediaItem
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MAX_ASPECT = 200
-_ITEMS_KEPT = 8192
+_MAX_CACHED_ITEMS = 8192
 
 
-class QwenVL:
+class QwenVLFamily:
     """The family of one checkpoint. It holds no state but caches, and is safe for many threads."""
 
     name = "qwen_vl"
@@ -46,46 +46,48 @@ class QwenVL:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: ProcessorSettings,
         slot_token_ids: tuple[int, ...] = (),
-        packing: Packing = TREE,
+        packing: Packing = TREE_PACKING,
     ) -> None:
         self._settings = settings
         self.slot_token_ids = slot_token_ids
         self.packing = packing
         self.settings: dict[str, Any] = settings.described(self.name)
-        self.fingerprint = fingerprint(self.settings)
+        self.fingerprint = compute_fingerprint(self.settings)
         self.patch = settings.patch
         self.merge = settings.merge
         self.temporal = settings.temporal
-        self.table = make_table(settings)
+        self.table = build_normalization_table(settings)
         """float32 (256, 3): what a uint8 value of a channel becomes in a row."""
-        self._item = lru_cache(maxsize=_ITEMS_KEPT)(self._make_item)
-        self._layout = lru_cache(maxsize=_ITEMS_KEPT)(self._make_layout)
+        self._item = lru_cache(maxsize=_MAX_CACHED_ITEMS)(self._make_item)
+        self._layout = lru_cache(maxsize=_MAX_CACHED_ITEMS)(self._make_layout)
 
-    def __reduce__(self) -> tuple[type[QwenVL], tuple[Settings, tuple[int, ...], Packing]]:
+    def __reduce__(
+        self,
+    ) -> tuple[type[QwenVLFamily], tuple[ProcessorSettings, tuple[int, ...], Packing]]:
         # Another process gets a family of its own, with empty caches.
-        return QwenVL, (self._settings, self.slot_token_ids, self.packing)
+        return QwenVLFamily, (self._settings, self.slot_token_ids, self.packing)
 
     @classmethod
-    def load(cls, path: Path, overrides: dict[str, int]) -> QwenVL:
+    def load(cls, path: Path, overrides: dict[str, int]) -> QwenVLFamily:
         config = json.loads((path / "config.json").read_text())
-        settings = read_settings(path, overrides)
-        check_agrees(settings, config["vision_config"], path)
+        settings = read_processor_settings(path, overrides)
+        check_vision_config(settings, config["vision_config"], path)
         pads = (config.get("image_token_id"), config.get("video_token_id"))
         return cls(
             settings,
             slot_token_ids=tuple(int(pad) for pad in pads if pad is not None),
-            packing=_packing(config.get("text_config") or config),
+            packing=_find_packing(config.get("text_config") or config),
         )
 
-    def layout(self, width: int, height: int) -> Layout:
+    def layout(self, width: int, height: int) -> ImageLayout:
         return self._layout(width, height)
 
-    def _make_layout(self, width: int, height: int) -> Layout:
-        new_height, new_width = fit(width, height, self._settings)
+    def _make_layout(self, width: int, height: int) -> ImageLayout:
+        new_height, new_width = fit_size(width, height, self._settings)
         grid = (1, new_height // self.patch, new_width // self.patch)
-        return Layout(grid, self._count(grid), new_height, new_width)
+        return ImageLayout(grid, self._count(grid), new_height, new_width)
 
     def item(self, ref: MediaRef) -> MediaItem:
         return self._item(ref)
@@ -95,7 +97,7 @@ class QwenVL:
         return MediaItem(ref=ref, family=self.name, grid=grid, fingerprint=self.fingerprint)
 
     def check_item(self, item: MediaItem) -> None:
-        check_made_by(self, item)
+        check_media_item(self, item)
 
     def num_tokens(self, item: MediaItem) -> int:
         return self._count(item.grid)
@@ -121,7 +123,7 @@ class QwenVL:
             image = image.convert("RGB")
         if image.size != (layout.width, layout.height):
             image = image.resize((layout.width, layout.height), self._settings.resample)
-        return gather(image, self.patch, self.merge)
+        return patchify(image, self.patch, self.merge)
 
     def rows(self, patches: np.ndarray) -> np.ndarray:
         """float32 (patches, 3*temporal*patch*patch): what the vision tower takes."""
@@ -133,10 +135,10 @@ class QwenVL:
     def positions(
         self, num_tokens: int, slots: Sequence[PlacedSlot], start: int = 0
     ) -> tuple[np.ndarray, int]:
-        return positions(num_tokens, slots, self.merge, start)
+        return compute_mrope_positions(num_tokens, slots, self.merge, start)
 
 
-def _packing(text_config: dict[str, Any]) -> Packing:
+def _find_packing(text_config: dict[str, Any]) -> Packing:
     recurrent = sum(kind == "linear_attention" for kind in text_config.get("layer_types") or ())
     if recurrent:
         return Packing(
@@ -144,10 +146,10 @@ def _packing(text_config: dict[str, Any]) -> Packing:
             f"{recurrent} linear-attention layers carry a state along a row and know no boundary "
             "in it: a second sequence would see the first",
         )
-    return TREE
+    return TREE_PACKING
 
 
-def fit(width: int, height: int, settings: Settings) -> tuple[int, int]:
+def fit_size(width: int, height: int, settings: ProcessorSettings) -> tuple[int, int]:
     """Height and width to resize to: multiples of the factor whose area is within the limits."""
     if min(width, height) < 1 or max(width, height) / min(width, height) > MAX_ASPECT:
         raise MediaRefused(
@@ -168,7 +170,7 @@ def fit(width: int, height: int, settings: Settings) -> tuple[int, int]:
     return new_height, new_width
 
 
-def make_table(settings: Settings) -> np.ndarray:
+def build_normalization_table(settings: ProcessorSettings) -> np.ndarray:
     # The product is taken in float64 and rounded once, the rest is float32: any other order
     # differs from transformers in the last bit of some values.
     values = np.arange(256, dtype=np.float64)

@@ -21,21 +21,21 @@ import torch
 
 from sightline.compute.attention import attend
 from sightline.families import Forward
-from sightline.inference.torch_engine.kv import KV
-from sightline.inference.torch_engine.plan import Plan
-from sightline.inference.torch_engine.rows import Rows
+from sightline.inference.torch_engine.kv_cache import KVCache
+from sightline.inference.torch_engine.row_table import RowTable
+from sightline.inference.torch_engine.step_plan import StepPlan
 
 MAX_SHAPES = 48
 MIN_WIDTH = 256
 # Keys and values of idle rows that a pass may look at. To read more takes longer than Python does
 # to launch the pass without a graph.
-MAX_IDLE_BYTES = 16 * 2**30
+MAX_IDLE_KV_BYTES = 16 * 2**30
 # Rows of the array that a pass is given; positions follow.
 _TOKEN, _PLACE, _SEEN, _FIRST_AXIS = range(4)
 
 
 @dataclass(slots=True)
-class _Pass:
+class _ShapePass:
     """What one shape needs from step to step."""
 
     inputs: torch.Tensor
@@ -46,20 +46,20 @@ class _Pass:
     """(R, H), where the graph leaves it."""
 
 
-class Decode:
+class CudaGraphDecoder:
     """Used by the engine's thread alone."""
 
-    def __init__(self, forward: Forward, kv: KV, rows: Rows, device: torch.device) -> None:
+    def __init__(self, forward: Forward, kv: KVCache, rows: RowTable, device: torch.device) -> None:
         self._forward = forward
         self._kv = kv
         self._rows = rows
         self._device = device
-        self._passes: OrderedDict[tuple[int, int], _Pass] = OrderedDict()
+        self._passes: OrderedDict[tuple[int, int], _ShapePass] = OrderedDict()
         self._generation = -1
         self._captures = device.type == "cuda"
         self.num_replayed = 0
 
-    def hidden(self, plan: Plan) -> torch.Tensor | None:
+    def hidden(self, plan: StepPlan) -> torch.Tensor | None:
         """(T, H) of the plan's tokens, or None where the plan is none for this."""
         table = self._rows
         if (plan.counts != 1).any() or (plan.starts < table.prompt_length[plan.rows]).any():
@@ -68,18 +68,18 @@ class Decode:
             return None
         needed, longest = int(plan.rows.max()) + 1, int(plan.ends.max())
         self._kv.reserve(needed, longest)
-        num_rows = min(rounded(needed), self._kv.size[0])
-        width = min(rounded(max(longest, MIN_WIDTH)), self._kv.size[1])
-        if (num_rows - len(plan.rows)) * width * self._kv.token_bytes > MAX_IDLE_BYTES:
+        num_rows = min(round_up_shape(needed), self._kv.size[0])
+        width = min(round_up_shape(max(longest, MIN_WIDTH)), self._kv.size[1])
+        if (num_rows - len(plan.rows)) * width * self._kv.token_bytes > MAX_IDLE_KV_BYTES:
             return None
-        found = self._pass(num_rows, width)
+        found = self._get_pass(num_rows, width)
         found.inputs.copy_(torch.from_numpy(self._inputs(plan, num_rows)), non_blocking=True)
-        hidden = self._run(found)
+        hidden = self._run_pass(found)
         if len(plan.rows) == num_rows and bool((np.diff(plan.rows) == 1).all()):
             return hidden
         return hidden[torch.from_numpy(plan.rows).to(self._device)]
 
-    def _inputs(self, plan: Plan, num_rows: int) -> np.ndarray:
+    def _inputs(self, plan: StepPlan, num_rows: int) -> np.ndarray:
         """An idle row shows token 0, sees one key, and writes behind the last row."""
         table, (all_rows, all_tokens) = self._rows, self._kv.size
         made = np.zeros((_FIRST_AXIS + table.num_axes, num_rows), dtype=np.int64)
@@ -92,7 +92,7 @@ class Decode:
         made[_FIRST_AXIS:, rows] = table.positions[:, rows, at]
         return made
 
-    def _pass(self, num_rows: int, width: int) -> _Pass:
+    def _get_pass(self, num_rows: int, width: int) -> _ShapePass:
         if self._generation != self._kv.generation:  # graphs know the tables by their addresses
             self._passes.clear()
             self._generation = self._kv.generation
@@ -100,7 +100,7 @@ class Decode:
         if key not in self._passes:
             shape = (_FIRST_AXIS + self._rows.num_axes, num_rows)
             inputs = torch.zeros(shape, dtype=torch.int64, device=self._device)
-            self._passes[key] = _Pass(inputs, width)
+            self._passes[key] = _ShapePass(inputs, width)
             if len(self._passes) > MAX_SHAPES:
                 self._passes.popitem(last=False)
             return self._passes[key]
@@ -110,21 +110,21 @@ class Decode:
             self._capture(found)
         return found
 
-    def _run(self, found: _Pass) -> torch.Tensor:
+    def _run_pass(self, found: _ShapePass) -> torch.Tensor:
         if found.graph is None or found.hidden is None:
             return self._compute(found)
         found.graph.replay()
         self.num_replayed += 1
         return found.hidden
 
-    def _compute(self, found: _Pass) -> torch.Tensor:
+    def _compute(self, found: _ShapePass) -> torch.Tensor:
         inputs = found.inputs
         mask = self._kv.mask(inputs[_SEEN, :, None], found.width)
         pattern = DecodePattern(self._kv, inputs[_PLACE], mask)
         token_ids, positions = inputs[_TOKEN, None], inputs[_FIRST_AXIS:, None]
         return self._forward.hidden(token_ids, positions, None, None, pattern)[0]
 
-    def _capture(self, found: _Pass) -> None:
+    def _capture(self, found: _ShapePass) -> None:
         """The shape was computed once before, so that nothing is set up during the capture."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
@@ -143,7 +143,7 @@ class DecodePattern:
 
     state = None
 
-    def __init__(self, kv: KV, places: torch.Tensor, mask: torch.Tensor) -> None:
+    def __init__(self, kv: KVCache, places: torch.Tensor, mask: torch.Tensor) -> None:
         self._kv = kv
         self._places = places
         self._mask = mask
@@ -166,7 +166,7 @@ class DecodePattern:
         return out.flatten(1, 2).transpose(0, 1).unsqueeze(0)
 
 
-def rounded(count: int) -> int:
+def round_up_shape(count: int) -> int:
     """At least `count`: a power of two, or one and a half times one."""
     size = 1
     while size < count:

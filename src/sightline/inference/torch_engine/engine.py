@@ -25,35 +25,35 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sightline.compute.adapters import Base
 from sightline.compute.feature_cache import FeatureCache
+from sightline.compute.lora_weights import AdapterBase
 from sightline.compute.weights import adopt_into, read_weights
 from sightline.errors import EngineError, SightlineError
 from sightline.families import Family, Forward
-from sightline.inference.busy import Busy
+from sightline.inference.busy_intervals import BusyIntervals
 from sightline.inference.engine import Deliver
-from sightline.inference.errors import refusal, typed
+from sightline.inference.errors import build_engine_error, to_engine_error
 from sightline.inference.settings import ServeSettings
-from sightline.inference.torch_engine.plan import Plan, make_plan
-from sightline.inference.torch_engine.recurrent import RecurrentRunner
-from sightline.inference.torch_engine.request import Request
-from sightline.inference.torch_engine.rows import Rows
-from sightline.inference.torch_engine.runner import Runner
+from sightline.inference.torch_engine.counters import TorchCounters
+from sightline.inference.torch_engine.model_runner import ModelRunner
+from sightline.inference.torch_engine.prompt_scoring import score_prompts
+from sightline.inference.torch_engine.recurrent_runner import RecurrentModelRunner
+from sightline.inference.torch_engine.request import TorchRequest
+from sightline.inference.torch_engine.row_table import RowTable
 from sightline.inference.torch_engine.scheduler import Scheduler
-from sightline.inference.torch_engine.scoring import score_prompts
-from sightline.inference.torch_engine.stats import Counts
+from sightline.inference.torch_engine.step_plan import StepPlan, build_step_plan
 from sightline.pixels import Materializer
 from sightline.wire.weights import Manifest
 
 
 @dataclass(slots=True)
-class _Swap:
+class _WeightSwap:
     manifest: Manifest
     tensors: dict[str, torch.Tensor]
     done: Future[None]
 
 
-class Engine:
+class TorchEngine:
     """The methods without an underscore are for other threads."""
 
     def __init__(
@@ -64,19 +64,19 @@ class Engine:
         banned: tuple[int, ...],
         settings: ServeSettings,
         manifest: Manifest,
-        base: Base,
+        base: AdapterBase,
     ) -> None:
         self.manifest = manifest
         """Of the weights in use."""
         self._base = base
-        self.counts = Counts()
-        self.busy = Busy()
+        self.counts = TorchCounters()
+        self.busy = BusyIntervals()
         self.features = FeatureCache(settings.feature_cache_bytes)
         self.materializer = materializer
         self._settings = settings
-        rows = Rows(settings.max_rows, settings.max_len, family.num_axes)
+        rows = RowTable(settings.max_num_seqs, settings.max_model_len, family.num_axes)
         carries_state = family.packing.carries_state
-        kind = RecurrentRunner if carries_state else Runner
+        kind = RecurrentModelRunner if carries_state else ModelRunner
         self.runner = kind(forward, family, self.features, rows, banned)
         self._event = threading.Event()
         self.scheduler = Scheduler(
@@ -85,18 +85,18 @@ class Engine:
             materializer,
             self.features,
             self.counts,
-            settings.reuse_kv and not carries_state,
+            settings.enable_prefix_caching and not carries_state,
             self._event.set,
         )
-        self._inbox: deque[Request] = deque()
+        self._inbox: deque[TorchRequest] = deque()
         self._submitted_bytes = 0
-        self._swaps: deque[_Swap] = deque()
-        self._cancels: deque[Request] = deque()
+        self._pending_swaps: deque[_WeightSwap] = deque()
+        self._pending_cancels: deque[TorchRequest] = deque()
         # Reentrant: a signal may call `stop` in the middle of `submit`, on the same thread.
         self._lock = threading.RLock()
         self._is_stopping = False
         self._deliver: Deliver = lambda requests: None
-        self.on_death: Callable[[], None] = lambda: None
+        self.on_fatal_error: Callable[[], None] = lambda: None
         """Called on the engine's thread when its loop has failed beyond repair."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -121,24 +121,24 @@ class Engine:
 
     @property
     def waiting_bytes(self) -> int:
-        return self._submitted_bytes - self.scheduler.begun_bytes
+        return self._submitted_bytes - self.scheduler.started_bytes
 
     @property
     def num_running(self) -> int:
         return len(self.scheduler.running)
 
-    def submit(self, requests: list[Request]) -> None:
-        self._check_room(requests)
+    def submit(self, requests: list[TorchRequest]) -> None:
+        self._check_capacity(requests)
         with self._lock:
             if self._is_stopping:
-                raise _stopping()
+                raise _stopping_error()
             for request in requests:
                 request.waiting_bytes = request.nbytes
                 self._submitted_bytes += request.waiting_bytes
             self._inbox.extend(requests)
         self._event.set()
 
-    def _check_room(self, requests: list[Request]) -> None:
+    def _check_capacity(self, requests: list[TorchRequest]) -> None:
         """A request that would wait alone is always taken."""
         most, most_bytes = self._settings.max_waiting, self._settings.max_waiting_bytes
         more = sum(request.nbytes for request in requests)
@@ -148,10 +148,10 @@ class Engine:
             full = f"requests of {self.waiting_bytes} bytes wait, {most_bytes} may"
         else:
             return
-        raise refusal("overloaded", full, "try again, or send fewer at once")
+        raise build_engine_error("overloaded", full, "try again, or send fewer at once")
 
-    def cancel(self, request: Request) -> None:
-        self._cancels.append(request)
+    def cancel(self, request: TorchRequest) -> None:
+        self._pending_cancels.append(request)
         self._event.set()
 
     def adopt(self, path: Path) -> Manifest:
@@ -163,19 +163,21 @@ class Engine:
             manifest, tensors = read_weights(path)
             if manifest == self.manifest:
                 return manifest
-            swap = _Swap(manifest, self._base.whole(manifest, tensors), Future())
+            swap = _WeightSwap(manifest, self._base.merge(manifest, tensors), Future())
             with self._lock:
                 if self._is_stopping:
-                    raise _stopping()
-                self._swaps.append(swap)
+                    raise _stopping_error()
+                self._pending_swaps.append(swap)
             self._event.set()
             swap.done.result()
         except EngineError:
             raise
         except SightlineError as error:
-            raise refusal("weights", error.problem, error.fix) from error
+            raise build_engine_error("weights", error.problem, error.fix) from error
         except OSError as error:
-            raise refusal("weights", str(error), "let the server read the weights") from error
+            raise build_engine_error(
+                "weights", str(error), "let the server read the weights"
+            ) from error
         return manifest
 
     def totals(self) -> dict[str, float]:
@@ -214,7 +216,7 @@ class Engine:
             # Nothing can be computed any more (a device error that sticks, say), and requests
             # would wait for ever: the process ends, and whoever watches it learns why.
             traceback.print_exc()
-            self.on_death()
+            self.on_fatal_error()
 
     def _loop(self) -> None:
         torch.set_num_threads(self._settings.threads)
@@ -223,37 +225,41 @@ class Engine:
                 self._event.clear()
                 began = time.time()
                 try:
-                    has_worked = self._turn()
+                    has_worked = self._run_once()
                 except Exception as error:  # a bug, or a full device, costs what was running
                     traceback.print_exc()
-                    self._fail(list(self.scheduler.running.values()), typed(error))
+                    self._fail(list(self.scheduler.running.values()), to_engine_error(error))
                     has_worked = True
-                self._hand_over()
+                self._deliver_done()
                 if has_worked:
                     self.busy.add(began)
                 else:
                     self._event.wait()
-        self._close()
+        self._refuse_unfinished()
 
-    def _turn(self) -> bool:
+    def _run_once(self) -> bool:
         """One turn of the loop; False when no row could compute."""
         scheduler = self.scheduler
         while self._inbox:
             scheduler.add(self._inbox.popleft())
-        while self._swaps:
-            self._swap(self._swaps.popleft())
-        while self._cancels:
-            scheduler.drop(self._cancels.popleft())
+        while self._pending_swaps:
+            self._apply_swap(self._pending_swaps.popleft())
+        while self._pending_cancels:
+            scheduler.abort(self._pending_cancels.popleft())
         scheduler.admit()
-        scheduler.begin_loaded()
+        scheduler.start_loaded()
         active = scheduler.active()
         if not len(active):
             return False
         table = scheduler.rows
-        self._step(make_plan(active, table.length, table.computed, self._settings.prefill_chunk))
+        self._step(
+            build_step_plan(
+                active, table.length, table.computed, self._settings.prefill_chunk_tokens
+            )
+        )
         return True
 
-    def _step(self, plan: Plan) -> None:
+    def _step(self, plan: StepPlan) -> None:
         table, running = self.scheduler.rows, self.scheduler.running
         hidden = self.runner.hidden(plan, running)
         score_prompts(self.runner, plan, hidden, table, running)
@@ -267,33 +273,35 @@ class Engine:
         tokens, logprobs = self.runner.sample(plan, hidden)
         is_stopped = table.append(rows, tokens, logprobs)
         self.counts.sampled_tokens += len(rows)
-        self.counts.tokens_on_old_kv += int(table.is_mixed[rows].sum())
+        self.counts.tokens_on_old_kv += int(table.has_stale_kv[rows].sum())
         for row in plan.rows[is_prompt & plan.samples].tolist():
             running[row].features.clear()
-            running[row].passed.end("prefill")
+            running[row].timeline.end("prefill")
         is_broken = ~np.isfinite(logprobs)
         if is_broken.any():
-            self._fail([running[row] for row in rows[is_broken].tolist()], _not_finite())
+            self._fail([running[row] for row in rows[is_broken].tolist()], _not_finite_error())
         is_ended = (is_stopped | (table.length[rows] >= table.limit[rows])) & ~is_broken
         label = self.manifest.label
         for i in np.flatnonzero(is_ended).tolist():
             reason = "stop" if is_stopped[i] else "length"
             self.scheduler.finish(running[int(rows[i])], reason, label)
 
-    def _fail(self, requests: list[Request], error: EngineError) -> None:
+    def _fail(self, requests: list[TorchRequest], error: EngineError) -> None:
         for request in requests:
-            self.runner.kv.wipe(request.row)
+            self.runner.kv.zero_row(request.row)
             self.scheduler.fail(request, error)
 
-    def _hand_over(self) -> None:
+    def _deliver_done(self) -> None:
         if self.scheduler.done:
             done, self.scheduler.done = self.scheduler.done, []
             self._deliver(done)
 
-    def _swap(self, swap: _Swap) -> None:
+    def _apply_swap(self, swap: _WeightSwap) -> None:
         old, new = self.manifest, swap.manifest
         try:
-            is_vision_new = old.vision_version != new.vision_version or not self._has_vision(swap)
+            is_vision_new = (
+                old.vision_version != new.vision_version or not self._is_vision_unchanged(swap)
+            )
             adopt_into(self.runner.forward.model, swap.tensors)
         except Exception as error:  # the caller hears of it, the weights stay
             swap.done.set_exception(error)
@@ -302,10 +310,12 @@ class Engine:
         self.counts.adopted += 1
         if is_vision_new:
             self.features.clear()
-        self.scheduler.renew(old.label, self._settings.keep_kv_over_updates, is_vision_new)
+        self.scheduler.invalidate_after_update(
+            old.label, self._settings.keep_kv_over_updates, is_vision_new
+        )
         swap.done.set_result(None)
 
-    def _has_vision(self, swap: _Swap) -> bool:
+    def _is_vision_unchanged(self, swap: _WeightSwap) -> bool:
         """Whether the vision tower of `swap` is bit for bit the one in use.
 
         A vision version that was made again under another epoch has the same number.
@@ -318,22 +328,24 @@ class Engine:
             for name, parameter in own
         )
 
-    def _close(self) -> None:
+    def _refuse_unfinished(self) -> None:
         with self._lock:  # a submission that saw no end coming is in the inbox by now
-            for request in [*self.scheduler.everyone(), *self._inbox]:
-                self.scheduler.fail(request, _stopping())
-            for swap in self._swaps:
-                swap.done.set_exception(_stopping())
-        self._hand_over()
+            for request in [*self.scheduler.all_unfinished(), *self._inbox]:
+                self.scheduler.fail(request, _stopping_error())
+            for swap in self._pending_swaps:
+                swap.done.set_exception(_stopping_error())
+        self._deliver_done()
         self.runner.close()
 
 
-def _stopping() -> EngineError:
-    return refusal("stopping", "the server is ending", "send the request to another server")
+def _stopping_error() -> EngineError:
+    return build_engine_error(
+        "stopping", "the server is ending", "send the request to another server"
+    )
 
 
-def _not_finite() -> EngineError:
-    return refusal(
+def _not_finite_error() -> EngineError:
+    return build_engine_error(
         "not_finite",
         "the model's logits are not numbers",
         "check the weights that were published last",

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from sightline.errors import EngineError
-from sightline.inference.engine import Passed
+from sightline.inference.engine import RequestTimeline
 from sightline.pixels import Pixels
 from sightline.wire import Slot
 from sightline.wire.generate import SamplingParams, VersionSpan
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class TorchRequest:
     """The caller fills the first part and reads the last; the rest belongs to the engine."""
 
     prompt: np.ndarray
@@ -55,7 +55,7 @@ class Request:
     finish_reason: str = ""
     """stop or length; abort for a request that was cancelled."""
     error: EngineError | None = None
-    passed: Passed = field(default_factory=Passed)
+    timeline: RequestTimeline = field(default_factory=RequestTimeline)
 
     @property
     def nbytes(self) -> int:

@@ -24,7 +24,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SamplingMetadata:
     """Of the rows that sample, in their order."""
 
     temperature: np.ndarray
@@ -40,7 +40,7 @@ class Settings:
         return bool(self.top_k.any() or (self.top_p < 1).any() or self.min_p.any())
 
 
-def mix(values: np.ndarray) -> np.ndarray:
+def splitmix64(values: np.ndarray) -> np.ndarray:
     """The finalizer of splitmix64, on uint64."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
@@ -48,22 +48,22 @@ def mix(values: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def mix_one(value: int) -> int:
+def splitmix64_int(value: int) -> int:
     """The same for one number, which Python does faster than an array."""
     value = ((value ^ (value >> 30)) * int(_MIX_1)) % 2**64
     value = ((value ^ (value >> 27)) * int(_MIX_2)) % 2**64
     return value ^ (value >> 31)
 
 
-def uniforms(seeds: np.ndarray, index: np.ndarray) -> np.ndarray:
+def draw_uniforms(seeds: np.ndarray, index: np.ndarray) -> np.ndarray:
     """float64 (S,) in [0, 1), a function of mixed seed and token index alone."""
-    bits = mix(seeds + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    bits = splitmix64(seeds + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     drawn: np.ndarray = (bits >> np.uint64(11)) * 2.0**-53
     return drawn
 
 
 def sample(
-    logits: torch.Tensor, banned: torch.Tensor, settings: Settings
+    logits: torch.Tensor, banned: torch.Tensor, settings: SamplingMetadata
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens int64 (S,) and their logprobs float32 (S,); a row without numbers gets a NaN."""
     greedy = settings.temperature == 0
@@ -75,12 +75,12 @@ def sample(
     if (scale != 1).any():
         scaled = allowed / torch.from_numpy(scale).to(logits.device)[:, None]
     if settings.has_filters:
-        scaled = _filter(scaled, settings)
+        scaled = _apply_filters(scaled, settings)
     logs = torch.log_softmax(scaled, dim=-1)
     if greedy.all():
         picks = allowed.argmax(-1)
     else:
-        picks = _draw(logs, torch.from_numpy(settings.uniform).to(logits.device))
+        picks = _draw_tokens(logs, torch.from_numpy(settings.uniform).to(logits.device))
         if greedy.any():
             is_greedy = torch.from_numpy(greedy).to(logits.device)
             picks = torch.where(is_greedy, allowed.argmax(-1), picks)
@@ -90,7 +90,7 @@ def sample(
     return both[0].astype(np.int64), both[1].astype(np.float32)
 
 
-def _draw(logs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def _draw_tokens(logs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """The first token whose cumulative probability exceeds the uniform number's share.
 
     A token of probability 0 adds nothing to the sum, so it is never the first.
@@ -103,7 +103,7 @@ def _draw(logs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return picks.clamp_(max=logs.shape[-1] - 1)
 
 
-def _filter(scaled: torch.Tensor, settings: Settings) -> torch.Tensor:
+def _apply_filters(scaled: torch.Tensor, settings: SamplingMetadata) -> torch.Tensor:
     device, lowest = scaled.device, float("-inf")
     if settings.min_p.any():
         least = torch.from_numpy(settings.min_p).to(device)[:, None]

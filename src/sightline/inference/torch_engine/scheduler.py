@@ -11,11 +11,11 @@ import numpy as np
 from sightline.compute.feature_cache import FeatureCache
 from sightline.errors import EngineError
 from sightline.families import Family, PlacedSlot
-from sightline.inference.errors import typed
-from sightline.inference.torch_engine.prefix import Held, PrefixCache, PrefixHash
-from sightline.inference.torch_engine.request import Request
-from sightline.inference.torch_engine.rows import Rows
-from sightline.inference.torch_engine.stats import Counts
+from sightline.inference.errors import to_engine_error
+from sightline.inference.torch_engine.counters import TorchCounters
+from sightline.inference.torch_engine.prefix_cache import CachedPrefix, PrefixCache, PrefixHash
+from sightline.inference.torch_engine.request import TorchRequest
+from sightline.inference.torch_engine.row_table import RowTable
 from sightline.pixels import Materializer, Pixels
 
 
@@ -24,30 +24,30 @@ class Scheduler:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowTable,
         family: Family,
         materializer: Materializer,
         features: FeatureCache,
-        counts: Counts,
-        reuse_kv: bool,
+        counts: TorchCounters,
+        enable_prefix_caching: bool,
         wake: Callable[[], None],
     ) -> None:
         self.rows = rows
         self.counts = counts
-        self.waiting: deque[Request] = deque()
-        self.loading: list[Request] = []
-        self.running: dict[int, Request] = {}
+        self.waiting: deque[TorchRequest] = deque()
+        self.loading: list[TorchRequest] = []
+        self.running: dict[int, TorchRequest] = {}
         """By row, in the order in which they began."""
-        self.done: list[Request] = []
-        self.begun_bytes = 0
+        self.done: list[TorchRequest] = []
+        self.started_bytes = 0
         """Of requests that wait no more, since the start."""
         self.prefixes = PrefixCache()
-        self._hash = PrefixHash(rows.max_len)
+        self._hash = PrefixHash(rows.max_model_len)
         self._family = family
         self._materializer = materializer
         self._features = features
-        self._reuse_kv = reuse_kv
-        self._wake = wake
+        self._enable_prefix_caching = enable_prefix_caching
+        self._wake_engine = wake
         self._active: np.ndarray | None = None
 
     def active(self) -> np.ndarray:
@@ -58,7 +58,7 @@ class Scheduler:
 
     # --- in
 
-    def add(self, request: Request) -> None:
+    def add(self, request: TorchRequest) -> None:
         self.counts.requests += 1
         self.counts.prompt_tokens += len(request.prompt)
         self.waiting.append(request)
@@ -68,31 +68,31 @@ class Scheduler:
         while self.waiting:
             request = self.waiting[0]
             try:
-                if not self._take_row(request):
+                if not self._assign_row(request):
                     return
             except Exception as error:  # a request costs itself only
                 self.waiting.popleft()
-                self.fail(request, typed(error))
+                self.fail(request, to_engine_error(error))
                 continue
             self.waiting.popleft()
-            request.passed.end("queue")
+            request.timeline.end("queue")
             self.counts.cached_tokens += request.cached_tokens
-            self._load(request)
+            self._load_images(request)
 
-    def _take_row(self, request: Request) -> bool:
+    def _assign_row(self, request: TorchRequest) -> bool:
         """Finds a row: one that holds the prompt's beginning, a free one, or the oldest kept."""
         hashes = self._hash.prefixes(request.prompt, request.slots, request.keys)
         request.prompt_hash = int(hashes[-1])
         start = next_position = 0
         found = None
-        if self._reuse_kv and not request.params.skip_reading_prefix_cache:
-            places = _places(request)
+        if self._enable_prefix_caching and not request.params.skip_reading_prefix_cache:
+            places = _find_image_places(request)
             found = self.prefixes.take(request.prompt, hashes, places, self.rows.tokens)
         if found is not None:
             request.row, held = found
             start, next_position = held.length, held.next_position
             request.digests.update(held.digests)
-        elif (row := self._free_row()) is not None:
+        elif (row := self._find_free_row()) is not None:
             request.row = row
         else:
             return False
@@ -108,14 +108,14 @@ class Scheduler:
         self.rows.fill(request.row, request, start, positions)
         return True
 
-    def _free_row(self) -> int | None:
+    def _find_free_row(self) -> int | None:
         row = self.rows.take_free()
         if row is None:
             row = self.prefixes.evict()
             self.counts.rows_evicted += row is not None
         return row
 
-    def _load(self, request: Request) -> None:
+    def _load_images(self, request: TorchRequest) -> None:
         """Collects what the slots that are not computed yet need, and lets the request begin."""
         computed = int(self.rows.computed[request.row])
         try:
@@ -128,19 +128,19 @@ class Scheduler:
                 elif key not in request.pending:
                     request.pending[key] = self._materializer.submit(slot.item)
         except Exception as error:  # a bad item costs its request only
-            self.fail(request, typed(error))
+            self.fail(request, to_engine_error(error))
             return
         if not request.pending:
-            self._begin(request)
+            self._start(request)
             return
         self.loading.append(request)
         for flight in list(request.pending.values()):
-            flight.add_done_callback(self._landed)
+            flight.add_done_callback(self._on_pixels_ready)
 
-    def _landed(self, _: Future[Pixels]) -> None:
-        self._wake()
+    def _on_pixels_ready(self, _: Future[Pixels]) -> None:
+        self._wake_engine()
 
-    def begin_loaded(self) -> None:
+    def start_loaded(self) -> None:
         """Lets those run whose pixels are all there."""
         loading, self.loading = self.loading, []
         for request in loading:
@@ -152,53 +152,53 @@ class Scheduler:
                     request.pixels[key] = flight.result()
                     request.digests[key] = request.pixels[key].digest
             except Exception as error:  # bad media costs its request only
-                self.fail(request, typed(error))
+                self.fail(request, to_engine_error(error))
                 continue
             request.pending.clear()
-            self._begin(request)
+            self._start(request)
 
-    def _begin(self, request: Request) -> None:
-        request.passed.end("materialize")
-        self._wait_no_more(request)
+    def _start(self, request: TorchRequest) -> None:
+        request.timeline.end("materialize")
+        self._stop_counting_as_waiting(request)
         self.running[request.row] = request
         self._active = None
 
     # --- out
 
-    def finish(self, request: Request, reason: str, version: str) -> None:
+    def finish(self, request: TorchRequest, reason: str, version: str) -> None:
         """The answer is complete; the row waits for the next turn."""
         row = request.row
-        request.tokens, request.logprobs = self.rows.sampled(row)
+        request.tokens, request.logprobs = self.rows.get_sampled(row)
         request.finish_reason = reason
-        request.passed.end("decode")
+        request.timeline.end("decode")
         request.close_span(version, len(request.tokens))
         self.counts.finished += 1
-        if self._reuse_kv:
-            self.prefixes.put(row, self._held(request))
-            self._forget(request)
+        if self._enable_prefix_caching:
+            self.prefixes.put(row, self._build_cached_prefix(request))
+            self._remove(request)
         else:
-            self._end(request)
+            self._release(request)
         self.done.append(request)
 
-    def _held(self, request: Request) -> Held:
+    def _build_cached_prefix(self, request: TorchRequest) -> CachedPrefix:
         """The last sampled token has no keys and values yet: nothing has followed it."""
         said = np.array(request.tokens[:-1], dtype=np.int32)
         size = len(request.prompt)
-        return Held(
+        return CachedPrefix(
             length=size + len(said),
             hash=self._hash.extend(request.prompt_hash, said, size),
             next_position=request.next_position + len(said),
-            places=_places(request),
+            places=_find_image_places(request),
             digests=request.digests,
         )
 
-    def fail(self, request: Request, error: EngineError) -> None:
+    def fail(self, request: TorchRequest, error: EngineError) -> None:
         request.error = error
         self.counts.failed += 1
-        self._end(request)
+        self._release(request)
         self.done.append(request)
 
-    def drop(self, request: Request) -> None:
+    def abort(self, request: TorchRequest) -> None:
         """Ends a request whose client is gone, wherever it is."""
         if request.finish_reason or request.error is not None:
             return
@@ -206,23 +206,23 @@ class Scheduler:
         self.counts.cancelled += 1
         if request in self.waiting:
             self.waiting.remove(request)
-        self._end(request)
+        self._release(request)
         self.done.append(request)
 
-    def everyone(self) -> list[Request]:
+    def all_unfinished(self) -> list[TorchRequest]:
         return [*self.running.values(), *self.loading, *self.waiting]
 
-    def _wait_no_more(self, request: Request) -> None:
-        self.begun_bytes += request.waiting_bytes
+    def _stop_counting_as_waiting(self, request: TorchRequest) -> None:
+        self.started_bytes += request.waiting_bytes
         request.waiting_bytes = 0
 
-    def _end(self, request: Request) -> None:
-        self._wait_no_more(request)
+    def _release(self, request: TorchRequest) -> None:
+        self._stop_counting_as_waiting(request)
         if request.row >= 0:
             self.rows.release(request.row)
-        self._forget(request)
+        self._remove(request)
 
-    def _forget(self, request: Request) -> None:
+    def _remove(self, request: TorchRequest) -> None:
         if self.running.get(request.row) is request:
             del self.running[request.row]
             self._active = None
@@ -233,21 +233,21 @@ class Scheduler:
 
     # --- new weights
 
-    def renew(self, old_version: str, keep_kv: bool, is_vision_new: bool) -> None:
+    def invalidate_after_update(self, old_version: str, keep_kv: bool, is_vision_new: bool) -> None:
         """After an update: what was computed under the old weights goes, unless it is kept."""
         held = [*self.running.values(), *self.loading]
         self.running, self.loading, self._active = {}, [], None
         if keep_kv:
             # A row that has computed nothing yet has nothing old in it, and one that is filled from
             # the start loses the mark.
-            self.rows.is_mixed |= self.rows.computed > 0
+            self.rows.has_stale_kv |= self.rows.computed > 0
         else:
             for row in self.prefixes.clear():
                 self.rows.release(row)
         for request in held:
             num_sampled = self.rows.num_sampled(request.row)
             reached = "decode" if num_sampled else "prefill"
-            request.passed.end("materialize" if request.pending else reached)
+            request.timeline.end("materialize" if request.pending else reached)
             request.close_span(old_version, num_sampled)
             if not keep_kv:
                 self.counts.prefilled_again += bool(self.rows.computed[request.row])
@@ -255,9 +255,9 @@ class Scheduler:
                 request.cached_tokens = 0
             if is_vision_new:
                 request.features.clear()
-            self._load(request)
+            self._load_images(request)
 
 
-def _places(request: Request) -> tuple[tuple[int, str], ...]:
+def _find_image_places(request: TorchRequest) -> tuple[tuple[int, str], ...]:
     offsets = (slot.offset for slot in request.slots)
     return tuple(zip(offsets, request.keys, strict=True))

@@ -12,15 +12,15 @@ stand in `symbols`; no other file imports vllm.
 
 from __future__ import annotations
 
-TRANSFER = "sightline"
+WEIGHT_TRANSFER_BACKEND = "sightline"
 """What `--weight-transfer-config` calls our weight transfer."""
-LAYOUT = "sightline"
+LOAD_FORMAT = "sightline"
 """What `--load-format` calls our loader, for checkpoints whose layout vLLM does not read."""
 MIDDLEWARE = "sightline.inference.vllm_plugin.middleware.Middleware"
-BAN = "sightline.inference.vllm_plugin.ban:BanIds"
-CONFIG = "sightline"
+LOGITS_PROCESSOR = "sightline.inference.vllm_plugin.logits_processor:BannedIdsProcessor"
+CONFIG_KEY = "sightline"
 """The key of our settings in vLLM's `--additional-config`."""
-BANNED = "sightline_banned"
+BANNED_IDS_KEY = "sightline_banned"
 """The key of what a request bans, in the `extra_args` of vLLM's sampling parameters."""
 
 
@@ -29,22 +29,24 @@ def register() -> None:
 
     It only adds names, so that a vLLM that is not ours runs as if we were not there.
     """
-    from sightline.inference.vllm_plugin.child import end_with_parent, is_of_our_server
     from sightline.inference.vllm_plugin.loader import LayoutLoader
+    from sightline.inference.vllm_plugin.parent_death import end_with_parent, is_child_of_our_server
     from sightline.inference.vllm_plugin.symbols import (
         WeightTransferEngineFactory,
         keep_images_with_requests,
         register_model_loader,
     )
 
-    if is_of_our_server():
+    if is_child_of_our_server():
         end_with_parent()
         keep_images_with_requests()
 
     try:
         WeightTransferEngineFactory.register_engine(
-            TRANSFER, "sightline.inference.vllm_plugin.weights", "FileTransfer"
+            WEIGHT_TRANSFER_BACKEND,
+            "sightline.inference.vllm_plugin.weight_transfer",
+            "FileWeightTransfer",
         )
     except ValueError:  # vLLM may call this again in one process
         return
-    register_model_loader(LAYOUT)(LayoutLoader)
+    register_model_loader(LOAD_FORMAT)(LayoutLoader)

@@ -14,48 +14,48 @@ from safetensors.torch import load_file
 from sightline.compute.model import empty_parameters
 from sightline.families import Family
 from sightline.families.registry import load_serving
-from sightline.inference.door import Checked
-from sightline.inference.serve import Parts, seed_of
-from sightline.inference.server import Server
+from sightline.inference.serve import ServerComponents, derive_choice_seed
+from sightline.inference.server import InferenceServer
 from sightline.inference.settings import ServeSettings
-from sightline.inference.vllm_plugin import CONFIG, symbols
+from sightline.inference.validator import ValidatedRequest
+from sightline.inference.vllm_plugin import CONFIG_KEY, symbols
 from sightline.inference.vllm_plugin.engine import VllmEngine
-from sightline.inference.vllm_plugin.items import Items
-from sightline.inference.vllm_plugin.request import Request
-from sightline.inference.vllm_plugin.update import Updates, vision_digest
+from sightline.inference.vllm_plugin.multimodal_items import MultiModalItems
+from sightline.inference.vllm_plugin.request import VllmRequest
+from sightline.inference.vllm_plugin.weight_updater import WeightUpdater, vision_digest
 from sightline.pixels import Materializer
 from sightline.wire.weights import Manifest
 
 
 @dataclass(frozen=True)
-class Built:
-    server: Server
+class VllmServerComponents:
+    server: InferenceServer
     settings: ServeSettings
     family: Family
     keeps_kv: bool
     """Whether keys and values stay for later requests: vLLM cannot everywhere where it is asked."""
-    begin: Callable[[], Any]
+    start: Callable[[], Any]
     """To be awaited once the server has started."""
 
 
-async def build(app: Any) -> Built:
+async def build(app: Any) -> VllmServerComponents:
     """On vLLM's application `app`, whose engine is loaded."""
     symbols.check()
-    symbols.check_reached(app)
+    symbols.check_app(app)
     client = app.state.engine_client
-    settings = ServeSettings.from_json(client.vllm_config.additional_config[CONFIG]["settings"])
-    return await asyncio.to_thread(_build, client, settings)
+    settings = ServeSettings.from_json(client.vllm_config.additional_config[CONFIG_KEY]["settings"])
+    return await asyncio.to_thread(_build_components, client, settings)
 
 
-def _build(client: Any, settings: ServeSettings) -> Built:
-    parts = Parts.load(settings)
+def _build_components(client: Any, settings: ServeSettings) -> VllmServerComponents:
+    parts = ServerComponents.load(settings)
     family = parts.family
     serving = load_serving(settings.model, family, takes_updates=False)
     materializer = Materializer(
         family, parts.store, settings.pixel_cache_bytes, threads=settings.pixel_threads
     )
-    materializer.warm()
-    items = Items(
+    materializer.warm_up()
+    items = MultiModalItems(
         family=family,
         serving=serving,
         materializer=materializer,
@@ -63,41 +63,43 @@ def _build(client: Any, settings: ServeSettings) -> Built:
         normalizes=client.model_config.multimodal_config.mm_device_do_normalize,
         cache=client.renderer.mm_processor_cache,
     )
-    updates = Updates(
+    updater = WeightUpdater(
         client=client,
         model=settings.model,
         parameters=empty_parameters(settings.model, family),
-        vision=serving.VISION,
+        vision=serving.VISION_PREFIXES,
         manifest=Manifest(version=0, vision_version=0, files=[]),
-        vision_digest=_vision_digest(settings.model, serving.VISION),
+        vision_digest=_vision_digest(settings.model, serving.VISION_PREFIXES),
     )
     engine = VllmEngine(
         client,
         items,
-        updates,
+        updater,
         settings,
         max_image_tokens=client.input_processor.mm_encoder_cache_size,
-        sampled_tokens=lambda: sum(symbols.samples()),
+        sampled_tokens=lambda: sum(symbols.read_sampled_tokens()),
     )
 
-    async def begin() -> None:
-        await updates.begin()
+    async def start() -> None:
+        await updater.start()
         if settings.manifest is not None:
             await asyncio.to_thread(engine.adopt, settings.manifest)
 
     keeps_kv = client.vllm_config.cache_config.enable_prefix_caching
-    return Built(parts.server("vllm", engine, make), settings, family, keeps_kv, begin)
+    return VllmServerComponents(
+        parts.server("vllm", engine, build_requests), settings, family, keeps_kv, start
+    )
 
 
-def make(checked: Checked) -> list[Request]:
+def build_requests(checked: ValidatedRequest) -> list[VllmRequest]:
     params = checked.params
     return [
-        Request(
+        VllmRequest(
             checked.prompt,
             checked.slots,
             checked.keys,
             params,
-            None if params.seed is None else seed_of(params.seed, choice),
+            None if params.seed is None else derive_choice_seed(params.seed, choice),
         )
         for choice in range(params.n)
     ]

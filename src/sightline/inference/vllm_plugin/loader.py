@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sightline.inference.vllm_plugin.layout import checkpoint
+from sightline.inference.vllm_plugin.layout import read_checkpoint
 from sightline.inference.vllm_plugin.symbols import DefaultModelLoader
 
 
@@ -22,4 +22,4 @@ class LayoutLoader(DefaultModelLoader):
     def get_all_weights(
         self, model_config: Any, model: Any
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
-        yield from checkpoint(Path(model_config.model))
+        yield from read_checkpoint(Path(model_config.model))

@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from sightline.inference.serve import ENGINE_DIED
-from sightline.inference.server import Server
-from sightline.inference.settings import turns_line
-from sightline.inference.vllm_plugin.build import Built, build
+from sightline.inference.serve import ENGINE_DIED_EXIT_CODE
+from sightline.inference.server import InferenceServer
+from sightline.inference.settings import describe_prefix_reuse
+from sightline.inference.vllm_plugin.build import VllmServerComponents, build
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -26,31 +26,31 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 FLUSH_S = 0.3
 """Between the refusals of a server that is told to end, and the end of its connections."""
 
-LOOK_EVERY_S = 1.0
+ENGINE_CHECK_S = 1.0
 
 
 class Middleware:
     def __init__(self, app: App) -> None:
         self._app = app
         self._stack = AsyncExitStack()
-        self._server: Server | None = None
-        self._is_told = False
+        self._server: InferenceServer | None = None
+        self._is_stopping = False
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await self._app(scope, receive, self._beside(scope, send))
+            await self._app(scope, receive, self._wrap_lifespan_send(scope, send))
         elif scope["type"] == "http" and self._server is not None:
             await self._server.app(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1000})
 
-    def _beside(self, scope: Message, send: Send) -> Send:
+    def _wrap_lifespan_send(self, scope: Message, send: Send) -> Send:
         """`send` of the lifespan: our server begins and ends when vLLM's application does."""
 
         async def sending(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
                 try:
-                    await self._begin(scope["app"])
+                    await self._start(scope["app"])
                 except BaseException as error:
                     message = {"type": "lifespan.startup.failed", "message": str(error)}
                     await self._stack.aclose()
@@ -60,38 +60,38 @@ class Middleware:
 
         return sending
 
-    async def _begin(self, app: Any) -> None:
-        built = await build(app)
+    async def _start(self, app: Any) -> None:
+        components = await build(app)
         client, uvicorn_server = app.state.engine_client, app.state.server
-        server = built.server
-        server.engine.on_death = lambda: os._exit(ENGINE_DIED)
+        server = components.server
+        server.engine.on_fatal_error = lambda: os._exit(ENGINE_DIED_EXIT_CODE)
         await self._stack.enter_async_context(server.app.router.lifespan_context(server.app))
-        await built.begin()
+        await components.start()
         self._server = server
 
         def end() -> None:
-            self._is_told = True
+            self._is_stopping = True
             server.engine.stop()
             loop.call_later(FLUSH_S, setattr, uvicorn_server, "should_exit", True)
 
-        async def look() -> None:
+        async def watch_engine() -> None:
             # vLLM's own watchdog would end the server as if all were well.
             while True:
-                await asyncio.sleep(LOOK_EVERY_S)
-                if client.errored and not self._is_told:
-                    os._exit(ENGINE_DIED)
+                await asyncio.sleep(ENGINE_CHECK_S)
+                if client.errored and not self._is_stopping:
+                    os._exit(ENGINE_DIED_EXIT_CODE)
 
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end)
-        for work in (look(), announce(built)):
+        for work in (watch_engine(), announce(components)):
             task = loop.create_task(work)
             self._stack.callback(task.cancel)
 
 
-async def announce(built: Built) -> None:
+async def announce(components: VllmServerComponents) -> None:
     """Says where the server listens, once it does."""
-    settings = built.settings
+    settings = components.settings
     while True:
         try:
             _, writer = await asyncio.open_connection(settings.host, settings.port)
@@ -100,4 +100,4 @@ async def announce(built: Built) -> None:
             await asyncio.sleep(0.05)
     writer.close()
     print(f"serving {settings.model} at http://{settings.host}:{settings.port}", flush=True)
-    print(turns_line(built.family, built.keeps_kv), flush=True)
+    print(describe_prefix_reuse(components.family, components.keeps_kv), flush=True)

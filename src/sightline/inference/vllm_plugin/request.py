@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from sightline.errors import EngineError
-from sightline.inference.engine import Passed
+from sightline.inference.engine import RequestTimeline
 from sightline.wire import Slot
 from sightline.wire.generate import SamplingParams, VersionSpan
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class VllmRequest:
     """The caller fills the first part and reads the last."""
 
     prompt: np.ndarray
@@ -30,7 +30,7 @@ class Request:
     task: asyncio.Task[None] | None = None
     is_running: bool = False
     """Whether vLLM has it."""
-    handed_at: float = 0.0
+    submitted_at: float = 0.0
     """When vLLM got it; this and the next two by the monotonic clock of the machine."""
     scheduled_at: float = 0.0
     """When vLLM first computed something of it."""
@@ -44,7 +44,7 @@ class Request:
     spans: list[VersionSpan] = field(default_factory=list)
     finish_reason: str = ""
     error: EngineError | None = None
-    passed: Passed = field(default_factory=Passed)
+    timeline: RequestTimeline = field(default_factory=RequestTimeline)
 
     @property
     def nbytes(self) -> int:
@@ -55,11 +55,11 @@ class Request:
     def pixel_digests(self) -> list[str]:
         return self.digests
 
-    def num_on_old_kv(self, updates: list[float]) -> int:
+    def count_tokens_on_old_kv(self, updates: list[float]) -> int:
         """Tokens sampled over keys and values of older weights, which `updates` have replaced at
         these moments. Found ones are of the weights that it was handed over under."""
         if not self.spans:
             return 0
-        began_at = self.handed_at if self.cached_tokens else self.scheduled_at
+        began_at = self.submitted_at if self.cached_tokens else self.scheduled_at
         is_old = bisect(updates, began_at) < bisect(updates, self.first_token_at)
         return len(self.tokens) - (0 if is_old else self.spans[0].end)

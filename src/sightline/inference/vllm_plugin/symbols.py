@@ -2,7 +2,7 @@
 
 `check` compares them with the vLLM that is installed: it runs before a server starts, and a test
 runs it for each supported version, so that a name that moved is an error that names it.
-`check_reached` does the same for what only a vLLM that has loaded can show.
+`check_app` does the same for what only a vLLM that has loaded can show.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
-from vllm.sampling_params import _MAX_TEMP as LEAST_TEMPERATURE
+from vllm.sampling_params import _MAX_TEMP as MIN_TEMPERATURE
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.core.sched import output as scheduler_output
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -48,7 +48,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from sightline.errors import ConfigError
-from sightline.inference.vllm_plugin.versions import SUPPORTED, check_version
+from sightline.inference.vllm_plugin.supported_versions import SUPPORTED, check_version
 
 # Documented for people who extend or embed vLLM.
 PUBLIC: dict[Any, tuple[str, ...]] = {
@@ -107,7 +107,7 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
     scheduler_output.strip_covered_mm_data: ("mm_features", "num_computed_tokens", "uses_mrope"),
 }
 
-REACHED = (
+APP_ATTRIBUTES = (
     "state.server.should_exit",
     "state.engine_client.vllm_config.additional_config",
     "state.engine_client.vllm_config.cache_config.enable_prefix_caching",
@@ -118,24 +118,24 @@ REACHED = (
 )
 """Attributes of vLLM's application, which has them once its engine is loaded."""
 
-SAMPLED = "vllm:generation_tokens_total"
+SAMPLED_TOKENS_METRIC = "vllm:generation_tokens_total"
 """vLLM's own count of what its engine has sampled, requests in flight included."""
 
-MADE = {FusedMoEMethodBase: ("moe_kernel",)}
+INSTANCE_ATTRIBUTES = {FusedMoEMethodBase: ("moe_kernel",)}
 """Attributes that a class gives its objects."""
 
 ERRORS = (EngineDeadError, VLLMClientError)
-DATA = (MultiModalKwargsItem, RequestOutputKind, LEAST_TEMPERATURE)
+DATA = (MultiModalKwargsItem, RequestOutputKind, MIN_TEMPERATURE)
 
 
 def keep_images_with_requests() -> None:
     """vLLM sends its worker no pixels of an image that its prefix cache covers. A request that must
     be computed again after a weight update needs them, and without them the worker dies."""
-    if scheduler_output.strip_covered_mm_data is not _all_of_them:
-        scheduler_output.strip_covered_mm_data = _all_of_them
+    if scheduler_output.strip_covered_mm_data is not _keep_all:
+        scheduler_output.strip_covered_mm_data = _keep_all
 
 
-def _all_of_them(mm_features: Any, num_computed_tokens: int, uses_mrope: bool = False) -> Any:
+def _keep_all(mm_features: Any, num_computed_tokens: int, uses_mrope: bool = False) -> Any:
     return mm_features
 
 
@@ -163,34 +163,36 @@ def check() -> str:
     ]
     moved += [
         f"{_name(thing)} has no {name}"
-        for thing, names in MADE.items()
+        for thing, names in INSTANCE_ATTRIBUTES.items()
         for name in names
         if name not in thing.__init__.__code__.co_names
     ]
-    _refuse(moved)
+    _raise_if_moved(moved)
     return found
 
 
-def check_reached(app: Any) -> None:
+def check_app(app: Any) -> None:
     """Raises ConfigError unless vLLM's application has what the plugin reads of it at run time."""
-    moved = [f"app.{path} is not there" for path in REACHED if not _is_there(app, path)]
-    if not list(samples()):
-        moved.append(f"there is no metric {SAMPLED}")
-    _refuse(moved)
+    moved = [f"app.{path} is not there" for path in APP_ATTRIBUTES if not _has_path(app, path)]
+    if not list(read_sampled_tokens()):
+        moved.append(f"there is no metric {SAMPLED_TOKENS_METRIC}")
+    _raise_if_moved(moved)
 
 
-def samples() -> Iterator[float]:
-    """What the metric `SAMPLED` says, of each engine."""
+def read_sampled_tokens() -> Iterator[float]:
+    """What the metric `SAMPLED_TOKENS_METRIC` says, of each engine."""
     for metric in REGISTRY.collect():
-        yield from (sample.value for sample in metric.samples if sample.name == SAMPLED)
+        yield from (
+            sample.value for sample in metric.samples if sample.name == SAMPLED_TOKENS_METRIC
+        )
 
 
-def wrong_parameter(error: Exception) -> str:
+def find_refused_parameter(error: Exception) -> str:
     """The sampling parameter that vLLM refuses, where it says which."""
     return (isinstance(error, VLLMValidationError) and error.parameter) or ""
 
 
-def _refuse(moved: list[str]) -> None:
+def _raise_if_moved(moved: list[str]) -> None:
     if moved:
         raise ConfigError(
             f"vLLM {check_version()} is not what the plugin was made for: {'; '.join(moved)}",
@@ -198,7 +200,7 @@ def _refuse(moved: list[str]) -> None:
         )
 
 
-def _is_there(thing: Any, path: str) -> bool:
+def _has_path(thing: Any, path: str) -> bool:
     for name in path.split("."):
         if not hasattr(thing, name):
             return False

@@ -1,8 +1,8 @@
 """The interception server: any program with an OpenAI SDK talks to the model that is trained.
 
-One port a worker, one key a rollout. It speaks `sightline.rollout.dialect`.
+One port a worker, one key a rollout. It speaks `sightline.rollout.openai_api`.
 """
 
-from sightline.rollout.intercept.server import Interception
+from sightline.rollout.intercept.server import InterceptionServer
 
-__all__ = ["Interception"]
+__all__ = ["InterceptionServer"]

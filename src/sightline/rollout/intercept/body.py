@@ -11,23 +11,23 @@ from aiohttp import web
 from sightline.errors import EngineError
 
 
-class Body:
+class RequestBody:
     def __init__(self) -> None:
         self.num_bytes = 0
         """Received so far; also once they are taken, as what they were parsed into is as large."""
         self._parts: list[bytes] = []
 
-    async def receive(self, http: web.Request, most: int) -> None:
-        """Raises EngineError, before it reads on, when the body has more than `most` bytes."""
-        if (http.content_length or 0) > most:
-            raise _too_large(most)
+    async def receive(self, http: web.Request, max_bytes: int) -> None:
+        """Raises EngineError, before it reads on, when the body has more than `max_bytes` bytes."""
+        if (http.content_length or 0) > max_bytes:
+            raise _too_large_error(max_bytes)
         # Not http.read(): the request would keep what it returns until it is answered, and the
         # event loop would put it together.
         async for part, _ in http.content.iter_chunks():
             self._parts.append(part)
             self.num_bytes += len(part)
-            if self.num_bytes > most:
-                raise _too_large(most)
+            if self.num_bytes > max_bytes:
+                raise _too_large_error(max_bytes)
 
     def take(self) -> bytes:
         """The bytes, which are the caller's from here on."""
@@ -35,9 +35,9 @@ class Body:
         return b"".join(parts)
 
 
-def _too_large(most: int) -> EngineError:
+def _too_large_error(max_bytes: int) -> EngineError:
     return EngineError(
-        f"the body has more than the {most} bytes that this server reads",
+        f"the body has more than the {max_bytes} bytes that this server reads",
         "send fewer or smaller images: a window of the history, or media: urls of stored ones",
         kind="request_too_large",
         status=413,

@@ -27,40 +27,45 @@ import msgspec
 from aiohttp import web
 
 from sightline.errors import EngineError, EnvironmentFailed, SightlineError
-from sightline.media import MediaRef, SeenUrls
-from sightline.message import Door, Message
-from sightline.rollout.chat import Answered, RolloutChat
-from sightline.rollout.dialect.answer import Answer, Said, chunks, completion
-from sightline.rollout.dialect.asked import Asked, read_asked
-from sightline.rollout.dialect.images import take_images
-from sightline.rollout.dialect.refusal import (
+from sightline.media import MediaRef, UrlRefCache
+from sightline.message import ImageResolver, Message
+from sightline.rollout.chat import CompletedTurn, RolloutChat
+from sightline.rollout.intercept.body import RequestBody
+from sightline.rollout.intercept.receive_meter import MeteredProtocol, ReceiveMeter
+from sightline.rollout.openai_api.completion import (
+    ChatChoice,
+    ChatCompletion,
+    completion_body,
+    stream_events,
+)
+from sightline.rollout.openai_api.error_response import (
     NO_SUCH_ROUTE,
     ROLLOUT_OVER,
     UNKNOWN_KEY,
-    Refusal,
+    OpenAIErrorResponse,
 )
-from sightline.rollout.intercept.body import Body
-from sightline.rollout.intercept.receiving import Receiver, Receiving
-from sightline.trace.recognise import call_id
-from sightline.wire.exposition import CONTENT_TYPE, Labelled, exposition
+from sightline.rollout.openai_api.images import resolve_images
+from sightline.rollout.openai_api.request import ChatRequest, read_chat_request
+from sightline.trace.history_match import make_call_id
+from sightline.wire.prometheus import CONTENT_TYPE, LabelledMetric, format_prometheus
 
 MAX_BODY_BYTES = 1 << 28
 """A history of hundreds of screenshots, each in base64."""
-MODEL = "policy"
+MODEL_NAME = "policy"
 """The one model here; a request may call it by any name."""
 _CLOSE_S = 1.0
 _BACKLOG = 1024
 
-_Done = tuple[Asked, Answered] | Refusal
+_Reply = tuple[ChatRequest, CompletedTurn] | OpenAIErrorResponse
 """What an agent asked for and was told."""
 
 
 @dataclass
-class _Guest:
+class _AgentSession:
     """A rollout in play, and the requests of its agent that are under way."""
 
     chat: RolloutChat
-    urls: SeenUrls
+    urls: UrlRefCache
     """What its agent has shown: a history comes with every request."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -78,28 +83,28 @@ class AgentCounts:
     """CPU time of reading them: JSON, one hash over each url, and new images."""
 
 
-class Interception:
-    """Listens from the first use of `base_url` on. `door` takes the images of requests in."""
+class InterceptionServer:
+    """Listens from the first use of `base_url` on. `resolver` takes the images of requests in."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, resolver: ImageResolver) -> None:
         self.max_body_bytes = MAX_BODY_BYTES
-        self._door = door
-        self._bodies: set[Body] = set()
+        self._resolver = resolver
+        self._bodies: set[RequestBody] = set()
         self._counts = AgentCounts()
-        self._receiving = Receiving()
-        self._guests: dict[str, _Guest] = {}
+        self._receive_meter = ReceiveMeter()
+        self._sessions: dict[str, _AgentSession] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: socket.socket | None = None
-        self._starting = threading.Lock()
-        self._counting = threading.Lock()
-        self._serving: asyncio.Task[None] | None = None
+        self._start_lock = threading.Lock()
+        self._counts_lock = threading.Lock()
+        self._serve_task: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
         self._listening: asyncio.Server | None = None
 
     @property
     def base_url(self) -> str:
         """May be asked for in any thread, while a rollout is in play."""
-        with self._starting:
+        with self._start_lock:
             if self._socket is None:
                 if self._loop is None:
                     raise EnvironmentFailed(
@@ -113,7 +118,7 @@ class Interception:
     @property
     def counts(self) -> AgentCounts:
         """All since the start, of all rollouts."""
-        return replace(self._counts, agent_receive_cpu_us=self._receiving.cpu_ns // 1000)
+        return replace(self._counts, agent_receive_cpu_us=self._receive_meter.cpu_ns // 1000)
 
     @property
     def held_bytes(self) -> int:
@@ -121,31 +126,31 @@ class Interception:
         return sum(body.num_bytes for body in self._bodies)
 
     @asynccontextmanager
-    async def admit(self, chat: RolloutChat) -> AsyncIterator[None]:
+    async def serve_rollout(self, chat: RolloutChat) -> AsyncIterator[None]:
         """Requests with `chat.api_key` reach `chat` while this lasts, and none afterwards."""
         self._loop = asyncio.get_running_loop()
         chat.api_key, chat.interception = f"sk-{secrets.token_urlsafe(24)}", self
-        urls = SeenUrls(self._door.resolve, chat.store)
-        guest = self._guests[chat.api_key] = _Guest(chat, urls)
+        urls = UrlRefCache(self._resolver.resolve, chat.store)
+        session = self._sessions[chat.api_key] = _AgentSession(chat, urls)
         try:
             yield
         finally:
-            del self._guests[chat.api_key]
-            if guest.requests:
-                for request in guest.requests:
+            del self._sessions[chat.api_key]
+            if session.requests:
+                for request in session.requests:
                     request.cancel()
-                await asyncio.wait(guest.requests)
+                await asyncio.wait(session.requests)
 
     async def close(self) -> None:
-        if self._serving is not None:
-            await self._serving
+        if self._serve_task is not None:
+            await self._serve_task
         if self._listening is not None:
             self._listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     def _start(self) -> None:
-        self._serving = asyncio.create_task(self._serve())
+        self._serve_task = asyncio.create_task(self._serve())
 
     async def _serve(self) -> None:
         app = web.Application()
@@ -161,40 +166,44 @@ class Interception:
         serve = self._runner.server
         assert self._socket is not None and serve is not None
         self._listening = await asyncio.get_running_loop().create_server(
-            lambda: Receiver(serve(), self._receiving), sock=self._socket, backlog=_BACKLOG
+            lambda: MeteredProtocol(serve(), self._receive_meter),
+            sock=self._socket,
+            backlog=_BACKLOG,
         )
 
     # -- routes
 
     async def _unknown(self, http: web.Request) -> web.Response:
-        return _refused(NO_SUCH_ROUTE)
+        return _error_response(NO_SUCH_ROUTE)
 
     async def _metrics(self, http: web.Request) -> web.Response:
         """Counts only, so that no key is asked for."""
-        counts: list[Labelled] = [
+        counts: list[LabelledMetric] = [
             ("counter", name, {}, float(n)) for name, n in asdict(self.counts).items()
         ]
-        text = exposition([*counts, ("gauge", "agent_rollouts", {}, float(len(self._guests)))])
+        text = format_prometheus(
+            [*counts, ("gauge", "agent_rollouts", {}, float(len(self._sessions)))]
+        )
         return web.Response(body=text.encode(), headers={"content-type": CONTENT_TYPE})
 
     async def _models(self, http: web.Request) -> web.Response:
-        if self._guest(http) is None:
-            return _refused(UNKNOWN_KEY)
-        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "sightline"}
-        return _json({"object": "list", "data": [model]})
+        if self._find_session(http) is None:
+            return _error_response(UNKNOWN_KEY)
+        model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "sightline"}
+        return _json_response({"object": "list", "data": [model]})
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
-        guest = self._guest(http)
-        if guest is None:
-            return _refused(UNKNOWN_KEY)
-        done = await _run(guest, self._received(guest, http))
-        if isinstance(done, Refusal):
-            return _refused(done)
+        session = self._find_session(http)
+        if session is None:
+            return _error_response(UNKNOWN_KEY)
+        done = await _run_until_over(session, self._receive_request(session, http))
+        if isinstance(done, OpenAIErrorResponse):
+            return _error_response(done)
         asked, answered = done
-        name = f"chatcmpl-{guest.chat.trace.id}-{answered.node.id}"
-        answer = _answer(answered, name, asked.model or MODEL)
+        name = f"chatcmpl-{session.chat.trace.id}-{answered.node.id}"
+        answer = _build_completion(answered, name, asked.model or MODEL_NAME)
         if not asked.stream:
-            whole = _json(completion(answer))
+            whole = _json_response(completion_body(answer))
             self._counts.agent_received_bytes += len(whole.body)  # type: ignore[arg-type]
             return whole
         stream = web.StreamResponse(
@@ -203,78 +212,80 @@ class Interception:
         # The turn is in the trace: an agent that hangs up now has the rest of its rollout for it.
         with suppress(ConnectionError):
             await stream.prepare(http)
-            for chunk in chunks(answer, asked.include_usage):
+            for chunk in stream_events(answer, asked.include_usage):
                 self._counts.agent_received_bytes += len(chunk)
                 await stream.write(chunk)
             await stream.write_eof()
         return stream
 
-    def _guest(self, http: web.Request) -> _Guest | None:
+    def _find_session(self, http: web.Request) -> _AgentSession | None:
         scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        return self._guests.get(key.strip()) if scheme.lower() == "bearer" else None
+        return self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
 
     # -- the work
 
-    async def _received(self, guest: _Guest, http: web.Request) -> _Done:
-        body = Body()
+    async def _receive_request(self, session: _AgentSession, http: web.Request) -> _Reply:
+        body = RequestBody()
         self._bodies.add(body)
         try:
             await body.receive(http, self.max_body_bytes)
             self._counts.agent_requests += 1
             self._counts.agent_sent_bytes += body.num_bytes
-            return await self._answered(guest, body)
+            return await self._answer_request(session, body)
         except EngineError as error:
-            guest.chat.note_refusal(error)
-            return Refusal.of(error)
+            session.chat.record_refusal(error)
+            return OpenAIErrorResponse.of(error)
         finally:
             self._bodies.discard(body)
 
-    async def _answered(self, guest: _Guest, body: Body) -> _Done:
+    async def _answer_request(self, session: _AgentSession, body: RequestBody) -> _Reply:
         """What an agent asked for and was told; whatever goes wrong is answered, and kept."""
-        chat = guest.chat
+        chat = session.chat
         try:
-            asked, messages = await chat.in_pool(self._read, guest, body)
+            asked, messages = await chat.run_in_pool(self._read_request, session, body)
         except SightlineError as error:
-            chat.note_refusal(error)
-            return Refusal.of(error)
+            chat.record_refusal(error)
+            return OpenAIErrorResponse.of(error)
         self._bodies.discard(body)
         try:
-            most = asked.max_tokens if asked.max_tokens is not None else chat.max_tokens
-            return asked, await chat.answer(messages, asked.tools, most)
+            max_tokens = asked.max_tokens if asked.max_tokens is not None else chat.max_tokens
+            return asked, await chat.answer(messages, asked.tools, max_tokens)
         except SightlineError as error:
-            refusal = Refusal.of(error)
+            refusal = OpenAIErrorResponse.of(error)
             if refusal.status == 500:
                 # A promise is broken. The agent may go on; its rollout may not train.
                 chat.failure = chat.failure or error
             elif isinstance(error, EngineError):
-                chat.note_refusal(error)
+                chat.record_refusal(error)
             return refusal
         except Exception as error:  # a server's door: the agent is told, and the rollout ends
             chat.failure = chat.failure or EnvironmentFailed(
                 f"a request of the agent failed: {traceback.format_exc()}",
                 "this is a bug of the endpoint; report it",
             )
-            return Refusal(500, type(error).__name__, f"{error}")
+            return OpenAIErrorResponse(500, type(error).__name__, f"{error}")
 
-    def _read(self, guest: _Guest, body: Body) -> tuple[Asked, list[Message]]:
+    def _read_request(
+        self, session: _AgentSession, body: RequestBody
+    ) -> tuple[ChatRequest, list[Message]]:
         """In a thread: base64 is decoded, images are written, and the body is let go."""
         began = time.thread_time_ns()
-        asked = read_asked(body.take())
+        asked = read_chat_request(body.take())
 
         def take(url: str, path: str) -> MediaRef:
-            return guest.chat.stand_in(url, guest.urls.resolve(url, path))
+            return session.chat.substitute_image(url, session.urls.resolve(url, path))
 
-        messages = guest.chat.renderer.read(take_images(asked.messages, take))
+        messages = session.chat.renderer.read(resolve_images(asked.messages, take))
         asked = replace(asked, messages=[])
-        with self._counting:
+        with self._counts_lock:
             self._counts.agent_cpu_us += (time.thread_time_ns() - began) // 1000
         return asked, messages
 
 
-async def _run(guest: _Guest, work: Coroutine[Any, Any, Any]) -> Any:
+async def _run_until_over(session: _AgentSession, work: Coroutine[Any, Any, Any]) -> Any:
     """Does `work` unless the rollout ends first or the agent hangs up."""
     task = asyncio.create_task(work)
-    guest.requests.add(task)
+    session.requests.add(task)
     try:
         return await task
     except asyncio.CancelledError:
@@ -283,25 +294,32 @@ async def _run(guest: _Guest, work: Coroutine[Any, Any, Any]) -> Any:
             raise
         return ROLLOUT_OVER
     finally:
-        guest.requests.discard(task)
+        session.requests.discard(task)
 
 
-def _answer(answered: Answered, name: str, model: str) -> Answer:
+def _build_completion(answered: CompletedTurn, name: str, model: str) -> ChatCompletion:
     node, message = answered.node, answered.message
-    said = Said(
+    said = ChatChoice(
         message,
-        call_ids=[call_id(node.id, k) for k in range(len(message.tool_calls))],
+        call_ids=[make_call_id(node.id, k) for k in range(len(message.tool_calls))],
         stopped=node.finish_reason == "stop",
         num_tokens=node.num_sampled,
     )
-    return Answer(name, model, int(time.time()), [said], answered.num_prompt, answered.num_cached)
+    return ChatCompletion(
+        name,
+        model,
+        int(time.time()),
+        [said],
+        answered.num_prompt_tokens,
+        answered.num_cached_tokens,
+    )
 
 
-def _json(body: dict[str, Any]) -> web.Response:
+def _json_response(body: dict[str, Any]) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
-def _refused(refusal: Refusal) -> web.Response:
+def _error_response(refusal: OpenAIErrorResponse) -> web.Response:
     return web.Response(
         body=msgspec.json.encode(refusal.body),
         status=refusal.status,

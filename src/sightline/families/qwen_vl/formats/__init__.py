@@ -12,7 +12,7 @@ from typing import Any
 
 from sightline.errors import FamilyError
 from sightline.families.protocol import Family
-from sightline.families.qwen_vl.formats.base import ChatFormat, Pictures, Talk
+from sightline.families.qwen_vl.formats.base import ChatFormat, ImageCounter, RenderContext
 from sightline.families.qwen_vl.formats.known import (
     Qwen3,
     Qwen3VL,
@@ -20,7 +20,7 @@ from sightline.families.qwen_vl.formats.known import (
     Qwen25VL,
     Qwen35,
 )
-from sightline.families.qwen_vl.formats.probe import find_difference
+from sightline.families.qwen_vl.formats.template_check import find_template_difference
 from sightline.render import ChatTemplate, Tokenizer
 
 FORMATS: dict[str, tuple[type[ChatFormat], ...]] = {
@@ -32,10 +32,10 @@ FORMATS: dict[str, tuple[type[ChatFormat], ...]] = {
 }
 """By model type; the first is that of a folder without a template."""
 
-__all__ = ["FORMATS", "ChatFormat", "Pictures", "Talk", "pick_format"]
+__all__ = ["FORMATS", "ChatFormat", "ImageCounter", "RenderContext", "select_chat_format"]
 
 
-def pick_format(
+def select_chat_format(
     path: Path, config: dict[str, Any], tokenizer: Tokenizer, family: Family
 ) -> ChatFormat:
     """The format of a checkpoint folder; FamilyError with the first difference for none."""
@@ -46,7 +46,7 @@ def pick_format(
     differences = []
     for candidate in candidates:
         chat_format = candidate(tokenizer, family)
-        difference = find_difference(chat_format, template, tokenizer, family)
+        difference = find_template_difference(chat_format, template, tokenizer, family)
         if difference is None:
             return chat_format
         differences.append(f"{candidate.name}: {difference}")

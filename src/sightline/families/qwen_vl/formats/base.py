@@ -22,7 +22,7 @@ _RESPONSE_EDGES = ("<tool_response>", "</tool_response>")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ParsedCompletion:
     """A completion taken apart."""
 
     content: str
@@ -32,19 +32,19 @@ class Said:
 
 
 @dataclass(slots=True)
-class Pictures:
+class ImageCounter:
     """Counts images, where the format numbers them."""
 
     are_numbered: bool = False
-    shown: int = 0
+    count: int = 0
 
-    def label(self) -> str:
-        self.shown += 1
-        return f"Picture {self.shown}: " if self.are_numbered else ""
+    def take_label(self) -> str:
+        self.count += 1
+        return f"Picture {self.count}: " if self.are_numbered else ""
 
 
 @dataclass(frozen=True, slots=True)
-class Talk:
+class RenderContext:
     """Messages to emit, and what stands around them."""
 
     messages: Sequence[Message]
@@ -52,7 +52,7 @@ class Talk:
     """Whether a history stands before the first of them."""
     last_query: int = -1
     """Index of the last message of a user who asks, rather than hands in what a tool said."""
-    pictures: Pictures = field(default_factory=Pictures)
+    image_counter: ImageCounter = field(default_factory=ImageCounter)
 
     def role(self, i: int) -> str | None:
         return self.messages[i].role if 0 <= i < len(self.messages) else None
@@ -66,7 +66,7 @@ class ChatFormat:
     """The system message of a conversation that has none."""
     takes_tools: ClassVar[bool] = True
     takes_reasoning: ClassVar[bool] = False
-    asks_for_query: ClassVar[bool] = False
+    requires_question: ClassVar[bool] = False
     """Whether a conversation without a user who asks cannot be written."""
     not_carried: ClassVar[tuple[str, ...]] = ("call ids", "text of None and empty text")
     """What `parse` cannot give back of what `render` wrote."""
@@ -94,15 +94,15 @@ class ChatFormat:
         """What stands before the first token that is sampled."""
         return [self.im_start, *self._tokenizer.encode("assistant\n")]
 
-    def head(self, emitter: Emitter, talk: Talk, tools: Tools | None) -> int:
+    def emit_head(self, emitter: Emitter, context: RenderContext, tools: Tools | None) -> int:
         """Emits what precedes the messages; returns how many of them are part of it."""
         if tools:
-            self.emit_tools(emitter, tools, talk.messages[0])
-            return int(talk.messages[0].role == "system")
-        if self.default_system is not None and talk.messages[0].role != "system":
-            self.open(emitter, "system")
+            self.emit_tools(emitter, tools, context.messages[0])
+            return int(context.messages[0].role == "system")
+        if self.default_system is not None and context.messages[0].role != "system":
+            self.open_turn(emitter, "system")
             emitter.text(self.default_system)
-            self.close(emitter)
+            self.close_turn(emitter)
         return 0
 
     def emit_tools(self, emitter: Emitter, tools: Tools, first: Message) -> None:
@@ -116,10 +116,10 @@ class ChatFormat:
         """The call that `emit_call` wrote; None when it is malformed."""
         raise NotImplementedError
 
-    def emit_said(self, emitter: Emitter, talk: Talk, i: int) -> None:
+    def emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
         """The assistant's turn, from its header up to its stop token."""
-        message = talk.messages[i]
-        self.open(emitter, message.role)
+        message = context.messages[i]
+        self.open_turn(emitter, message.role)
         emitter.begin_trained()
         emitter.text(message.text)
         self.emit_calls(emitter, message.tool_calls, "\n" if message.content else "")
@@ -133,11 +133,11 @@ class ChatFormat:
         """Why the template would not go on with these ids before `new`; None when it would."""
         return None
 
-    def find_open(self, completion_ids: Sequence[int]) -> str | None:
+    def find_unclosed(self, completion_ids: Sequence[int]) -> str | None:
         """What a stop token at the end would leave open; None for nothing."""
         return None
 
-    def close_said(self, emitter: Emitter, completion_ids: Sequence[int]) -> None:
+    def close_cut_turn(self, emitter: Emitter, completion_ids: Sequence[int]) -> None:
         """What a turn that was cut off lacks before its stop token."""
 
     def split(self, said: list[int]) -> tuple[str | None, list[int]]:
@@ -146,20 +146,20 @@ class ChatFormat:
 
     # -- what they share
 
-    def open(self, emitter: Emitter, role: str) -> None:
+    def open_turn(self, emitter: Emitter, role: str) -> None:
         emitter.special(self.im_start)
         emitter.text(role + "\n")
 
-    def close(self, emitter: Emitter) -> None:
+    def close_turn(self, emitter: Emitter) -> None:
         emitter.special(self.im_end)
         emitter.text("\n")
 
     def last_query(self, messages: Sequence[Message]) -> int:
         """Index of the last user message that asks; the last message where none does."""
-        asking = (i for i in reversed(range(len(messages))) if self.asks(messages[i]))
+        asking = (i for i in reversed(range(len(messages))) if self.is_question(messages[i]))
         return next(asking, len(messages) - 1)
 
-    def asks(self, message: Message) -> bool:
+    def is_question(self, message: Message) -> bool:
         """False for a user message that spells what a tool said, as some programs write it."""
         if message.role != "user":
             return False
@@ -172,42 +172,42 @@ class ChatFormat:
         """The content, less what the template strips of it."""
         return message.content
 
-    def emit(self, emitter: Emitter, talk: Talk, i: int) -> None:
-        role = talk.messages[i].role
+    def emit(self, emitter: Emitter, context: RenderContext, i: int) -> None:
+        role = context.messages[i].role
         if role == "tool":
-            self._emit_tool(emitter, talk, i)
+            self._emit_tool(emitter, context, i)
         elif role == "assistant":
-            self.emit_said(emitter, talk, i)
+            self.emit_assistant(emitter, context, i)
             emitter.special(self.im_end)
             emitter.end_trained()
             emitter.text("\n")
         else:
-            self.open(emitter, role)
-            self.emit_content(emitter, talk, i)
-            self.close(emitter)
+            self.open_turn(emitter, role)
+            self.emit_content(emitter, context, i)
+            self.close_turn(emitter)
 
-    def opens_tool_turn(self, talk: Talk, i: int) -> bool:
+    def opens_tool_turn(self, context: RenderContext, i: int) -> bool:
         """Neighbouring tool messages share one user turn."""
-        return talk.role(i - 1) != "tool"
+        return context.role(i - 1) != "tool"
 
-    def _emit_tool(self, emitter: Emitter, talk: Talk, i: int) -> None:
-        if self.opens_tool_turn(talk, i):
+    def _emit_tool(self, emitter: Emitter, context: RenderContext, i: int) -> None:
+        if self.opens_tool_turn(context, i):
             emitter.special(self.im_start)
             emitter.text("user")
         emitter.text("\n")
         emitter.special(self._response_start)
         emitter.text("\n")
-        self.emit_content(emitter, talk, i)
+        self.emit_content(emitter, context, i)
         emitter.text("\n")
         emitter.special(self._response_end)
-        if talk.role(i + 1) != "tool":
-            self.close(emitter)
+        if context.role(i + 1) != "tool":
+            self.close_turn(emitter)
 
-    def emit_content(self, emitter: Emitter, talk: Talk, i: int) -> None:
-        for part in self.parts(talk.messages[i]):
+    def emit_content(self, emitter: Emitter, context: RenderContext, i: int) -> None:
+        for part in self.parts(context.messages[i]):
             if isinstance(part, ImagePart):
                 item = self._family.item(part.ref)
-                emitter.text(talk.pictures.label())
+                emitter.text(context.image_counter.take_label())
                 emitter.special(self._vision_start)
                 emitter.image(item, self.image_pad, self._family.num_tokens(item))
                 emitter.special(self._vision_end)
@@ -231,7 +231,7 @@ class ChatFormat:
             else:
                 emitter.text(piece)
 
-    def num_pictures(self, prompt_ids: Sequence[int]) -> int:
+    def count_images(self, prompt_ids: Sequence[int]) -> int:
         """Images that a prompt shows. Nothing but an image puts its mark into a prompt."""
         if not self._family.shows_images:
             return 0
@@ -245,7 +245,7 @@ class ChatFormat:
                 "tools", f"the chat format of {self.name} has no place for tools", "remove them"
             )
 
-    def check(self, messages: Sequence[Message]) -> None:
+    def check_order(self, messages: Sequence[Message]) -> None:
         """Raises MessageError for messages in an order that no conversation has."""
         for i, message in enumerate(messages):
             if message.role == "system" and i > 0:
@@ -255,7 +255,7 @@ class ChatFormat:
 
     def check_question(self, messages: Sequence[Message]) -> None:
         """Raises MessageError for what a whole conversation lacks; new messages may lack it."""
-        if self.asks_for_query and not any(map(self.asks, messages)):
+        if self.requires_question and not any(map(self.is_question, messages)):
             raise MessageError.at(
                 "messages", f"the chat format of {self.name} wants a user who asks", "add one"
             )
@@ -282,12 +282,12 @@ class ChatFormat:
             )
         for k, call in enumerate(message.tool_calls):
             self.check_call(call, f"{path}.tool_calls[{k}]")
-        _check_whole(message.text, f"{path}.content")
-        _check_whole(message.reasoning or "", f"{path}.reasoning")
+        _check_unicode(message.text, f"{path}.content")
+        _check_unicode(message.reasoning or "", f"{path}.reasoning")
 
     # -- reading back
 
-    def read(self, said: list[int]) -> Said:
+    def read(self, said: list[int]) -> ParsedCompletion:
         """What ids without their stop token say. Marks are found by id, never by spelling."""
         reasoning, rest = self.split(said)
         calls, malformed = self._read_calls(rest)
@@ -298,7 +298,7 @@ class ChatFormat:
             calls, content = (), self._tokenizer.decode(rest)
         if len(rest) < len(said):
             content = self.strip(content)
-        return Said(content, reasoning, calls, malformed)
+        return ParsedCompletion(content, reasoning, calls, malformed)
 
     def strip(self, content: str) -> str:
         """Content behind reasoning, without what the format itself puts around it."""
@@ -312,7 +312,7 @@ class ChatFormat:
             return (), ()
         at = said.index(self._call_start)
         while at < len(said):
-            end = self._end_of(said, at)
+            end = self._find_call_end(said, at)
             raw = self._tokenizer.decode(said[at:end])
             whole = said[at] == self._call_start and said[end - 1] == self._call_end
             inner = self._tokenizer.decode(said[at + 1 : end - 1]) if whole else ""
@@ -324,7 +324,7 @@ class ChatFormat:
             at = end
         return tuple(calls), tuple(malformed)
 
-    def _end_of(self, said: list[int], at: int) -> int:
+    def _find_call_end(self, said: list[int], at: int) -> int:
         """Where the call that begins at `at` ends, or the text between two calls."""
         for i in range(at + 1, len(said)):
             if said[i - 1] == self._call_end or said[i] == self._call_start:
@@ -332,7 +332,7 @@ class ChatFormat:
         return len(said)
 
 
-def _check_whole(text: str, path: str) -> None:
+def _check_unicode(text: str, path: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -341,7 +341,7 @@ def _check_whole(text: str, path: str) -> None:
         ) from None
 
 
-def template_form(message: Message, arguments: Callable[[str], Any]) -> dict[str, Any]:
+def to_template_message(message: Message, arguments: Callable[[str], Any]) -> dict[str, Any]:
     """The message as a chat template gets it; `arguments` reads the JSON of a call's arguments."""
     form: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.images:

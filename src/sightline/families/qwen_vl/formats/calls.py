@@ -47,20 +47,20 @@ class _Call(msgspec.Struct):
     arguments: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-class JsonCalls(ChatFormat):
+class JsonCallFormat(ChatFormat):
     """A call is a JSON object with name and arguments."""
 
     not_carried = (*ChatFormat.not_carried, "JSON spacing around a call's arguments")
 
     def emit_tools(self, emitter: Emitter, tools: Tools, first: Message) -> None:
-        self.open(emitter, "system")
+        self.open_turn(emitter, "system")
         if first.role == "system":
             emitter.text(first.text + "\n\n")
         emitter.text(_JSON_HEAD)
         for i, tool in enumerate(tools):
-            emitter.text("\n" + tool_json(tool, f"tools[{i}]"))
+            emitter.text("\n" + encode_tool(tool, f"tools[{i}]"))
         self.emit_marked(emitter, _JSON_TAIL)
-        self.close(emitter)
+        self.close_turn(emitter)
 
     def emit_call(self, emitter: Emitter, call: ToolCall) -> None:
         emitter.text(f'\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n')
@@ -73,7 +73,7 @@ class JsonCalls(ChatFormat):
         return ToolCall(name=call.name, arguments=bytes(call.arguments).decode())
 
 
-class TaggedCalls(ChatFormat):
+class TaggedCallFormat(ChatFormat):
     """A call is a function tag around one parameter tag for each argument."""
 
     not_carried = (
@@ -85,14 +85,14 @@ class TaggedCalls(ChatFormat):
     )
 
     def emit_tools(self, emitter: Emitter, tools: Tools, first: Message) -> None:
-        self.open(emitter, "system")
+        self.open_turn(emitter, "system")
         emitter.text(_TAGS_HEAD)
         for i, tool in enumerate(tools):
-            emitter.text("\n" + tool_json(tool, f"tools[{i}]"))
+            emitter.text("\n" + encode_tool(tool, f"tools[{i}]"))
         self.emit_marked(emitter, _TAGS_TAIL)
         content = first.text.strip() if first.role == "system" else ""
         emitter.text("\n\n" + content if content else "")
-        self.close(emitter)
+        self.close_turn(emitter)
 
     def check_call(self, call: ToolCall, path: str) -> None:
         try:
@@ -107,7 +107,7 @@ class TaggedCalls(ChatFormat):
     def emit_call(self, emitter: Emitter, call: ToolCall) -> None:
         emitter.text(f"\n<function={call.name}>\n")
         for name, value in json.loads(call.arguments).items():
-            emitter.text(f"<parameter={name}>\n{_spelled(value)}\n</parameter>\n")
+            emitter.text(f"<parameter={name}>\n{_spell_value(value)}\n</parameter>\n")
         emitter.text("</function>\n")
 
     def read_call(self, said: str) -> ToolCall | None:
@@ -121,18 +121,18 @@ class TaggedCalls(ChatFormat):
             parameter = _PARAMETER.match(body, at)
             if parameter is None or parameter[1] in arguments:
                 return None
-            arguments[parameter[1]] = _value(parameter[2])
+            arguments[parameter[1]] = _parse_value(parameter[2])
             at = parameter.end()
         return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
 
 
-def _spelled(value: Any) -> str:
+def _spell_value(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return json.dumps(value, ensure_ascii=False)
     return str(value)
 
 
-def _value(spelled: str) -> Any:
+def _parse_value(spelled: str) -> Any:
     """The value that the template spells this way; a string where nothing else does."""
     if spelled in _SCALARS:
         return _SCALARS[spelled]
@@ -146,7 +146,7 @@ def _value(spelled: str) -> Any:
     return spelled
 
 
-def tool_json(tool: Any, path: str) -> str:
+def encode_tool(tool: Any, path: str) -> str:
     try:
         return json.dumps(tool, ensure_ascii=False)
     except (TypeError, ValueError) as error:

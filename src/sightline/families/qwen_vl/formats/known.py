@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sightline.families.qwen_vl.formats.base import ChatFormat, Talk
-from sightline.families.qwen_vl.formats.calls import JsonCalls, TaggedCalls
-from sightline.families.qwen_vl.formats.reasoning import Reasoning
+from sightline.families.qwen_vl.formats.base import ChatFormat, RenderContext
+from sightline.families.qwen_vl.formats.calls import JsonCallFormat, TaggedCallFormat
+from sightline.families.qwen_vl.formats.reasoning import ReasoningFormat
 from sightline.message import Message, Part, TextPart, join_texts
 
 
@@ -15,15 +15,15 @@ class Qwen25VL(ChatFormat):
     not_carried = ("text of None and empty text",)
 
 
-class Qwen3VL(JsonCalls):
+class Qwen3VL(JsonCallFormat):
     name = "Qwen3-VL"
 
 
-class Qwen3(Reasoning, JsonCalls):
+class Qwen3(ReasoningFormat, JsonCallFormat):
     """Its header leaves it to the model to open a block."""
 
     name = "Qwen3"
-    not_carried = tuple(dict.fromkeys((*Reasoning.not_carried, *JsonCalls.not_carried)))
+    not_carried = tuple(dict.fromkeys((*ReasoningFormat.not_carried, *JsonCallFormat.not_carried)))
 
 
 class Qwen3VLThinking(Qwen3):
@@ -31,18 +31,18 @@ class Qwen3VLThinking(Qwen3):
     opens_reasoning = True
 
 
-class Qwen35(Reasoning, TaggedCalls):
+class Qwen35(ReasoningFormat, TaggedCallFormat):
     """Every content is stripped, and every turn since the last question shows its block."""
 
     name = "Qwen3.5"
-    asks_for_query = True
+    requires_question = True
     opens_reasoning = True
-    keeps_empty = True
+    keeps_empty_reasoning = True
     not_carried = tuple(
         dict.fromkeys(
             (
-                *Reasoning.not_carried,
-                *TaggedCalls.not_carried,
+                *ReasoningFormat.not_carried,
+                *TaggedCallFormat.not_carried,
                 "white space around a message, and around reasoning",
             )
         )
@@ -68,6 +68,6 @@ class Qwen35(Reasoning, TaggedCalls):
             parts[-1] = TextPart(parts[-1].text.rstrip())
         return join_texts(parts)
 
-    def opens_tool_turn(self, talk: Talk, i: int) -> bool:
+    def opens_tool_turn(self, context: RenderContext, i: int) -> bool:
         # Its template opens none for a tool message that comes first of all.
-        return (i > 0 or talk.is_new) and super().opens_tool_turn(talk, i)
+        return (i > 0 or context.is_new) and super().opens_tool_turn(context, i)

@@ -10,23 +10,23 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from sightline.families.protocol import Family
-from sightline.families.qwen_vl.formats.base import ChatFormat, Talk
+from sightline.families.qwen_vl.formats.base import ChatFormat, RenderContext
 from sightline.message import Message
 from sightline.render import Emitter, Tokenizer
 
-START, END = "<think>", "</think>"
-REWRITTEN = "history_rewritten"
-OPEN = "stop_in_reasoning"
+THINK, END_THINK = "<think>", "</think>"
+HISTORY_REWRITTEN = "history_rewritten"
+STOP_IN_REASONING = "stop_in_reasoning"
 
 
-class Reasoning(ChatFormat):
+class ReasoningFormat(ChatFormat):
     """Reasoning by the rule of Qwen3: a turn that is not the last shows its block only when it
     holds something."""
 
     takes_reasoning = True
     opens_reasoning: ClassVar[bool] = False
     """Whether the header of a turn already opens the block."""
-    keeps_empty: ClassVar[bool] = False
+    keeps_empty_reasoning: ClassVar[bool] = False
     """Whether a turn since the last question shows its block even when it is empty."""
     not_carried = (
         *ChatFormat.not_carried,
@@ -35,8 +35,8 @@ class Reasoning(ChatFormat):
     )
 
     def __init__(self, tokenizer: Tokenizer, family: Family) -> None:
-        self._think = tokenizer.token_id(START)
-        self._think_end = tokenizer.token_id(END)
+        self._think = tokenizer.token_id(THINK)
+        self._think_end = tokenizer.token_id(END_THINK)
         super().__init__(tokenizer, family)
 
     def make_header(self) -> list[int]:
@@ -55,18 +55,18 @@ class Reasoning(ChatFormat):
     def said(self, message: Message) -> tuple[str, str]:
         """Reasoning and content. Where no reasoning is given, the template reads the content."""
         content = "".join(getattr(part, "text", "") for part in self.parts(message))
-        if message.reasoning is not None or END not in content:
+        if message.reasoning is not None or END_THINK not in content:
             return message.reasoning or "", content
-        reasoning = content.split(END)[0].rstrip("\n").split(START)[-1].lstrip("\n")
-        return reasoning, content.split(END)[-1].lstrip("\n")
+        reasoning = content.split(END_THINK)[0].rstrip("\n").split(THINK)[-1].lstrip("\n")
+        return reasoning, content.split(END_THINK)[-1].lstrip("\n")
 
-    def emit_said(self, emitter: Emitter, talk: Talk, i: int) -> None:
-        message = talk.messages[i]
+    def emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
+        message = context.messages[i]
         reasoning, content = self.said(message)
-        is_shown = i > talk.last_query and (
-            self.keeps_empty or bool(reasoning) or i + 1 == len(talk.messages)
+        is_shown = i > context.last_query and (
+            self.keeps_empty_reasoning or bool(reasoning) or i + 1 == len(context.messages)
         )
-        self.open(emitter, message.role)
+        self.open_turn(emitter, message.role)
         if is_shown:
             if not self.opens_reasoning:
                 emitter.begin_trained()
@@ -92,23 +92,23 @@ class Reasoning(ChatFormat):
     ) -> str | None:
         said = [int(token) for token in completion_ids]
         has_block = self.opens_reasoning or self._think in said or self._think_end in said
-        if any(map(self.asks, new)):
+        if any(map(self.is_question, new)):
             # Blocks in the prompt are of turns since the last question: older ones are dropped.
-            return REWRITTEN if has_block or self._think in prompt_ids else None
-        if has_block and not self.keeps_empty and not self.split(said)[0]:
-            return REWRITTEN
+            return HISTORY_REWRITTEN if has_block or self._think in prompt_ids else None
+        if has_block and not self.keeps_empty_reasoning and not self.split(said)[0]:
+            return HISTORY_REWRITTEN
         return None
 
-    def find_open(self, completion_ids: Sequence[int]) -> str | None:
-        return OPEN if self._is_open(completion_ids) else None
+    def find_unclosed(self, completion_ids: Sequence[int]) -> str | None:
+        return STOP_IN_REASONING if self._is_reasoning_open(completion_ids) else None
 
-    def _is_open(self, completion_ids: Sequence[int]) -> bool:
+    def _is_reasoning_open(self, completion_ids: Sequence[int]) -> bool:
         said = list(completion_ids)
         opened = self.opens_reasoning or self._think in said
         return opened and self._think_end not in said
 
-    def close_said(self, emitter: Emitter, completion_ids: Sequence[int]) -> None:
-        if not self._is_open(completion_ids):
+    def close_cut_turn(self, emitter: Emitter, completion_ids: Sequence[int]) -> None:
+        if not self._is_reasoning_open(completion_ids):
             return
         if not self._tokenizer.decode(list(completion_ids[-1:])).endswith("\n"):
             emitter.text("\n")

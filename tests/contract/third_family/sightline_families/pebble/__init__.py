@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sightline.message import Door
+from sightline.message import ImageResolver
 
 from .render import PebbleRenderer
 from .vision import Pebble
@@ -23,5 +23,5 @@ def load_family(path: Path, overrides: dict[str, int]) -> Pebble:
     return Pebble.load(path, overrides)
 
 
-def load_renderer(path: Path, family: Pebble, door: Door) -> PebbleRenderer:
-    return PebbleRenderer.load(path, family, door)
+def load_renderer(path: Path, family: Pebble, resolver: ImageResolver) -> PebbleRenderer:
+    return PebbleRenderer.load(path, family, resolver)

@@ -78,7 +78,7 @@ class PebbleForward:
     def blocks(self) -> list[nn.Module]:
         return list(self.model.layers)
 
-    def blank(self) -> tuple[torch.Tensor, tuple[int, int, int]]:
+    def blank_image(self) -> tuple[torch.Tensor, tuple[int, int, int]]:
         values = self.model.tower.pixels.in_features
         return torch.zeros(1, values, dtype=torch.uint8), (1, 1, 1)
 
@@ -92,12 +92,12 @@ class PebbleForward:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         features: torch.Tensor | None,
-        feature_places: torch.Tensor | None,
+        feature_indices: torch.Tensor | None,
         attention: Any,
     ) -> torch.Tensor:
         x = self.model.words(token_ids)
-        if features is not None and feature_places is not None and len(feature_places):
-            flat = x.flatten(0, 1).index_copy(0, feature_places, features.to(x.dtype))
+        if features is not None and feature_indices is not None and len(feature_indices):
+            flat = x.flatten(0, 1).index_copy(0, feature_indices, features.to(x.dtype))
             x = flat.view(x.shape)
         turn = _turn(positions[0], self.model.half, x.dtype)
         for index, layer in enumerate(self.model.layers):

@@ -17,16 +17,16 @@ from sightline.errors import FamilyError, MediaRefused, MessageError
 from sightline.message import (
     ROLES,
     AssistantMessage,
-    Door,
     ImagePart,
+    ImageResolver,
     Message,
     ToolCall,
     text,
     to_message,
 )
 from sightline.render import Bridged, Emitter, Refused, Rendered, Tokenizer
+from sightline.render.message_fields import check_message_list, get_field, list_image_paths
 from sightline.render.protocol import Messages, Tools
-from sightline.render.reading import check_list, field_of, image_paths
 
 from .vision import Pebble
 
@@ -36,10 +36,12 @@ _IMAGE_ROLES = ("user", "tool")
 class PebbleRenderer:
     """Renders, bridges and parses. Stateless but for the family's cache."""
 
-    def __init__(self, tokenizer: Tokenizer, family: Pebble, door: Door, vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, family: Pebble, resolver: ImageResolver, vocab_size: int
+    ) -> None:
         self._tokenizer = tokenizer
         self._family = family
-        self._door = door
+        self._resolver = resolver
         self.vocab_size = vocab_size
         token_id = tokenizer.token_id
         self._roles = {role: token_id(f"[{role}]") for role in ROLES}
@@ -52,7 +54,7 @@ class PebbleRenderer:
         self.pad_token_ids = (self._dot, self._look, self._end_look)
 
     @classmethod
-    def load(cls, path: Path, family: Pebble, door: Door) -> PebbleRenderer:
+    def load(cls, path: Path, family: Pebble, resolver: ImageResolver) -> PebbleRenderer:
         tokenizer = Tokenizer(path)
         vocab_size = int(json.loads((path / "config.json").read_text())["vocab_size"])
         if tokenizer.vocab_size > vocab_size:
@@ -60,10 +62,10 @@ class PebbleRenderer:
                 f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}",
                 "use the tokenizer that belongs to the checkpoint",
             )
-        return cls(tokenizer, family, door, vocab_size)
+        return cls(tokenizer, family, resolver, vocab_size)
 
     def read(self, messages: Messages) -> list[Message]:
-        check_list(messages, "messages")
+        check_message_list(messages, "messages")
         if not messages:
             raise MessageError.at("messages", "empty", "pass one message or more")
         return [self._read(m, f"messages[{i}]") for i, m in enumerate(messages)]
@@ -104,7 +106,7 @@ class PebbleRenderer:
 
         A turn that was cut off, or that ended with the other stop token, is closed first.
         """
-        check_list(new_messages, "new_messages")
+        check_message_list(new_messages, "new_messages")
         reason = self._refusal(prompt_ids, completion_ids, new_messages)
         if reason is not None:
             return Refused(reason)
@@ -120,7 +122,7 @@ class PebbleRenderer:
     def _refusal(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], new_messages: Messages
     ) -> str | None:
-        roles = [field_of(message, "role") for message in new_messages]
+        roles = [get_field(message, "role") for message in new_messages]
         if not roles:
             return "no_new_messages"
         if any(role not in ROLES for role in roles):
@@ -178,14 +180,14 @@ class PebbleRenderer:
         return self._tokenizer.decode(token_ids)
 
     def _read(self, message: Message | dict[str, Any], path: str) -> Message:
-        paths, role = image_paths(message, path), field_of(message, "role")
+        paths, role = list_image_paths(message, path), get_field(message, "role")
         if paths and role in ROLES and role not in _IMAGE_ROLES:
             raise MessageError.at(
                 paths[0],
                 f"an image in a message of the role {role}, which this chat format cannot show",
                 "put it into a user message",
             )
-        read = to_message(message, self._door, path)
+        read = to_message(message, self._resolver, path)
         _check_message(read, path)
         for image_path, ref in zip(paths, read.images, strict=True):
             try:

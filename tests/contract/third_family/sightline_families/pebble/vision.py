@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sightline.errors import FamilyError, FingerprintMismatch, MediaRefused, Misaligned
-from sightline.families.protocol import TREE, Layout, PlacedSlot
+from sightline.families.protocol import TREE_PACKING, ImageLayout, PlacedSlot
 from sightline.media import MediaRef
 from sightline.wire import MediaItem
 
@@ -65,7 +65,7 @@ class Pebble:
     num_axes = 1
     modality = "image"
     shows_images = True
-    packing = TREE
+    packing = TREE_PACKING
 
     def __init__(self, settings: Settings, slot_token_ids: tuple[int, ...]) -> None:
         self._settings = settings
@@ -88,7 +88,7 @@ class Pebble:
         config = json.loads((path / "config.json").read_text())
         return cls(read_settings(path, overrides), (int(config["image_token_id"]),))
 
-    def layout(self, width: int, height: int) -> Layout:
+    def layout(self, width: int, height: int) -> ImageLayout:
         factor = self._factor(width, height)
         new_width, new_height = -(-width // factor), -(-height // factor)
         rows, columns = -(-new_height // self.patch), -(-new_width // self.patch)
@@ -98,7 +98,7 @@ class Pebble:
                 f"the limit is {self._settings.max_patches_per_side}",
                 "crop it, or split it into several images",
             )
-        return Layout((1, rows, columns), rows * columns, new_height, new_width)
+        return ImageLayout((1, rows, columns), rows * columns, new_height, new_width)
 
     def _factor(self, width: int, height: int) -> int:
         """What each side is divided by: a power of two."""

@@ -1,0 +1,174 @@
+"""Policy losses, in the letters of their papers.
+
+A loss takes `LossInputs` and returns a `LossOutput`: the loss of every trained token, and which of
+them a bound held back. Its keyword arguments come from `[trainer] loss_args`. Chosen by
+`[trainer] loss`; the KL term (`[trainer] kl_coef`) and the aggregation over tokens are added by
+the learner, for every loss alike.
+
+Letters: S trained tokens, V vocabulary; pi the trainer's policy, mu the sampler's, r = pi / mu the
+importance ratio of a token, A its advantage, sg a value without gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from sightline.algo.registry import load_function, try_function
+from sightline.compute.logprobs import mask_banned
+from sightline.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """The trained tokens of one micro-batch, sequence by sequence."""
+
+    logprobs: Float[Tensor, " tokens"]
+    """log pi of each token; the one tensor with a gradient."""
+    sampler_logprobs: Float[Tensor, " tokens"]
+    """log mu of each token, as the inference engine said when it sampled it."""
+    advantages: Float[Tensor, " tokens"]
+    sequence_ids: Int[Tensor, " tokens"]
+    """Numbers, from 0, the model call that each token was sampled in."""
+
+    def importance_ratios(self) -> Float[Tensor, " tokens"]:
+        """r = pi / mu of each token, with its gradient."""
+        return torch.exp(self.logprobs - self.sampler_logprobs)
+
+
+class LossOutput(NamedTuple):
+    token_loss: Float[Tensor, " tokens"]
+    """Not yet weighed by the aggregation."""
+    clipped: Float[Tensor, " tokens"]
+    """1 where a bound changed the token's loss, else 0; its mean is `clip_fraction`."""
+
+
+LossFunction = Callable[[LossInputs], LossOutput]
+
+
+def supervised(inputs: LossInputs) -> LossOutput:
+    """-log pi: the tokens are to be said, whoever said them first."""
+    return LossOutput(-inputs.logprobs, torch.zeros_like(inputs.logprobs))
+
+
+def ppo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossOutput:
+    """-min(r A, clip(r, 1-low, 1+high) A): clipped by token, with a higher upper bound (DAPO)."""
+    return _clipped(inputs.importance_ratios(), inputs.advantages, clip_low, clip_high)
+
+
+def cispo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossOutput:
+    """-sg(clip(r, 1-low, 1+high)) A log pi: a clipped token weighs less, and still trains."""
+    r = inputs.importance_ratios().detach()
+    weight = torch.clamp(r, 1 - clip_low, 1 + clip_high)
+    return LossOutput(-weight * inputs.advantages * inputs.logprobs, (weight != r).float())
+
+
+def tis(inputs: LossInputs, *, ratio_cap: float = 2.0) -> LossOutput:
+    """-sg(min(r, C)) A log pi: importance sampling from mu, with its weights truncated at C."""
+    r = inputs.importance_ratios().detach()
+    weight = torch.clamp(r, max=ratio_cap)
+    return LossOutput(-weight * inputs.advantages * inputs.logprobs, (weight != r).float())
+
+
+def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> LossOutput:
+    """-min(s A, clip(s, 1-low, 1+high) A) with s of a whole sequence, (prod r) ** (1 / length).
+
+    The gradient of s goes to each of its tokens: s_t = sg(s) pi / sg(pi). The bounds are much
+    smaller than those of `ppo`, since s is a geometric mean.
+    """
+    ids = inputs.sequence_ids
+    log_r = (inputs.logprobs - inputs.sampler_logprobs).detach()
+    # As many sequences as tokens at the most: to count them, the host would wait for the device.
+    sums = torch.zeros_like(log_r).index_add(0, ids, log_r)
+    lengths = torch.zeros_like(log_r).index_add(0, ids, torch.ones_like(log_r))
+    log_s = (sums / lengths)[ids]
+    s = torch.exp(log_s + inputs.logprobs - inputs.logprobs.detach())
+    return _clipped(s, inputs.advantages, clip_low, clip_high)
+
+
+def _clipped(
+    ratios: Float[Tensor, " tokens"], advantages: Float[Tensor, " tokens"], low: float, high: float
+) -> LossOutput:
+    plain = ratios * advantages
+    clipped = torch.clamp(ratios, 1 - low, 1 + high) * advantages
+    return LossOutput(-torch.minimum(plain, clipped), (clipped < plain).float())
+
+
+LOSSES: dict[str, Callable[..., LossOutput]] = {
+    "ppo": ppo,
+    "cispo": cispo,
+    "gspo": gspo,
+    "tis": tis,
+}
+
+
+def exact_kl(
+    log_p: Float[Tensor, "tokens vocab"],
+    log_q: Float[Tensor, "tokens vocab"],
+    banned: Int[Tensor, " ids"],
+) -> Float[Tensor, " tokens"]:
+    """KL(p || q) over the whole vocabulary; banned ids have no mass in either."""
+    difference = mask_banned(log_p - log_q, banned, 0.0)
+    return (log_p.exp() * difference).sum(-1)
+
+
+def entropy(
+    log_p: Float[Tensor, "tokens vocab"], banned: Int[Tensor, " ids"]
+) -> Float[Tensor, " tokens"]:
+    """-sum p log p over the whole vocabulary, without the banned ids."""
+    return -(log_p.exp() * mask_banned(log_p, banned, 0.0)).sum(-1)
+
+
+def mismatch_kl(
+    logprobs: Float[Tensor, " tokens"], sampler_logprobs: Float[Tensor, " tokens"]
+) -> Float[Tensor, " tokens"]:
+    """Estimates KL(sampler || trainer) at each sampled token: r - 1 - log r, never negative."""
+    log_r = (logprobs - sampler_logprobs).double()
+    return torch.expm1(log_r) - log_r
+
+
+def load_loss(name: str, args: Mapping[str, Any] | None = None) -> LossFunction:
+    """The policy loss of a run; one from outside is tried on a few tokens first."""
+    setting = "[trainer] loss"
+    function = load_function(setting, name, LOSSES, args or {}, ("inputs",))
+    if name not in LOSSES:
+        _check_loss(setting, name, function)
+    return function
+
+
+def _check_loss(setting: str, name: str, function: LossFunction) -> None:
+    for num in (6, 0):
+        logprobs = torch.linspace(-2.0, -0.5, num, requires_grad=True)
+        inputs = LossInputs(
+            logprobs,
+            logprobs.detach() - 0.1,
+            torch.linspace(-1.0, 1.0, num),
+            torch.arange(num) // 3,
+        )
+        found = try_function(setting, name, function, inputs)
+        if (
+            not isinstance(found, tuple)
+            or [getattr(x, "shape", None) for x in found] != [(num,)] * 2
+        ):
+            raise ConfigError(
+                f"{setting} = {name!r} gave {found!r} for {num} tokens",
+                f"return LossOutput(token_loss, clipped), two tensors of shape ({num},); a "
+                "micro-batch may hold no trained token",
+            )
+        token_loss = found[0]
+        if not token_loss.requires_grad:
+            raise ConfigError(
+                f"the result of {setting} = {name!r} has no gradient",
+                "compute it from inputs.logprobs, without detach(), .item() or numpy",
+            )
+        token_loss.sum().backward()
+        if not (torch.isfinite(token_loss).all() and torch.isfinite(logprobs.grad).all()):
+            raise ConfigError(
+                f"{setting} = {name!r} is not finite on ordinary tokens: {token_loss.tolist()}",
+                "look for a division by zero or a logarithm of it",
+            )

@@ -1,0 +1,159 @@
+"""Finds the functions of a run's algorithm, and checks them before anything starts.
+
+A setting names a built-in function, or one of anybody's as "module:function". Either way its
+keyword arguments are checked against its signature, and a function from outside is tried on a
+small batch, so that a wrong shape is an error that names the setting and not a failed step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from sightline.algo.advantages import ADVANTAGES, AdvantageFunction, grpo
+from sightline.algo.aggregation import AGGREGATIONS, AggregationFunction
+from sightline.algo.credit import CREDITS, CreditFunction, GroupRewards
+from sightline.algo.filters import Filter, rare_token, repetitive, too_long
+from sightline.config import FiltersConfig
+from sightline.config.objects import load_object
+from sightline.errors import ConfigError
+from sightline.message import assistant, user
+from sightline.trace import Node, PolicySpan, Trace
+from sightline.trace.node import float32_array, int32_array
+
+
+def load_function(
+    setting: str,
+    name: str,
+    built_in: Mapping[str, Callable[..., Any]],
+    args: Mapping[str, Any],
+    parameters: tuple[str, ...],
+) -> Callable[..., Any]:
+    """The function that `setting` names, with `args` bound to its keyword arguments.
+
+    `parameters` are what it is called with, by position.
+    """
+    if name in built_in:
+        function = built_in[name]
+    elif ":" in name:
+        function = load_object(name, setting)
+    else:
+        raise ConfigError(
+            f"{setting} = {name!r} is no built-in one",
+            f"use one of {', '.join(map(repr, built_in))}, or 'module:function' of your own",
+        )
+    if not callable(function):
+        raise ConfigError(f"{setting} = {name!r} is no function", "name one that can be called")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*parameters, **args)
+    except TypeError as error:
+        raise ConfigError(
+            f"{setting} = {name!r} cannot be called with ({', '.join(parameters)}"
+            f"{''.join(f', {key}=...' for key in args)}): {error}",
+            f"its signature is {name.rpartition(':')[2]}{signature}; see docs/algorithms.md",
+        ) from error
+    return partial(function, **args) if args else function
+
+
+def try_function(setting: str, name: str, function: Callable[..., Any], *inputs: Any) -> Any:
+    """What `function` makes of a small batch; an exception of it names the setting."""
+    try:
+        return function(*inputs)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{setting} = {name!r} failed on a small batch: {type(error).__name__}: {error}",
+            "call it on a small batch of your own, as docs/algorithms.md shows",
+        ) from error
+
+
+def check_array(setting: str, name: str, found: Any, length: int, what: str) -> None:
+    """Raises unless a function's answer is a finite float array with one number for each `what`."""
+    is_array = isinstance(found, np.ndarray) and found.dtype.kind == "f"
+    if not is_array or found.shape != (length,) or not np.isfinite(found).all():
+        shown = f"{found.dtype} {found.shape}" if isinstance(found, np.ndarray) else repr(found)
+        raise ConfigError(
+            f"{setting} = {name!r} gave {shown} for {length} {what}",
+            f"return a numpy array of finite floats with shape ({length},), one for each",
+        )
+
+
+def load_advantage(name: str, args: Mapping[str, Any] | None = None) -> AdvantageFunction:
+    setting = "[orchestrator] advantage"
+    function = load_function(setting, name, ADVANTAGES, args or {}, ("rewards",))
+    if name not in ADVANTAGES:
+        for rewards in (np.array([0.0, 1.0, 0.5, 0.5]), np.zeros(4)):
+            found = try_function(setting, name, function, rewards)
+            check_array(setting, name, found, len(rewards), "rewards")
+    return function
+
+
+def load_credit(name: str) -> CreditFunction:
+    setting = "[orchestrator] credit"
+    function = load_function(setting, name, CREDITS, {}, ("group", "advantage"))
+    if name not in CREDITS:
+        rows = (np.array([0.0, 1.0]), np.array([0.5]))
+        group = GroupRewards(np.array([1.0, 0.5]), (2, 1), rows, "trial")
+        found = try_function(setting, name, function, group, grpo)
+        if not isinstance(found, list) or len(found) != 2:
+            raise ConfigError(
+                f"{setting} = {name!r} gave {found!r} for 2 rollouts",
+                "return a list with one array a rollout",
+            )
+        for row, num in zip(found, group.num_turns, strict=True):
+            check_array(setting, name, row, num, "turns")
+    return function
+
+
+def load_aggregation(name: str, args: Mapping[str, Any] | None = None) -> AggregationFunction:
+    setting = "[trainer] loss_aggregation"
+    function = load_function(setting, name, AGGREGATIONS, args or {}, ("num_trained",))
+    if name not in AGGREGATIONS:
+        counts = np.array([3, 1, 0])
+        check_array(setting, name, try_function(setting, name, function, counts), 3, "samples")
+    return function
+
+
+def load_filters(config: FiltersConfig) -> list[Filter]:
+    """The filters that `[filters]` switches on, the built-in ones first."""
+    filters: list[Filter] = []
+    if config.max_sampled_tokens:
+        filters.append(partial(too_long, max_sampled_tokens=config.max_sampled_tokens))
+    if config.max_repeats:
+        filters.append(partial(repetitive, max_repeats=config.max_repeats))
+    if config.min_logprob is not None:
+        filters.append(partial(rare_token, min_logprob=config.min_logprob))
+    setting = "[filters] custom"
+    for name in config.custom:
+        function = load_function(setting, name, {}, {}, ("trace",))
+        found = try_function(setting, name, function, _small_trace())
+        if found is not None and not (isinstance(found, str) and found.isidentifier()):
+            raise ConfigError(
+                f"{setting}: {name!r} gave {found!r}",
+                "return None where the rollout may train, else the name of its verdict, such as "
+                '"too_polite"',
+            )
+        filters.append(function)
+    return filters
+
+
+def _small_trace() -> Trace:
+    """A rollout of one turn, for trying a filter."""
+    question = Node(0, -1, user("2 + 2?"), int32_array([1, 2]), sampled_start=2)
+    answer = Node(
+        1,
+        0,
+        assistant("4"),
+        int32_array([3, 4, 5]),
+        sampled_start=1,
+        logprobs=float32_array([-0.5, -0.1]),
+        versions=(PolicySpan(0, 0, 0, 2),),
+        finish_reason="stop",
+    )
+    return Trace(id="trial", env="trial", nodes=[question, answer], reward=1.0)

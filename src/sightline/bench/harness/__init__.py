@@ -1,0 +1,1 @@
+"""What the benchmarks share: recorded and synthetic runs, scripted agents, baselines, meters."""

@@ -1,0 +1,63 @@
+"""transformers' own image processors of a checkpoint: what our pixels are measured against."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Processor = Callable[[Any], torch.Tensor]
+"""A PIL image to float rows."""
+_LIBRARIES: list[torch.library.Library] = []
+"""What a library declares goes with it."""
+
+
+def load_processor(model: Path, backend: str) -> Processor:
+    """The processor of that back end: `pil` or `torchvision`."""
+    from transformers import AutoImageProcessor
+
+    processor = AutoImageProcessor.from_pretrained(model, backend=backend, local_files_only=True)
+
+    def rows(image: Any) -> torch.Tensor:
+        found: torch.Tensor = processor(images=image, return_tensors="pt")["pixel_values"]
+        return found
+
+    return rows
+
+
+def set_threads(num: int) -> None:
+    torch.set_num_threads(num)
+
+
+def prepare_torchvision() -> bool:
+    """Whether torchvision can be imported. To be called before transformers is."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None:
+        return False
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if not _load_compiled(sorted(file for folder in folders for file in folder.glob("_C*.so"))):
+        _declare_operators()
+    return True
+
+
+def _load_compiled(files: list[Path]) -> bool:
+    """The compiled half; torchvision itself finds it loaded."""
+    try:
+        for file in files:
+            torch.ops.load_library(str(file))
+    except OSError:
+        return False
+    return bool(files)
+
+
+def _declare_operators() -> None:
+    """A build for CUDA beside a CPU build of torch cannot load its compiled half; importing the
+    rest fails on two operators that image processors do not call."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    _LIBRARIES.append(library)
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

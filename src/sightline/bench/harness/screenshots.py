@@ -1,0 +1,128 @@
+"""screenshots: a new drawn page every turn, for measuring long rollouts. There is nothing to learn.
+
+A page has blocks, lines of text and a patch of noise that stands for a photograph: its PNG is
+about as large as that of a real page (over 50 KB at 1280x720).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+import zlib
+from functools import cached_property
+
+import aiohttp
+from PIL import Image, ImageDraw, ImageFont
+
+from sightline.envs.protocol import Chat, Environment, Outcome, Task
+from sightline.errors import EnvironmentFailed
+from sightline.message import user
+
+PAPER, INK = 250, 20
+NUM_BLOCKS = 40
+NUM_LINES = 40
+NUM_TEXTS = 64
+END_BYTES = 12
+"""Of the chunk that ends a PNG."""
+PHOTO_FRACTION = 0.05
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class Screenshots(Environment):
+    name = "screenshots"
+
+    def __init__(
+        self,
+        turns: int = 50,
+        width: int = 1280,
+        height: int = 720,
+        photo: float = PHOTO_FRACTION,
+        agent: str = "",
+    ) -> None:
+        """`photo` is the share of a page that is noise, of which PNG saves nothing.
+
+        With `agent`, the address of a program elsewhere, that one plays, through `base_url`.
+        """
+        self.turns = turns
+        self.width = width
+        self.height = height
+        self.photo = photo
+        self.agent = agent
+
+    def task(self, index: int, split: str) -> Task:
+        return Task(index, split)
+
+    async def rollout(self, task: Task, chat: Chat) -> Outcome:
+        if self.agent:
+            await self._send_agent(chat)
+        for turn in range(0 if self.agent else self.turns):
+            await chat.send([user(f"page {turn}", chat.put(self.draw(chat.rng)))])
+        return Outcome(reward=chat.rng.random())
+
+    async def _send_agent(self, chat: Chat) -> None:
+        agent_request = {
+            "base_url": chat.base_url,
+            "api_key": chat.api_key,
+            "seed": chat.rng.randrange(1 << 31),
+            "turns": self.turns,
+            "width": self.width,
+            "height": self.height,
+        }
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
+            session.post(self.agent, json=agent_request) as answer,
+        ):
+            if answer.status != 200:
+                raise EnvironmentFailed(
+                    f"the agent at {self.agent} gave up: {await answer.text()}",
+                    "look at the policy's log",
+                )
+
+    def draw(self, rng: random.Random) -> bytes:
+        """A page as PNG. Drawn in 256 colours: several times cheaper than in RGB."""
+        width, height = self.width, self.height
+        page = Image.new("P", (width, height), PAPER)
+        page.putpalette(self._palette)
+        pen = ImageDraw.Draw(page)
+        for _ in range(NUM_BLOCKS):
+            x, y = rng.randrange(width), rng.randrange(height)
+            right, bottom = x + rng.randint(1, width // 6), y + rng.randint(1, height // 8)
+            pen.rectangle((x, y, right, bottom), fill=rng.randrange(256))
+        for line in range(NUM_LINES):
+            place = (rng.randrange(width // 2), line * height // NUM_LINES)
+            page.paste(INK, place, rng.choice(self._texts))
+        # A fifth of the width and a quarter of the height are PHOTO of the page.
+        scale = math.sqrt(self.photo / PHOTO_FRACTION)
+        size = (int(width / 5 * scale), int(height / 4 * scale))
+        photo = Image.frombytes("P", size, rng.randbytes(size[0] * size[1]))
+        page.paste(photo, (rng.randrange(width - size[0]), rng.randrange(height - size[1])))
+        file = io.BytesIO()
+        page.save(file, "PNG", compress_level=1)
+        return file.getvalue()
+
+    @cached_property
+    def _palette(self) -> bytes:
+        return bytes(value % 256 for i in range(256) for value in (i, 7 * i, 31 * i))
+
+    @cached_property
+    def _texts(self) -> list[Image.Image]:
+        """Masks of lines of words; letters cost more to draw than all the rest of a page."""
+        rng, font = random.Random(0), ImageFont.load_default()
+        texts = []
+        for _ in range(NUM_TEXTS):
+            words = ("".join(rng.choices(LETTERS, k=rng.randint(2, 9))) for _ in range(14))
+            mask = Image.new("L", (max(self.width // 2, 1), 14))
+            ImageDraw.Draw(mask).text((0, 0), " ".join(words), fill=255, font=font)
+            texts.append(mask)
+        return texts
+
+
+def add_text_chunk(png: bytes, text: str) -> bytes:
+    """The picture with a text chunk: other bytes, and so another image, without drawing anew."""
+    body = b"tEXt" + b"page\0" + text.encode("latin-1")
+    chunk = (len(body) - 4).to_bytes(4) + body + zlib.crc32(body).to_bytes(4)
+    return png[:-END_BYTES] + chunk + png[-END_BYTES:]
+
+
+ENVIRONMENT = Screenshots

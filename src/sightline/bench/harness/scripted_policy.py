@@ -1,0 +1,132 @@
+"""A policy without a model: speaks the generate protocol and counts what crosses its wire.
+
+It checks requests as a server does, and says random text. It looks at no image: its pixel digests
+are made from the items' keys. It keeps nothing of a request but the counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import msgspec
+from aiohttp import web
+
+from sightline.bench.harness.scripted_agent import AGENT_PATH, run_agent
+from sightline.wire.generate import (
+    Choice,
+    GenerateRequest,
+    GenerateResponse,
+    Logprobs,
+    SightlineFields,
+    TokenLogprob,
+    VersionSpan,
+)
+
+COUNTS_PATH = "/sightline/v1/counts"
+MAX_REQUEST_BYTES = 1 << 30
+NUM_TEXT_IDS = 94
+"""The first ids of a byte-level tokenizer are the printable characters of ASCII."""
+LOGPROB = -4.5
+VERSION = "0"
+ENCODED_IMAGES = (b"data:image", b"\x89PNG\r\n\x1a\n", b"iVBORw0KGgo")
+"""A data URL, a PNG file, and the latter in base64."""
+
+_encoder = msgspec.json.Encoder()
+_requests = msgspec.json.Decoder(GenerateRequest)
+
+
+class PolicyCounts(msgspec.Struct):
+    """Bytes of HTTP bodies, by what they were."""
+
+    requests: int = 0
+    received_bytes: int = 0
+    id_bytes: int = 0
+    """Of `received_bytes`, the ids of the prompts."""
+    reference_bytes: int = 0
+    """Of `received_bytes`, what names and places images."""
+    slots: int = 0
+    longest_prompt: int = 0
+    sent_bytes: int = 0
+    digest_bytes: int = 0
+    """Of `sent_bytes`, the pixel digests, one for each image of the prompt."""
+    encoded_images: int = 0
+    """In requests; there must be none."""
+
+
+def count_encoded_images(data: bytes) -> int:
+    return sum(data.count(mark) for mark in ENCODED_IMAGES)
+
+
+class ScriptedPolicy:
+    def __init__(self) -> None:
+        self.counts = PolicyCounts()
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/sightline/v1/adopt", self._adopt)
+        app.router.add_get("/sightline/v1/stats", self._stats)
+        app.router.add_post(AGENT_PATH, run_agent)
+        app.router.add_get(COUNTS_PATH, self._counts)
+        app.router.add_get("/health", self._health)
+        return app
+
+    async def _generate(self, http: web.Request) -> web.Response:
+        body = await http.read()
+        request = _requests.decode(body)
+        slots = request.slots()
+        self._count(body, request)
+        digests = [
+            hashlib.blake2b(slot.item.key.encode(), digest_size=16).hexdigest() for slot in slots
+        ]
+        answer = _encoder.encode(self._answer(request, digests))
+        self.counts.sent_bytes += len(answer)
+        self.counts.digest_bytes += len(_encoder.encode(digests))
+        return web.Response(body=answer, content_type="application/json")
+
+    @staticmethod
+    def _answer(request: GenerateRequest, digests: list[str]) -> GenerateResponse:
+        params = request.sampling_params
+        rng = random.Random(params.seed)
+        said = [rng.randrange(NUM_TEXT_IDS) for _ in range(params.max_tokens)]
+        if params.stop_token_ids:
+            said[-1] = params.stop_token_ids[0]
+        choice = Choice(
+            index=0,
+            token_ids=said,
+            finish_reason="stop" if params.stop_token_ids else "length",
+            logprobs=Logprobs([TokenLogprob(token, LOGPROB) for token in said]),
+            weight_versions=[VersionSpan(VERSION, 0, len(said))],
+        )
+        return GenerateResponse(request.request_id, [choice], SightlineFields(digests))
+
+    def _count(self, body: bytes, request: GenerateRequest) -> None:
+        counts = self.counts
+        counts.requests += 1
+        counts.received_bytes += len(body)
+        without_ids = msgspec.structs.replace(request, token_ids=[])
+        counts.id_bytes += len(body) - len(_encoder.encode(without_ids)) + len("[]")
+        counts.longest_prompt = max(counts.longest_prompt, len(request.token_ids))
+        counts.encoded_images += count_encoded_images(body)
+        if request.features is not None:
+            counts.reference_bytes += len(_encoder.encode(request.features))
+            counts.slots += sum(map(len, request.features.kwargs_data.values()))
+
+    async def _adopt(self, http: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def _stats(self, http: web.Request) -> web.Response:
+        return web.json_response({"busy": []})
+
+    async def _counts(self, http: web.Request) -> web.Response:
+        return web.Response(body=_encoder.encode(self.counts), content_type="application/json")
+
+    async def _health(self, http: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+
+def serve(address: str) -> None:
+    """Serves at `http://host:port` until SIGTERM."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    web.run_app(ScriptedPolicy().app(), host=host, port=int(port), print=None, access_log=None)

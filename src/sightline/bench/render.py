@@ -1,0 +1,212 @@
+"""`sightline bench render`: what a turn with a new screenshot costs a renderer."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sightline.bench.rollout import work_folder, write_tiny
+from sightline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MB = 1e6
+PEER = "renderers"
+PEER_VERSION = "0.1.12"
+
+# In a process of its own, so that neither side pays for what the other holds. It prints, for each
+# turn, seconds and bytes of pixels held.
+PEER_PROGRAM = """
+import json, sys, time
+import torch
+from types import SimpleNamespace
+from transformers import AutoImageProcessor, AutoTokenizer
+from renderers import create_renderer
+torch.set_num_threads(1)
+model, name, folder, turns = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+tokenizer.unk_token = None
+images = AutoImageProcessor.from_pretrained(model, backend="pil", local_files_only=True)
+renderer = create_renderer(tokenizer, getattr(__import__("renderers"), name)())
+renderer._processor = SimpleNamespace(image_processor=images)
+ids = renderer.render([{"role": "user", "content": "begin"}], add_generation_prompt=True).token_ids
+said = [*tokenizer.encode("go on", add_special_tokens=False), renderer.get_stop_token_ids()[0]]
+held = None
+for turn in range(int(turns)):
+    part = {"type": "image_url", "image_url": {"url": f"file://{folder}/{turn}.png"}}
+    content = [{"type": "text", "text": f"page {turn}"}, part]
+    began = time.perf_counter()
+    bridged = renderer.bridge_to_next_turn(
+        ids, said, [{"role": "user", "content": content}], previous_multi_modal_data=held
+    )
+    spent = time.perf_counter() - began
+    ids, held = bridged.token_ids, bridged.multi_modal_data
+    pixels = sum(item["pixel_values"].nbytes for item in held.mm_items["image"])
+    print(json.dumps([spent, pixels, len(ids)]), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Turn:
+    seconds: float
+    held_bytes: int
+    """Of the images: pixels, or references."""
+    num_tokens: int
+    put_s: float = 0.0
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "render",
+        help="time and memory of a turn with a new screenshot",
+        description="Extends a conversation by one screenshot a turn, with our renderer and with "
+        f"{PEER}=={PEER_VERSION} where it is installed (the extra `peers`), each in one thread. "
+        "A turn here is `bridge` with an image that is in the store; `put` stands beside it.",
+    )
+    parser.add_argument("--turns", type=int, default=100, help="default: %(default)s")
+    parser.add_argument("--width", type=int, default=1280, help="default: %(default)s")
+    parser.add_argument("--height", type=int, default=800, help="default: %(default)s")
+    parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
+    parser.add_argument("--dir", type=Path, help="keep the screenshots in this folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    if args.turns < 1:
+        raise ConfigError(f"--turns {args.turns}", "play one turn or more")
+    with work_folder(args.dir) as folder:
+        model = args.model or write_tiny(folder / "model")
+        png_bytes = draw(args, folder)
+        ours = measure(model, folder, args.turns)
+        theirs = measure_peer(model, folder, args.turns)
+    console = Console()
+    console.print(
+        f"{args.turns} turns, {args.width}x{args.height}, PNG {png_bytes / 1e3:.0f} KB each"
+    )
+    console.print(make_table(ours, theirs))
+    for line in closing_lines(ours, theirs):
+        console.print(line, highlight=False, soft_wrap=True)
+    return 0
+
+
+def draw(args: argparse.Namespace, folder: Path) -> int:
+    """Writes the screenshots; returns the mean size of one."""
+    from sightline.bench.harness.screenshots import Screenshots
+
+    pages, rng = Screenshots(args.turns, args.width, args.height), random.Random(0)
+    total = 0
+    for turn in range(args.turns):
+        data = pages.draw(rng)
+        (folder / f"{turn}.png").write_bytes(data)
+        total += len(data)
+    return total // args.turns
+
+
+def measure(model: Path, folder: Path, turns: int) -> list[Turn]:
+    import msgspec
+
+    from sightline.families import load_renderer
+    from sightline.media import MediaStore
+    from sightline.message import user
+    from sightline.render import Bridged
+
+    store = MediaStore(folder / "media")
+    renderer = load_renderer(model, store)
+    ids = renderer.render([user("begin")]).token_ids
+    said = [*renderer.render([user("go on")]).token_ids[3:5], renderer.stop_token_ids[0]]
+    measured, held = [], 0
+    for turn in range(turns):
+        data = (folder / f"{turn}.png").read_bytes()
+        began = time.perf_counter()
+        ref = store.put(data)
+        stored = time.perf_counter()
+        bridged = renderer.bridge(ids, said, [user(f"page {turn}", ref)])
+        ended = time.perf_counter()
+        if not isinstance(bridged, Bridged):
+            raise ConfigError(f"{model}: {bridged}", "choose a checkpoint that does not reason")
+        ids += said + bridged.token_ids
+        held += sum(len(msgspec.msgpack.encode(slot)) for slot in bridged.slots)
+        measured.append(Turn(ended - stored, held, len(ids), stored - began))
+    return measured
+
+
+def measure_peer(model: Path, folder: Path, turns: int) -> list[Turn]:
+    """Empty where the peer is not installed, or has nothing for the family."""
+    from sightline.families import registry
+
+    config = registry.find_reference_renderer_config(model)
+    if config is None or importlib.util.find_spec(PEER) is None:
+        return []
+    words = [str(model), config, str(folder.resolve()), str(turns)]
+    done = subprocess.run(
+        [sys.executable, "-c", PEER_PROGRAM, *words], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise ConfigError(
+            f"{PEER}: {done.stderr.strip()[-400:]}", f"install {PEER}=={PEER_VERSION}"
+        )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    return [Turn(*line) for line in lines]
+
+
+def make_table(ours: list[Turn], theirs: list[Turn]) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    for name in ("turn", "bridge ms", "put ms", "held KB", "peer ms", "peer held MB", "tokens"):
+        table.add_column(name, justify="right")
+    for turn in shown_turns(len(ours)):
+        # A stretch of turns, so that one that was interrupted does not stand for all.
+        stretch = slice(max(0, turn - 5), turn)
+        peer = ["-", "-"]
+        if theirs:
+            held = theirs[turn - 1].held_bytes / MB
+            peer = [f"{1e3 * middle(theirs[stretch]):.1f}", f"{held:.1f}"]
+        table.add_row(
+            str(turn),
+            f"{1e3 * middle(ours[stretch]):.3f}",
+            f"{1e3 * statistics.median(t.put_s for t in ours[stretch]):.2f}",
+            f"{ours[turn - 1].held_bytes / 1e3:.1f}",
+            *peer,
+            f"{ours[turn - 1].num_tokens:,}",
+        )
+    return table
+
+
+def shown_turns(turns: int) -> list[int]:
+    return [turn for turn in (1, 2, 5, 10, 20, 50, 100, 200, 500) if turn < turns] + [turns]
+
+
+def middle(turns: list[Turn]) -> float:
+    return statistics.median(turn.seconds for turn in turns)
+
+
+def closing_lines(ours: list[Turn], theirs: list[Turn]) -> list[str]:
+    half = max(1, len(ours) // 2)
+    growth = middle(ours[half:] or ours) / middle(ours[:half])
+    lines = [
+        f"bridge: {1e3 * middle(ours):.3f} ms a turn; second half over first half {growth:.2f}; "
+        f"put: {1e3 * statistics.median(t.put_s for t in ours):.2f} ms"
+    ]
+    if theirs:
+        ratio = middle(theirs) / middle(ours)
+        held = theirs[-1].held_bytes / ours[-1].held_bytes
+        lines.append(
+            f"{PEER}=={PEER_VERSION}: {1e3 * middle(theirs):.1f} ms a turn, "
+            f"{ratio:.0f} times ours; "
+            f"it holds {held:,.0f} times the bytes"
+        )
+    else:
+        lines.append(f"no {PEER} to compare with: pip install 'sightline[peers]'")
+    return lines

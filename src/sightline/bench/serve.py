@@ -1,0 +1,301 @@
+"""`sightline bench serve`: tokens per second of the engines, over HTTP.
+
+Rollouts of several turns, a new image each turn, greedy, so many at a time; at least `--rollouts`
+of them, and one for each that may play at once. The first are also played by transformers'
+`generate`, one request after another, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import tempfile
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sightline.errors import ConfigError, ProcessFailed
+
+if TYPE_CHECKING:
+    from sightline.render import Renderer
+    from sightline.wire import Slot
+
+MAX_LEN = 4096
+Answer = Callable[[list[int], list["Slot"]], Awaitable[list[int]]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is played; the same for every contestant."""
+
+    rollouts: int
+    turns: int
+    max_tokens: int
+    side: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rollouts * self.turns * self.max_tokens
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    tokens_per_s: list[float]
+    said: list[list[int]]
+    """What the rollouts of the first repeat said, to see that all said the same."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.tokens_per_s)
+
+
+def add(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "serve", help="tokens per second of the embedded engine", description=__doc__
+    )
+    parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[1, 16, 64], metavar="N",
+        help="rollouts at once; default: 1 16 64",
+    )  # fmt: skip
+    parser.add_argument("--rollouts", type=int, default=16, help="default: %(default)s")
+    parser.add_argument("--turns", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=int, default=16, help="a turn; default: %(default)s")
+    parser.add_argument("--side", type=int, default=64, help="pixels; default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument(
+        "--vllm", default="", metavar="PYTHON",
+        help="also measure vLLM, served by this interpreter",
+    )  # fmt: skip
+    parser.add_argument("--baseline", type=Path, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    if args.baseline:
+        asyncio.run(_play_baseline(args, args.baseline))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
+        args.model = args.model or write_tiny(Path(folder) / "model")
+        lines = measure(args, Path(folder) / "media")
+    _print(lines, args)
+    return 0
+
+
+def measure(args: argparse.Namespace, media: Path) -> list[Line]:
+    lines = [_baseline(args, media)]
+    servers: dict[str, list[str]] = {"engine": []}
+    if args.vllm:
+        servers["vLLM"] = ["--engine", "vllm", "--python", args.vllm]
+    for name, more in servers.items():
+        with serving(args, media, MAX_LEN, more) as address:
+            for num in args.concurrency:
+                title = f"{name}, {num} at once"
+                lines.append(asyncio.run(_engine(args, media, address, num, title)))
+    return lines
+
+
+async def _engine(
+    args: argparse.Namespace, media: Path, address: str, concurrency: int, title: str
+) -> Line:
+    from sightline.rollout.client import GenerateClient
+    from sightline.wire.generate import GenerateRequest, SamplingParams
+
+    client = GenerateClient(address)
+    params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, logprobs=None)
+
+    async def answer(token_ids: list[int], slots: list[Slot]) -> list[int]:
+        request = GenerateRequest.of(token_ids, slots, params)
+        return (await client.generate(request)).choices[0].token_ids
+
+    try:
+        return await _repeat(args, media, title, answer, concurrency)
+    finally:
+        await client.close()
+
+
+async def _play_baseline(args: argparse.Namespace, media: Path) -> None:
+    """In the process of the baseline: its line goes to stdout as JSON."""
+    from sightline.bench.harness.plain_generate import TransformersBaseline
+    from sightline.families import load_family
+
+    store, renderer = renderer_of(args.model, media)
+    family = load_family(args.model)
+    plain = TransformersBaseline(
+        args.model, family, args.device, args.dtype, renderer.pad_token_ids
+    )
+
+    async def answer(token_ids: list[int], slots: list[Slot]) -> list[int]:
+        patches = [family.patches(store.image(slot.item.ref), slot.item) for slot in slots]
+        return plain.generate(token_ids, slots, patches, args.max_tokens)
+
+    line = await _repeat(args, media, "transformers generate, one by one", answer, 1)
+    print(json.dumps([line.name, line.tokens_per_s, line.said]))
+
+
+def _baseline(args: argparse.Namespace, media: Path) -> Line:
+    words = ["--baseline", str(media), "--model", str(args.model)]
+    for name in ("rollouts", "turns", "max_tokens", "side", "repeats", "device", "dtype"):
+        words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    from sightline.launch.temporary_server import start_sightline
+
+    done = start_sightline(["bench", "serve", *words], args.threads)
+    out, _ = done.communicate()
+    if done.returncode:
+        raise ProcessFailed("the baseline failed", "see its output above")
+    return Line(*json.loads(out.splitlines()[-1]))
+
+
+def serving(
+    args: argparse.Namespace, media: Path, max_model_len: int, more: Sequence[str] = ()
+) -> contextlib.AbstractContextManager[str]:
+    """The address of a server in a process of its own."""
+    from sightline.launch.temporary_server import temporary_server
+
+    words = [
+        "--max-model-len",
+        str(max_model_len),
+        "--device",
+        args.device,
+        "--dtype",
+        args.dtype,
+        *more,
+    ]
+    return temporary_server(args.model, media, words, args.threads)
+
+
+async def _repeat(
+    args: argparse.Namespace, media: Path, name: str, answer: Answer, concurrency: int
+) -> Line:
+    """Plays the work a few times, with new images each time; the first, unmeasured, warms up."""
+    work = Work(max(args.rollouts, concurrency), args.turns, args.max_tokens, args.side)
+    store, renderer = renderer_of(args.model, media)
+    speeds, said = [], []
+    for repeat in range(args.repeats + 1):
+        # A seed that no other line has used: no line finds the images of another in a cache.
+        shown = _images(store, work, seed=f"{name} {repeat}" if repeat != 1 else "shared")
+        began = time.perf_counter()
+        answers = await _play(renderer, work, shown, answer, concurrency)
+        if repeat:
+            speeds.append(work.num_tokens / (time.perf_counter() - began))
+        if repeat == 1:
+            said = answers
+    return Line(name, speeds, said)
+
+
+async def _play(
+    renderer: Renderer,
+    work: Work,
+    shown: list[list[Any]],
+    answer: Answer,
+    concurrency: int,
+) -> list[list[int]]:
+    """What each rollout said, all turns together."""
+    said: list[list[int]] = [[] for _ in range(work.rollouts)]
+    left = iter(range(work.rollouts))
+
+    async def player() -> None:
+        for i in left:
+            said[i] = await _rollout(renderer, shown[i], answer)
+
+    await asyncio.gather(*(player() for _ in range(concurrency)))
+    return said
+
+
+async def _rollout(renderer: Renderer, refs: Sequence[Any], answer: Answer) -> list[int]:
+    """Every answer has all its tokens, stop or not, so the next turn is laid behind it as it is:
+    a renderer would refuse to go on from a stop in the middle."""
+    from sightline.message import user
+
+    token_ids: list[int] = []
+    slots: list[Slot] = []
+    said: list[int] = []
+    for ref in refs:
+        rendered = renderer.render([user("What do you see?", ref)])
+        slots = [*slots, *(slot.moved(len(token_ids)) for slot in rendered.slots)]
+        token_ids = [*token_ids, *rendered.token_ids]
+        new = await answer(token_ids, slots)
+        token_ids += new
+        said += new
+    return said
+
+
+def renderer_of(model: Path, media: Path) -> tuple[Any, Renderer]:
+    from sightline.families import load_renderer
+    from sightline.media import MediaStore
+
+    store = MediaStore(media)
+    return store, load_renderer(model, store)
+
+
+def _images(store: Any, work: Work, seed: str) -> list[list[Any]]:
+    """A ref for each turn of each rollout, no two alike."""
+    rng = random.Random(seed)
+    return [
+        [store.put(noise(rng, work.side)) for _ in range(work.turns)] for _ in range(work.rollouts)
+    ]
+
+
+def noise(rng: random.Random, side: int) -> bytes:
+    """A PNG of random pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checked = kind + data
+        return len(data).to_bytes(4, "big") + checked + zlib.crc32(checked).to_bytes(4, "big")
+
+    size = side.to_bytes(4, "big")
+    rows = b"".join(b"\0" + rng.randbytes(3 * side) for _ in range(side))
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", size + size + bytes([8, 2, 0, 0, 0]))
+        + chunk(b"IDAT", zlib.compress(rows, 1))
+        + chunk(b"IEND", b"")
+    )
+
+
+def write_tiny(folder: Path) -> Path:
+    from sightline.families import registry
+
+    registry.write_tiny(registry.get_default_family(), folder, seed=0)
+    return folder
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("rollouts", "turns", "max_tokens", "side", "repeats", "threads"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}", "take 1 or more")
+
+
+def _print(lines: list[Line], args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"rollouts of {args.turns} turns, {args.max_tokens} tokens and an "
+        f"image of {args.side}x{args.side} a turn; {args.threads} compute thread(s)"
+    )
+    for column in ("", "tokens/s (median)", "least", "most", "times the baseline"):
+        table.add_column(column, justify="left" if not column else "right")
+    base = lines[0].median
+    for line in lines:
+        speeds = line.tokens_per_s
+        numbers = (line.median, min(speeds), max(speeds))
+        table.add_row(line.name, *(f"{n:.0f}" for n in numbers), f"{line.median / base:.2f}")
+    console = Console()
+    console.width = max(console.width, 100)
+    console.print(table)
+    # Longer lines begin with the rollouts of the shorter ones.
+    common = len(lines[0].said)
+    same = all(line.said[:common] == lines[0].said for line in lines)
+    console.print(f"all said the same tokens: {'yes' if same else 'no'}", highlight=False)

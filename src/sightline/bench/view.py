@@ -1,0 +1,83 @@
+"""`sightline bench view`: what a dashboard of many rollouts costs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "view",
+        help="index and page a run of many rollouts",
+        description="Writes a synthetic run, indexes it, and asks for pages of it.",
+    )
+    parser.add_argument("--rollouts", type=int, default=100_000)
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="the run, written if it is not there, and kept"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as scratch:
+        measure(args.keep or Path(scratch) / "synthetic-001", args.rollouts)
+    return 0
+
+
+def measure(path: Path, num: int) -> None:
+    import shutil
+
+    import msgspec
+
+    from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
+    from sightline.run.run_dir import RunDir
+    from sightline.view.dashboard import queries
+    from sightline.view.dashboard.run_view import RunView
+
+    run_dir = RunDir(path)
+    if not path.is_dir():
+        with timed("written") as line:
+            write_synthetic_run(
+                path, SyntheticSize(steps=max(1, num // 500), rollouts_per_step=min(num, 500))
+            )
+            line.append(f"{num:,} rollouts")
+    # One that is there already would be read in no time.
+    shutil.rmtree(run_dir.view, ignore_errors=True)
+    view = RunView("bench", run_dir)
+    with timed("indexed") as line:
+        view.refresh_all()
+        with view.index.connect_readonly() as connection:
+            total = queries.count_facets(connection)["rollouts"]
+        line.append(f"{total:,} rollouts")
+    with timed("nothing new"):
+        view.refresh()
+    wanted = {
+        "first page": (queries.RolloutFilter(), 0),
+        "last page": (queries.RolloutFilter(), max(0, total - 50)),
+        "by reward, its middle": (queries.RolloutFilter(sort="reward_high"), total // 2),
+        "by mismatch": (queries.RolloutFilter(sort="mismatch"), 0),
+        "by verdict and reward": (queries.RolloutFilter(verdict="train", reward_from=0.5), 0),
+        "by text": (queries.RolloutFilter(text="order confirm"), 0),
+        "by text that is nowhere": (queries.RolloutFilter(text="xyzzy"), 0),
+    }
+    for name, (chosen, offset) in wanted.items():
+        with timed(name) as line, view.index.connect_readonly() as connection:
+            found = queries.list_rollouts(connection, chosen, offset, 50)
+            size = len(msgspec.json.encode(found))
+            line.append(f"{found['total']:,} found, {size:,} bytes")
+
+
+@contextmanager
+def timed(name: str) -> Iterator[list[str]]:
+    """Prints what was done and what it took; the body may say more."""
+    import time
+
+    said: list[str] = []
+    began, cpu = time.monotonic(), time.process_time()
+    yield said
+    wall, cpu = time.monotonic() - began, time.process_time() - cpu
+    print(f"{name:24} {''.join(said):28} {wall:8.2f} s  {cpu:8.2f} s of CPU")

@@ -1,0 +1,124 @@
+"""Versions that are adapters: small matrices A and B, and a base whose W they make W + s B A.
+
+    tensors of a version: W.lora_A (r, in), W.lora_B (out, r) for each W that is adapted,
+                          and whole those parameters that train without
+
+An engine that takes them keeps to the checkpoint that it was started with, and merges anew for each
+version: what it computes with is what it would have been sent merged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from sightline.compute.tensor_file import SAFETENSORS_DTYPES, TORCH_DTYPES, tensor_bytes
+from sightline.errors import Misaligned
+from sightline.wire.weights import Adapter, Manifest
+
+LORA_A, LORA_B = ".lora_A", ".lora_B"
+"""End the names of the tensors that a parameter is adapted with."""
+
+
+def merge_lora(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """W + s B A, added up in float32."""
+    return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
+
+
+def resolve_parameter(
+    name: str,
+    base: Mapping[str, torch.Tensor],
+    scales: Mapping[str, float],
+    tensors: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """One parameter of a version: merged, trained whole, or the base's."""
+    if name in scales:
+        return merge_lora(base[name], tensors[name + LORA_A], tensors[name + LORA_B], scales[name])
+    return tensors[name] if name in tensors else base[name]
+
+
+def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> str:
+    """Of names, shapes and bits, in whichever order they come."""
+    found = {}
+    for name, tensor in tensors:
+        digest = hashlib.sha256(f"{name}:{tuple(tensor.shape)}:".encode())
+        digest.update(tensor_bytes(tensor.detach(), dtype)[0].numpy())
+        found[name] = digest.digest()
+        del tensor  # before the next one is gathered
+    return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()
+
+
+class AdapterBase:
+    """What adapters are added to: a checkpoint, read when the first of them comes."""
+
+    def __init__(self, read: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        self._read = read
+        self._base: Mapping[str, torch.Tensor] = {}
+        self._verified: set[tuple[str, str, frozenset[str]]] = set()
+
+    def merge(
+        self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Every parameter of a version. One of whole weights comes back as it is."""
+        adapter = manifest.adapter
+        if adapter is None:
+            return dict(tensors)
+        base = self.check(adapter, tensors)
+        return {name: resolve_parameter(name, base, adapter.scales, tensors) for name in base}
+
+    def check(
+        self, adapter: Adapter, tensors: Mapping[str, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
+        """The base, if it is the one that the adapter was made for and the tensors fit it."""
+        self._base = self._base or self._read()
+        check_fits(self._base, adapter, tensors)
+        trained = frozenset(tensors.keys() & self._base.keys())
+        if (key := (adapter.base, adapter.dtype, trained)) not in self._verified:
+            still = ((n, t) for n, t in self._base.items() if n not in trained)
+            if digest_tensors(still, TORCH_DTYPES[adapter.dtype]) != adapter.base:
+                raise Misaligned(
+                    "an adapter that was made for another base than the checkpoint served here",
+                    "serve the checkpoint that the trainer trains, in its [model] dtype; the "
+                    "engine keeps the weights it has",
+                )
+            self._verified.add(key)
+        return self._base
+
+
+def check_fits(
+    base: Mapping[str, torch.Tensor], adapter: Adapter, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Raises unless every tensor has its place in the base, and every place its tensors."""
+    pairs = {name + end for name in adapter.scales for end in (LORA_A, LORA_B)}
+    odd = sorted((pairs - tensors.keys()) | (tensors.keys() - pairs - base.keys()))
+    odd += sorted(adapter.scales.keys() - base.keys())
+    if odd or adapter.dtype not in SAFETENSORS_DTYPES.values():
+        raise Misaligned(
+            f"an adapter whose tensors are not those of the model, such as {odd[:3]}",
+            "serve the checkpoint that the trainer trains",
+        )
+    for name, tensor in tensors.items():
+        if name not in pairs and tensor.shape != base[name].shape:
+            raise _shape_error(name, tensor.shape, base[name].shape)
+    for name, scale in adapter.scales.items():
+        a, b, weight = tensors[name + LORA_A], tensors[name + LORA_B], base[name]
+        if (
+            weight.dim() != 2
+            or a.shape != (len(a), weight.shape[1])
+            or b.shape != (weight.shape[0], len(a))
+        ):
+            raise _shape_error(name, (*b.shape, *a.shape), weight.shape)
+        if not math.isfinite(scale):
+            raise Misaligned(f"{name} is adapted by {scale} B A", "publish the version again")
+
+
+def _shape_error(name: str, found: Iterable[int], wanted: Iterable[int]) -> Misaligned:
+    return Misaligned(
+        f"an adapter's {name} has shape {tuple(found)}, the model's is {tuple(wanted)}",
+        "serve the checkpoint that the trainer trains",
+    )

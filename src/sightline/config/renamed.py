@@ -1,0 +1,84 @@
+"""Settings that had another name: a run file is refused with the new one, a stored one is read.
+
+The run directories of earlier versions hold a `config.toml` in the old names. What only reads a
+run translates them (`translate_old_names`); a run file of today is refused, with the new name.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+RENAMED = {
+    "data.eval": "data.eval_fraction",
+    "data.images": "data.images_column",
+    "data.messages": "data.messages_column",
+    "data.part": "data.split",
+    "inference.max_len": "inference.max_model_len",
+    "inference.max_rows": "inference.max_num_seqs",
+    "inference.prefill_chunk": "inference.prefill_chunk_tokens",
+    "inference.sends_images": "inference.inline_images",
+    "media.allow_unproven": "media.allow_unverified_pixels",
+    "media.on_bad": "media.on_bad_image",
+    "model.number_pictures": "model.number_images",
+    "monitor.offline": "logging.wandb_offline",
+    "monitor.otel": "logging.otel",
+    "monitor.samples_every": "logging.samples_every",
+    "monitor.sinks": "logging.sinks",
+    "orchestrator.max_replaced": "orchestrator.max_resample_fraction",
+    "orchestrator.probe_every": "orchestrator.diagnostics_every",
+    "rollout.count_truncated": "rollout.keep_truncated",
+    "rollout.hang_s": "rollout.worker_hang_timeout_s",
+    "rollout.worker_max_gb": "rollout.worker_max_memory_gb",
+    "sft.output": "sft.output_dir",
+    "trainer.clip_high": "trainer.loss_args.clip_high",
+    "trainer.clip_low": "trainer.loss_args.clip_low",
+    "trainer.compile": "trainer.compile_backend",
+    "trainer.entropy": "trainer.measure_entropy",
+    "trainer.grad_norm": "trainer.max_grad_norm",
+    "trainer.importance_cap": "trainer.loss_args.ratio_cap",
+    "trainer.keep_every": "trainer.keep_checkpoints_every",
+    "trainer.kl_weight": "trainer.kl_coef",
+    "trainer.loss_average": "trainer.loss_aggregation",
+    "trainer.loss_constant": "trainer.loss_aggregation_args.divisor",
+    "trainer.lr_end": "trainer.final_lr_fraction",
+    "trainer.max_sequence": "trainer.max_sequence_tokens",
+    "trainer.micro_batch_price": "trainer.micro_batch_cost_model",
+    "trainer.schedule": "trainer.lr_schedule",
+    "trainer.stuck_after_s": "trainer.stall_timeout_s",
+}
+"""The old `section.key`, and what it is called now."""
+
+
+def find_new_name(names: list[str]) -> str | None:
+    """How the setting at this path is called now; None where it never had another name."""
+    key = ".".join(names)
+    if key in RENAMED:
+        return spell_setting(RENAMED[key].split("."))
+    sections = {new.split(".")[0] for old, new in RENAMED.items() if old.startswith(f"{key}.")}
+    if len(names) == 1 and len(sections) == 1 and key not in sections:
+        return f"[{sections.pop()}]"
+    return None
+
+
+def translate_old_names(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a stored `config.toml` under today's names."""
+    values = copy.deepcopy(values)
+    for old, new in RENAMED.items():
+        section, key = old.split(".")
+        table = values.get(section)
+        if not isinstance(table, dict) or key not in table:
+            continue
+        *path, last = new.split(".")
+        value, target = table.pop(key), values
+        for name in path:
+            target = target.setdefault(name, {})
+        target.setdefault(last, value)
+    if values.get("monitor") == {}:
+        del values["monitor"]
+    return values
+
+
+def spell_setting(names: list[str]) -> str:
+    """A setting as people write it: `[section] key`."""
+    return f"[{names[0]}]" if len(names) == 1 else f"[{'.'.join(names[:-1])}] {names[-1]}"

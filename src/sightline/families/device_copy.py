@@ -1,0 +1,22 @@
+"""From the host's memory to the device: page-locked on the way, and without waiting."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """`array` on the device, copied while the host goes on: from page-locked memory, to which it
+    is brought first where it lies elsewhere.
+
+    torch keeps such memory from being used again until the copy is done. On a CPU nothing is
+    copied.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda" and not tensor.is_pinned():
+        held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        # By one thread: to wake torch's others takes longer than such arrays do.
+        np.copyto(held.numpy(), array)
+        tensor = held
+    return tensor.to(device, non_blocking=True)

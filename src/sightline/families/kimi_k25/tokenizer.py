@@ -1,0 +1,133 @@
+"""The published tokenizer: a file of BPE ranks, and special tokens in a JSON beside it.
+
+The release tokenizes with Python code of its own; none of it runs here. The ranks say which
+pairs may merge, and in which order: with those the `tokenizers` library makes the same tokens.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, decoders, pre_tokenizers
+from tokenizers import Tokenizer as Library
+from tokenizers.models import BPE
+
+from sightline.errors import FamilyError
+from sightline.render import Tokenizer
+
+RANKS_FILE = "tiktoken.model"
+NUM_SPECIAL_TOKENS = 256
+"""Ids behind the ranks that are kept for special tokens, named or not."""
+
+# How the tokenizer cuts text into words before BPE. Chinese characters keep to themselves.
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+WORD_PATTERN = "|".join(
+    (
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """From tokenizer.json where there is one, else from the published files."""
+    if (path / "tokenizer.json").is_file() or not (path / RANKS_FILE).is_file():
+        return Tokenizer(path)
+    return Tokenizer(path, _build_tokenizer_json(path))
+
+
+def _build_tokenizer_json(path: Path) -> str:
+    """The published files in the form of tokenizer.json."""
+    ranks = read_ranks(path / RANKS_FILE)
+    letters = _byte_letters()
+    words = {_spell(token, letters): rank for token, rank in ranks.items()}
+    merges = [(_spell(a, letters), _spell(b, letters)) for a, b in find_merges(ranks)]
+    # A word that is a token needs no merges to be one, in the published code as here.
+    tokenizer = Library(BPE(vocab=words, merges=merges, fuse_unk=False, ignore_merges=True))
+    tokenizer.pre_tokenizer = make_pre_tokenizer()
+    tokenizer.decoder = decoders.ByteLevel()
+    described: dict[str, Any] = json.loads(tokenizer.to_str())
+    described["added_tokens"] = _added_tokens(path, len(ranks))
+    return json.dumps(described)
+
+
+def make_pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def read_ranks(file: Path) -> dict[bytes, int]:
+    """The tokens of a rank file, each with its id. Ids count from 0 without a gap."""
+    try:
+        pairs = [line.split() for line in file.read_bytes().splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except (ValueError, binascii.Error) as error:
+        raise FamilyError(f"{file} is no file of ranks: {error}", "fetch it again") from error
+    whole = sorted(ranks.values()) == list(range(len(pairs)))
+    if not whole or any(bytes([value]) not in ranks for value in range(256)):
+        raise FamilyError(f"{file} has gaps among its {len(pairs)} ranks", "fetch it again")
+    return ranks
+
+
+def find_merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """All pairs of tokens that make a token, in the order of its rank: BPE by ranks joins any."""
+    return [
+        (token[:i], token[i:])
+        for token, _ in sorted(ranks.items(), key=lambda pair: pair[1])
+        for i in range(1, len(token))
+        if token[:i] in ranks and token[i:] in ranks
+    ]
+
+
+def _added_tokens(path: Path, first: int) -> list[dict[str, Any]]:
+    """Every id behind the ranks, so that those with a name keep theirs."""
+    file = path / "tokenizer_config.json"
+    if not file.is_file():
+        raise FamilyError(f"{path} has no tokenizer_config.json", "copy it from the checkpoint")
+    raw = json.loads(file.read_text()).get("added_tokens_decoder") or {}
+    named = {int(token_id): token for token_id, token in raw.items()}
+    for token_id in named:
+        if not first <= token_id < first + NUM_SPECIAL_TOKENS:
+            raise FamilyError(
+                f"{file}: token {token_id} is not among the {NUM_SPECIAL_TOKENS} behind {first} ranks",
+                "use the tokenizer_config.json that belongs to the checkpoint",
+            )
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return [
+        {
+            "id": token_id,
+            "content": named.get(token_id, {}).get("content", f"<|reserved_token_{token_id}|>"),
+            "special": named.get(token_id, {}).get("special", True),
+            **flags,
+        }
+        for token_id in range(first, first + NUM_SPECIAL_TOKENS)
+    ]
+
+
+def _byte_letters() -> list[str]:
+    """For each byte the character that stands for it in a byte-level vocabulary."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [value for value in range(256) if value not in set(shown)]
+    stands = dict(zip(shown, map(chr, shown), strict=True))
+    stands |= {value: chr(256 + i) for i, value in enumerate(hidden)}
+    return [stands[value] for value in range(256)]
+
+
+def _spell(token: bytes, letters: list[str]) -> str:
+    return "".join([letters[value] for value in token])

@@ -1,0 +1,224 @@
+"""The OpenAI-compatible door of an inference server, whichever engine is behind it.
+
+    POST /v1/chat/completions --> images into the store --> render --> generate --> parse
+    GET  /v1/models
+
+Prompts are made and answers read by the family's renderer, and images become references here: the
+engine gets the request that a rollout would send, and its own template and processor never run.
+A conversation comes whole with every request, so it is rendered whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from sightline.errors import EngineError, MessageError, SightlineError, StoreFull
+from sightline.inference.body import read_body
+from sightline.inference.errors import to_engine_error
+from sightline.message import ImageResolver
+from sightline.render import Rendered, Renderer
+from sightline.rollout.openai_api.completion import (
+    ChatChoice,
+    ChatCompletion,
+    completion_body,
+    stream_events,
+)
+from sightline.rollout.openai_api.error_response import OpenAIErrorResponse
+from sightline.rollout.openai_api.images import resolve_images
+from sightline.rollout.openai_api.request import SERVER_RULES, ChatRequest, read_chat_request
+from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, SamplingParams
+
+CLIENT_CLOSED = 499
+
+GenerateFunction = Callable[[GenerateRequest, Request], Awaitable[GenerateResponse]]
+"""The engine's own path: checks the request, samples, and gives up when the client has gone."""
+
+
+@dataclass(frozen=True)
+class ChatEndpoint:
+    renderer: Renderer
+    images: ImageResolver
+    """Takes the images of requests into the store."""
+    modality: str
+    model: str
+    """The name of the served checkpoint."""
+    max_model_len: int
+    max_body_bytes: int
+
+    def routes(self, generate: GenerateFunction) -> list[Route]:
+        async def complete(http: Request) -> Response:
+            try:
+                return await self._complete(http, generate)
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_CLOSED)
+            except SightlineError as error:
+                return _error_response(error)
+            except Exception as error:  # a server's door: a bug costs one request
+                traceback.print_exc()
+                return _error_response(to_engine_error(error))
+
+        return [
+            Route("/v1/chat/completions", complete, methods=["POST"]),
+            Route("/v1/models", self._models),
+        ]
+
+    async def _models(self, http: Request) -> Response:
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "sightline"}
+        return _json_response(
+            {"object": "list", "data": [{**model, "max_model_len": self.max_model_len}]}
+        )
+
+    async def _complete(self, http: Request, generate: GenerateFunction) -> Response:
+        body = await read_body(http, self.max_body_bytes)
+        # In threads: base64 is decoded, files are written and long texts tokenized.
+        asked, rendered = await asyncio.to_thread(self._read_request, body)
+        name = f"chatcmpl-{secrets.token_hex(12)}"
+        request = GenerateRequest.of(
+            rendered.token_ids,
+            rendered.slots,
+            self._build_sampling_params(asked, len(rendered.token_ids)),
+            self.modality,
+            request_id=name,
+            model=asked.model,
+        )
+        response = await generate(request, http)
+        answer = await asyncio.to_thread(self._build_response, asked, request, response)
+        if not asked.stream:
+            return _json_response(completion_body(answer))
+        return StreamingResponse(
+            (chunk for chunk in stream_events(answer, asked.include_usage)),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache"},
+        )
+
+    def _read_request(self, body: bytes) -> tuple[ChatRequest, Rendered]:
+        asked = read_chat_request(body, SERVER_RULES)
+        messages = resolve_images(asked.messages, self.images.resolve)
+        tools = None if _read_tool_choice(asked) == "none" else asked.tools
+        return asked, self.renderer.render(messages, tools)
+
+    def _build_sampling_params(self, asked: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
+        extra = asked.extra
+        most = asked.max_tokens
+        given = {
+            name: _read_number(extra[name], name)
+            for name in ("temperature", "top_p", "top_k", "min_p", "seed", "n")
+            if name in extra
+        }
+        return SamplingParams(
+            # Without a cap an answer may fill its row; a prompt that leaves no room is refused.
+            max_tokens=most if most is not None else max(1, self.max_model_len - num_prompt_tokens),
+            stop_token_ids=(
+                *self.renderer.stop_token_ids,
+                *_read_token_ids(extra, "stop_token_ids"),
+            ),
+            banned_token_ids=_read_token_ids(extra, "banned_token_ids"),
+            logprobs=0 if _read_flag(extra, "logprobs") else None,
+            **given,
+        )
+
+    def _build_response(
+        self, asked: ChatRequest, request: GenerateRequest, response: GenerateResponse
+    ) -> ChatCompletion:
+        with_ids = _read_flag(asked.extra, "return_token_ids")
+        reported = response.sightline
+        return ChatCompletion(
+            name=request.request_id,
+            model=asked.model or self.model,
+            created=int(time.time()),
+            choices=[self._build_choice(choice, with_ids) for choice in response.choices],
+            num_prompt_tokens=len(request.token_ids),
+            num_cached_tokens=reported.cached_tokens if reported is not None else 0,
+            prompt_token_ids=request.token_ids if with_ids else None,
+        )
+
+    def _build_choice(self, choice: Choice, with_ids: bool) -> ChatChoice:
+        message = self.renderer.parse(choice.token_ids)
+        entries = None if choice.logprobs is None else choice.logprobs.content
+        return ChatChoice(
+            message,
+            call_ids=[f"call_{secrets.token_hex(12)}" for _ in message.tool_calls],
+            stopped=choice.finish_reason == "stop",
+            num_tokens=len(choice.token_ids),
+            logprobs=None if entries is None else [self._spell_logprob(e) for e in entries],
+            token_ids=choice.token_ids if with_ids else None,
+        )
+
+    def _spell_logprob(self, entry: Any) -> dict[str, Any]:
+        text = self.renderer.decode([entry.token_id])
+        return {
+            "token": text,
+            "logprob": entry.logprob,
+            "bytes": list(text.encode()),
+            "top_logprobs": [],
+        }
+
+
+def _read_tool_choice(asked: ChatRequest) -> str:
+    choice = asked.extra.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise MessageError.at(
+            "tool_choice",
+            "only auto and none can be honoured",
+            "use auto, or offer only the tools that may be called",
+        )
+    return str(choice)
+
+
+def _read_number(value: Any, name: str) -> Any:
+    """As it came, if it is a number; its bounds are the engine's door's business."""
+    kinds = (int, float) if name in ("temperature", "top_p", "min_p") else (int,)
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise MessageError.at(name, f"a {type(value).__name__}", "pass a number, or leave it out")
+    return value
+
+
+def _read_token_ids(extra: dict[str, Any], name: str) -> tuple[int, ...]:
+    value = extra.get(name, [])
+    if not isinstance(value, list) or any(type(token) is not int for token in value):
+        raise MessageError.at(name, "not a list of token ids", "pass a list")
+    return tuple(value)
+
+
+def _read_flag(extra: dict[str, Any], name: str) -> bool:
+    value = extra.get(name, False)
+    if not isinstance(value, bool):
+        raise MessageError.at(name, "not a boolean", "pass true or false")
+    return value
+
+
+def _json_response(body: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def _use_openai_field_names(error: EngineError) -> EngineError:
+    """Fields of the generate request by the names that they have in this dialect."""
+    problem = error.problem.removeprefix("sampling_params.")
+    if problem.startswith("token_ids:"):
+        problem = "messages" + problem.removeprefix("token_ids")
+    return EngineError(problem, error.fix, error.kind, error.status)
+
+
+def _error_response(error: SightlineError) -> Response:
+    # Messages have a code of their own in this dialect; everything else has the protocol's.
+    own = isinstance(error, (MessageError, StoreFull))
+    refusal = OpenAIErrorResponse.of(
+        error if own else _use_openai_field_names(to_engine_error(error))
+    )
+    return Response(
+        msgspec.json.encode(refusal.body),
+        refusal.status,
+        refusal.headers,
+        media_type="application/json",
+    )

@@ -1,0 +1,238 @@
+"""Keys and values of the rows, and the attention over them.
+
+A forward pass gets its tokens in one flat run, so that the linear layers compute no padding.
+Attention writes the run's keys and values into their rows, then lets rows of like shape attend
+together: those with one new token, and those with a chunk of them, each by length.
+
+Heads that share keys ask as further queries of one head, so that no key is repeated for them.
+
+Letters: R rows of a group, Q new tokens of a row, W keys that a group looks at, T tokens of the
+run, N heads, K heads of keys, G heads that share one of them, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sightline.compute.attention import attend
+from sightline.inference.torch_engine.step_plan import StepPlan
+
+INITIAL_ROWS = 16
+INITIAL_LEN = 128
+# Rows up to this length attend together; beyond it, the padding of the shorter costs more than
+# a second call.
+SMALLEST_BUCKET = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionGroup:
+    rows: slice | torch.Tensor
+    num_rows: int
+    num_queries: int
+    width: int
+    mask: torch.Tensor
+    """(R, 1, Q, W): 0 where a query sees a key, else -inf."""
+    queries: torch.Tensor | None
+    """(R*Q,) places in the run, short rows padded with their last token; None: all, in order."""
+    real: torch.Tensor | None
+    """Which of the R*Q are no padding; None: all."""
+    places: torch.Tensor | None
+    """Where those belong in the run; None: all, in order."""
+
+
+class KVCache:
+    """Grows by doubling, up to what the settings allow. Used by the engine's thread alone.
+
+    One row behind the last holds nothing: what belongs to no row may be written there.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, device: torch.device, dtype: torch.dtype
+    ):
+        self._max = (max_num_seqs, max_model_len)
+        self._device = device
+        self._dtype = dtype
+        self._size = (0, 0)
+        self.generation = 0
+        """Counts how often the tables have moved."""
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows, and tokens of a row, that there is room for."""
+        return self._size
+
+    @property
+    def has_layers(self) -> bool:
+        return bool(self._keys)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token in all layers."""
+        held = [*self._keys.values(), *self._values.values()]
+        return sum(table.stride(1) * table.element_size() for table in held)
+
+    @property
+    def nbytes(self) -> int:
+        held = [*self._keys.values(), *self._values.values()]
+        return sum(tensor.nbytes for tensor in held)
+
+    def reserve(self, rows: int, length: int) -> None:
+        """Room for `rows` rows of `length` tokens."""
+        size = (
+            grow_size(self._size[0], rows, INITIAL_ROWS, self._max[0]),
+            grow_size(self._size[1], length, INITIAL_LEN, self._max[1]),
+        )
+        if size != self._size:
+            for held in (self._keys, self._values):
+                for layer, old in held.items():
+                    held[layer] = new = self._zeros(size, old.shape[2:])
+                    new[: self._size[0], : self._size[1]] = old[:-1]
+            self._size = size
+            self.generation += 1
+
+    def zero_row(self, row: int) -> None:
+        """Zeroes a row that holds something other than numbers: masked keys must be finite."""
+        if row < self._size[0]:
+            for held in (*self._keys.values(), *self._values.values()):
+                held[row].zero_()
+
+    def layer(
+        self, index: int, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rows + 1, tokens, K, D) of keys and of values; made when a layer is first seen."""
+        if index not in self._keys:
+            self._keys[index] = self._zeros(self._size, k.shape[1:])
+            self._values[index] = self._zeros(self._size, v.shape[1:])
+        return self._keys[index], self._values[index]
+
+    def _zeros(self, size: tuple[int, int], heads: torch.Size) -> torch.Tensor:
+        return torch.zeros(size[0] + 1, size[1], *heads, device=self._device, dtype=self._dtype)
+
+    def pattern(self, plan: StepPlan) -> KVCachePattern:
+        self.reserve(int(plan.rows.max()) + 1, int(plan.ends.max()))
+        rows, index = plan.flat()
+        slots = torch.from_numpy(rows * self._size[1] + index).to(self._device)
+        groups = [self._group(plan, part) for part in _group_by_length(plan)]
+        return KVCachePattern(self, slots, groups)
+
+    def _group(self, plan: StepPlan, part: np.ndarray) -> _AttentionGroup:
+        rows, starts, counts = plan.rows[part], plan.starts[part], plan.counts[part]
+        ends, num_queries = plan.ends[part], int(counts.max())
+        width = int(ends.max())
+        column = np.arange(num_queries)
+        within = np.minimum(column[None, :], counts[:, None] - 1)
+        first = (np.cumsum(plan.counts) - plan.counts)[part]
+        places = (first[:, None] + within).reshape(-1)
+        is_real = (column[None, :] < counts[:, None]).reshape(-1)
+        in_order = len(places) == plan.num_tokens and bool(is_real.all())
+        return _AttentionGroup(
+            rows=self._rows(rows),
+            num_rows=len(rows),
+            num_queries=num_queries,
+            width=width,
+            mask=self.mask(self._index(starts[:, None] + within + 1), width),
+            queries=None if in_order else self._index(places),
+            real=None if is_real.all() else self._index(np.flatnonzero(is_real)),
+            places=None if in_order else self._index(places[is_real]),
+        )
+
+    def mask(self, seen: torch.Tensor, width: int) -> torch.Tensor:
+        """(R, 1, Q, width) to add to scores: 0 for the first `seen` (R, Q) keys, else -inf."""
+        sees = torch.arange(width, device=self._device) < seen[:, None, :, None]
+        nothing = torch.zeros((), device=self._device, dtype=self._dtype)
+        return torch.where(sees, nothing, float("-inf"))
+
+    def _rows(self, rows: np.ndarray) -> slice | torch.Tensor:
+        """A slice, which copies nothing, where the rows are neighbours."""
+        if bool((np.diff(rows) == 1).all()):
+            return slice(int(rows[0]), int(rows[-1]) + 1)
+        return self._index(rows)
+
+    def _index(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+
+class KVCachePattern:
+    """One forward pass over the rows of a plan; a `Pattern` of `sightline.compute.attention`."""
+
+    state = None
+
+    def __init__(self, kv: KVCache, slots: torch.Tensor, groups: list[_AttentionGroup]) -> None:
+        self._kv = kv
+        self._slots = slots
+        self._groups = groups
+        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
+        keys, values = self._kv.layer(layer, run_k, run_v)
+        keys.flatten(0, 1).index_copy_(0, self._slots, run_k)
+        values.flatten(0, 1).index_copy_(0, self._slots, run_v)
+        if len(self._groups) == 1 and self._groups[0].places is None:
+            out = self._attend(0, run_q, keys, values, scaling)
+        else:
+            out = run_q.new_empty(*run_q.shape[:2], v.shape[-1])
+            for i, group in enumerate(self._groups):
+                part = self._attend(i, run_q, keys, values, scaling)
+                assert group.places is not None
+                out.index_copy_(0, group.places, part)
+        return out.transpose(0, 1).unsqueeze(0)
+
+    def _attend(
+        self, i: int, run: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """(real tokens, N, D) of group `i`."""
+        group = self._groups[i]
+        q = run if group.queries is None else run[group.queries]
+        shared = q.shape[1] // keys.shape[2]
+        q = q.unflatten(0, (group.num_rows, group.num_queries)).unflatten(2, (-1, shared))
+        out = attend(
+            q.permute(0, 2, 3, 1, 4).flatten(2, 3),
+            _select_rows(keys, group),
+            _select_rows(values, group),
+            attn_mask=self._mask(i, shared),
+            scale=scaling,
+        )
+        out = out.unflatten(2, (shared, -1)).permute(0, 3, 1, 2, 4)
+        flat = out.flatten(2, 3).flatten(0, 1)
+        return flat if group.real is None else flat[group.real]
+
+    def _mask(self, i: int, shared: int) -> torch.Tensor:
+        """(R, 1, G*Q, W), made once for all layers."""
+        mask = self._groups[i].mask
+        if shared == 1 or mask.shape[2] == 1:
+            return mask
+        if (i, shared) not in self._masks:
+            repeated = mask.unsqueeze(2).expand(-1, -1, shared, -1, -1)
+            self._masks[i, shared] = repeated.flatten(2, 3)
+        return self._masks[i, shared]
+
+
+def _select_rows(held: torch.Tensor, group: _AttentionGroup) -> torch.Tensor:
+    part = held[:, : group.width]
+    rows = part[group.rows] if isinstance(group.rows, slice) else part.index_select(0, group.rows)
+    return rows.transpose(1, 2)
+
+
+def _group_by_length(plan: StepPlan) -> list[np.ndarray]:
+    """Indices into the plan of the rows that attend together."""
+    bucket = np.maximum(np.ceil(np.log2(plan.ends)), np.log2(SMALLEST_BUCKET)).astype(np.int64)
+    label = 2 * bucket + (plan.counts > 1)
+    return [np.flatnonzero(label == value) for value in np.unique(label)]
+
+
+def grow_size(have: int, need: int, first: int, most: int) -> int:
+    """A size of at least `need`, by doubling."""
+    if need <= have:
+        return have
+    size = max(have, first)
+    while size < need:
+        size *= 2
+    return min(size, most)

@@ -1,0 +1,188 @@
+"""One step on the device: encode the images that it shows, forward, sample.
+
+Letters: T tokens of the step, H hidden size.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import numpy as np
+import torch
+
+from sightline.compute.attention import AttentionPattern
+from sightline.compute.feature_cache import FeatureCache
+from sightline.compute.logprobs import chosen_logprobs
+from sightline.families import Family, Forward
+from sightline.inference.torch_engine import sampling, vision
+from sightline.inference.torch_engine.decode import CudaGraphDecoder
+from sightline.inference.torch_engine.kv_cache import KVCache
+from sightline.inference.torch_engine.request import TorchRequest
+from sightline.inference.torch_engine.row_table import RowTable
+from sightline.inference.torch_engine.step_plan import StepPlan
+from sightline.pixels import Pixels
+from sightline.wire import MediaItem
+
+# On ARM, oneDNN spends 60 microseconds on every matrix product, however small; below this many
+# rows OpenBLAS is faster.
+ONEDNN_MIN_ROWS = 384
+
+# Part of an image that a run shows: whose, which, its place in the run, and from where to where in
+# its own tokens.
+_ImagePart = tuple[TorchRequest, str, MediaItem, int, int, int]
+
+
+class ModelRunner:
+    """Used by the engine's thread alone."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        family: Family,
+        features: FeatureCache,
+        rows: RowTable,
+        banned: tuple[int, ...],
+    ) -> None:
+        self.forward = forward
+        self.features = features
+        self._family = family
+        self._rows = rows
+        parameter = next(forward.model.parameters())
+        self._device = parameter.device
+        self._banned = torch.tensor(banned, dtype=torch.long, device=self._device)
+        self._picks_kernels = self._device.type == "cpu" and platform.machine() == "aarch64"
+        self.kv = KVCache(rows.num_rows, rows.max_model_len, self._device, parameter.dtype)
+        self.decode: CudaGraphDecoder | None = None
+        if self._device.type == "cuda":
+            # cuDNN plans anew for every shape of a prompt, which takes longer than to attend.
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            self.decode = CudaGraphDecoder(forward, self.kv, rows, self._device)
+
+    def close(self) -> None:
+        """Leaves torch's switches as other users of the process expect them."""
+        self._pick_kernels(ONEDNN_MIN_ROWS)
+
+    def _pick_kernels(self, num_rows: int) -> None:
+        if self._picks_kernels:
+            torch.backends.mkldnn.enabled = num_rows >= ONEDNN_MIN_ROWS
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept of the rows."""
+        return self.kv.nbytes
+
+    @property
+    def num_replayed(self) -> int:
+        """Steps that were a graph's."""
+        return 0 if self.decode is None else self.decode.num_replayed
+
+    def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> torch.Tensor:
+        """(T, H) of the plan's tokens; their keys and values are in their rows afterwards."""
+        if self.decode is not None and (hidden := self.decode.hidden(plan)) is not None:
+            return hidden
+        return self._forward(plan, running, self.kv.pattern(plan))
+
+    def _forward(
+        self,
+        plan: StepPlan,
+        running: dict[int, TorchRequest],
+        pattern: AttentionPattern,
+        num_rows: int = 1,
+    ) -> torch.Tensor:
+        """(T, H); the model gets the run cut into `num_rows` rows of equal length."""
+        features, places = self._gather_features(plan, running)
+        self._pick_kernels(plan.num_tokens)
+        row, index = plan.flat()
+        token_ids = torch.from_numpy(self._rows.tokens[row, index].astype(np.int64))
+        positions = torch.from_numpy(self._rows.positions[:, row, index].astype(np.int64))
+        hidden = self.forward.hidden(
+            token_ids.to(self._device).view(num_rows, -1),
+            positions.to(self._device).unflatten(1, (num_rows, -1)),
+            features,
+            places,
+            pattern,
+        )
+        return hidden.flatten(0, 1)
+
+    def _gather_features(
+        self, plan: StepPlan, running: dict[int, TorchRequest]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Features that the plan's tokens show, and their places in its run."""
+        parts = self._find_image_parts(plan, running)
+        if not parts:
+            return None, None
+        self._encode_missing(parts)
+        features = [request.features[key][low:high] for request, key, _, _, low, high in parts]
+        places = [np.arange(at, at + high - low) for *_, at, low, high in parts]
+        return torch.cat(features), torch.from_numpy(np.concatenate(places)).to(self._device)
+
+    def _find_image_parts(
+        self, plan: StepPlan, running: dict[int, TorchRequest]
+    ) -> list[_ImagePart]:
+        parts: list[_ImagePart] = []
+        first = np.cumsum(plan.counts) - plan.counts
+        for i in np.flatnonzero(plan.starts < self._rows.prompt_length[plan.rows]).tolist():
+            request = running[int(plan.rows[i])]
+            start, end, at = int(plan.starts[i]), int(plan.ends[i]), int(first[i])
+            for slot, key in zip(request.slots, request.keys, strict=True):
+                low, high = max(slot.offset, start), min(slot.end, end)
+                if low < high:
+                    within = (low - slot.offset, high - slot.offset)
+                    parts.append((request, key, slot.item, at + low - start, *within))
+        return parts
+
+    def _encode_missing(self, parts: list[_ImagePart]) -> None:
+        """Gives each request the features it lacks; an image goes through the tower once."""
+        missing: dict[str, tuple[MediaItem, Pixels]] = {}
+        for request, key, item, *_ in parts:
+            if key not in request.features:
+                missing.setdefault(key, (item, request.pixels[key]))
+        if not missing:
+            return
+        self._pick_kernels(sum(len(pixels.patches) for _, pixels in missing.values()))
+        made = vision.encode_images(self.forward, self._family, missing, self._device)
+        for key, shown in made.items():
+            self.features.put(key, shown)
+        for request, key, *_ in parts:
+            if key not in request.features:
+                request.features[key] = made[key].features
+                del request.pixels[key]
+
+    def logprobs(
+        self,
+        hidden: torch.Tensor,
+        token_ids: np.ndarray,
+        temperature: float,
+        bans: tuple[int, ...] = (),
+    ) -> np.ndarray:
+        """float32 (S,) of hidden (S, H) and the tokens that follow; -inf for banned ids."""
+        chosen = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
+        banned = self._banned
+        if bans:
+            banned = torch.cat([banned, torch.tensor(bans, device=self._device)])
+        found = chosen_logprobs(self.forward, hidden, chosen, banned, temperature)
+        on_host: np.ndarray = found.cpu().numpy()
+        return on_host
+
+    def _find_bans(self, rows: np.ndarray) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        bans = self._rows.banned
+        if not bans:
+            return ()
+        return tuple((i, bans[row]) for i, row in enumerate(rows.tolist()) if row in bans)
+
+    def sample(self, plan: StepPlan, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """The next token of each row that samples, and its logprob."""
+        table, rows = self._rows, plan.rows[plan.samples]
+        settings = sampling.SamplingMetadata(
+            temperature=table.temperature[rows],
+            top_k=table.top_k[rows],
+            top_p=table.top_p[rows],
+            min_p=table.min_p[rows],
+            uniform=sampling.draw_uniforms(
+                table.seed[rows], table.length[rows] - table.prompt_length[rows]
+            ),
+            bans=self._find_bans(rows),
+        )
+        if len(rows) < len(hidden):
+            hidden = hidden[torch.from_numpy(plan.last()).to(self._device)]
+        return sampling.sample(self.forward.logits(hidden), self._banned, settings)

@@ -1,0 +1,125 @@
+"""Models with layers that carry a state from token to token: each row has a state of its own.
+
+Rows that compute equally many tokens go through the model together, as a batch without padding: a
+state sees the tokens of its own sequence and nothing else. A row's state stands behind its last
+computed token; a row that is computed from the start begins without one.
+
+Letters: R rows, Q new tokens of a row, T tokens of the step, N heads, D head size, H hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
+
+from sightline.inference.torch_engine.kv_cache import INITIAL_ROWS, KVCachePattern, grow_size
+from sightline.inference.torch_engine.model_runner import ModelRunner
+from sightline.inference.torch_engine.request import TorchRequest
+from sightline.inference.torch_engine.step_plan import StepPlan
+
+
+class RecurrentModelRunner(ModelRunner):
+    """Used by the engine's thread alone."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._states = RecurrentStates(self.forward.model.config, self._rows.num_rows, self._device)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self._states.nbytes
+
+    def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> torch.Tensor:
+        """(T, H) of the plan's tokens; their keys, values and states are kept afterwards."""
+        self._encode_missing(
+            self._find_image_parts(plan, running)
+        )  # together: an image goes through the tower once
+        first = np.cumsum(plan.counts) - plan.counts
+        done, places = [], []
+        for part in _group_equal_lengths(plan):
+            picked = plan.select(part)
+            state = self._states.take(picked.rows, is_new=not picked.starts[0])
+            pattern = BatchPattern(self.kv.pattern(picked), state)
+            done.append(self._forward(picked, running, pattern, num_rows=len(part)))
+            self._states.put(picked.rows, state)
+            places.append((first[part, None] + np.arange(picked.counts[0])).reshape(-1))
+        if len(done) == 1:
+            return done[0]
+        order = torch.from_numpy(np.argsort(np.concatenate(places))).to(self._device)
+        return torch.cat(done)[order]
+
+
+def _group_equal_lengths(plan: StepPlan) -> list[np.ndarray]:
+    """Indices into the plan of the rows that go through together."""
+    label = 2 * plan.counts + (plan.starts == 0)
+    return [np.flatnonzero(label == value) for value in np.unique(label)]
+
+
+class BatchPattern:
+    """A batch of R rows with Q new tokens each, over rows that attend in one flat run."""
+
+    def __init__(self, run: KVCachePattern, state: RecurrentCache) -> None:
+        self.state = state
+        self._run = run
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        shape = (q.shape[0], q.shape[2])
+        q, k, v = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (q, k, v))
+        out = self._run.attend(layer, q, k, v, scaling)
+        return out[0].unflatten(1, shape).transpose(0, 1)
+
+
+class RecurrentCache(DynamicCache):
+    """The states of a batch. Keys and values are the pattern's business: they pass through."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return key_states, value_states
+
+
+class RecurrentStates:
+    """The states of the rows between two steps: by layer, the inputs that its convolution still
+    sees and its memory. Grows with the rows in use. Used by the engine's thread alone."""
+
+    def __init__(self, config: Any, max_num_seqs: int, device: torch.device) -> None:
+        self._config = config
+        self._max_num_seqs = max_num_seqs
+        self._device = device
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for tables in self._tables.values() for table in tables)
+
+    def take(self, rows: np.ndarray, is_new: bool) -> RecurrentCache:
+        """A copy of the states of `rows`, for a forward pass to update."""
+        state = RecurrentCache(config=self._config)
+        if not is_new:
+            index = torch.from_numpy(rows).to(self._device)
+            for layer, (inputs, memory) in self._tables.items():
+                state.update_conv_state(inputs[index], layer, conv_kernel_size=inputs.shape[-1])
+                state.update_recurrent_state(memory[index], layer)
+        return state
+
+    def put(self, rows: np.ndarray, state: RecurrentCache) -> None:
+        index = torch.from_numpy(rows).to(self._device)
+        for layer, carried in enumerate(state.layers):
+            if isinstance(carried, LinearAttentionLayer):  # the others keep keys and values
+                new = (carried.conv_states[0], carried.recurrent_states[0])
+                old = self._tables.get(layer, (new[0][:0], new[1][:0]))
+                inputs, memory = (self._grow_table(table, int(rows.max()) + 1) for table in old)
+                inputs.index_copy_(0, index, new[0])
+                memory.index_copy_(0, index, new[1])
+                self._tables[layer] = (inputs, memory)
+
+    def _grow_table(self, table: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The table with room for `num_rows` rows."""
+        more = grow_size(len(table), num_rows, INITIAL_ROWS, self._max_num_seqs) - len(table)
+        return torch.cat([table, table.new_zeros(more, *table.shape[1:])]) if more else table

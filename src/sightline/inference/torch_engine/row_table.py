@@ -1,0 +1,109 @@
+"""The table of rows: what the loop needs of every sequence, as arrays, so that a step over a
+hundred sequences costs a handful of array operations.
+
+Letters: R rows, L tokens of a row, A position axes, K stop ids.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from sightline.inference.torch_engine.request import TorchRequest
+from sightline.inference.torch_engine.sampling import splitmix64_int
+
+NO_TOKEN = -1
+
+
+@dataclass
+class RowTable:
+    num_rows: int
+    max_model_len: int
+    num_axes: int
+
+    def __post_init__(self) -> None:
+        shape = (self.num_rows, self.max_model_len)
+        # Pages are touched when they are written, so a large table costs what is used of it.
+        self.tokens = np.zeros(shape, dtype=np.int32)
+        self.logprobs = np.zeros(shape, dtype=np.float32)
+        self.positions = np.zeros((self.num_axes, *shape), dtype=np.int32)
+        self.length = np.zeros(self.num_rows, dtype=np.int64)
+        """Tokens known: prompt and sampled."""
+        self.computed = np.zeros(self.num_rows, dtype=np.int64)
+        """Tokens whose keys and values are there."""
+        self.prompt_length = np.zeros(self.num_rows, dtype=np.int64)
+        self.limit = np.zeros(self.num_rows, dtype=np.int64)
+        """The length at which the sequence ends."""
+        self.temperature = np.ones(self.num_rows, dtype=np.float32)
+        self.top_k = np.zeros(self.num_rows, dtype=np.int64)
+        self.top_p = np.ones(self.num_rows, dtype=np.float32)
+        self.min_p = np.zeros(self.num_rows, dtype=np.float32)
+        self.seed = np.zeros(self.num_rows, dtype=np.uint64)
+        self.stops = np.full((self.num_rows, 2), NO_TOKEN, dtype=np.int32)
+        self.banned: dict[int, tuple[int, ...]] = {}
+        """By row, what its request bans beside the pads; most rows ban nothing."""
+        self.has_stale_kv = np.zeros(self.num_rows, dtype=bool)
+        """Whether keys and values of an older version are in use."""
+        self._free = list(range(self.num_rows))
+
+    def take_free(self) -> int | None:
+        """The lowest free row, so that rows in use lie close together."""
+        return heapq.heappop(self._free) if self._free else None
+
+    def release(self, row: int) -> None:
+        heapq.heappush(self._free, row)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def fill(self, row: int, request: TorchRequest, start: int, positions: np.ndarray) -> None:
+        """Sets up `row` for `request`, whose first `start` tokens it already holds.
+
+        `positions` (A, prompt - start) are those of the tokens that are new.
+        """
+        size, params = len(request.prompt), request.params
+        limit = size + params.max_tokens
+        self.tokens[row, start:size] = request.prompt[start:]
+        self.positions[:, row, start:size] = positions
+        first = request.next_position
+        self.positions[:, row, size:limit] = np.arange(first, first + params.max_tokens)
+        self.length[row] = self.prompt_length[row] = size
+        self.computed[row] = start
+        self.limit[row] = limit
+        self.temperature[row] = params.temperature
+        self.top_k[row] = max(params.top_k, 0)
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = splitmix64_int(request.seed)
+        self._fill_stops(row, params.stop_token_ids)
+        self.banned.pop(row, None)
+        if params.banned_token_ids:
+            self.banned[row] = params.banned_token_ids
+        if start == 0:
+            self.has_stale_kv[row] = False
+
+    def _fill_stops(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        if len(stop_ids) > self.stops.shape[1]:
+            more = len(stop_ids) - self.stops.shape[1]
+            self.stops = np.pad(self.stops, ((0, 0), (0, more)), constant_values=NO_TOKEN)
+        self.stops[row] = NO_TOKEN
+        self.stops[row, : len(stop_ids)] = stop_ids
+
+    def append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+        """Adds one token to each of `rows`; returns which of them hit a stop id."""
+        at = self.length[rows]
+        self.tokens[rows, at] = tokens
+        self.logprobs[rows, at] = logprobs
+        self.length[rows] = at + 1
+        hit: np.ndarray = (self.stops[rows] == tokens[:, None]).any(axis=1)
+        return hit
+
+    def num_sampled(self, row: int) -> int:
+        return int(self.length[row] - self.prompt_length[row])
+
+    def get_sampled(self, row: int) -> tuple[list[int], list[float]]:
+        part = slice(int(self.prompt_length[row]), int(self.length[row]))
+        return self.tokens[row, part].tolist(), self.logprobs[row, part].tolist()

@@ -1,0 +1,242 @@
+"""What a generate request must be before the engine sees it. Every refusal names its field."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+
+from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned, WireError
+from sightline.families import Family
+from sightline.inference.errors import build_engine_error
+from sightline.wire import MediaItem, Slot
+from sightline.wire.generate import GenerateRequest, MultiModalFeatures, SamplingParams
+
+MAX_CHOICES = 64
+MAX_LISTED_IDS = 256
+"""Ids that a request may name to stop at, or to ban."""
+MAX_SEED = 2**64
+# Logits divided by less, or by more, leave what float32 can tell apart.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e6
+_SEE_DOCS = "see docs/serving.md for the fields of a request"
+_ERROR_PATH = re.compile(r"(.*) - at `\$\.?([^`]*)`", re.DOTALL)
+_WORD = re.compile(r"\w+")
+_FEATURE_LIST_TYPES = {
+    field.name: get_args(field.type)[1] for field in msgspec.structs.fields(MultiModalFeatures)
+}
+"""What the lists of `features` are made of, by the list's name."""
+_ERROR_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `([^`]*)`")
+
+
+@dataclass(frozen=True, slots=True)
+class ValidatedRequest:
+    """A request that can be computed."""
+
+    prompt: np.ndarray
+    """int32 (tokens,)."""
+    slots: list[Slot]
+    keys: list[str]
+    """Of each slot's item: what its pixels are a function of."""
+    params: SamplingParams
+    request_id: str
+
+
+class RequestValidator:
+    def __init__(
+        self,
+        family: Family,
+        pad_id: int,
+        vocab_size: int,
+        max_model_len: int,
+        models: frozenset[str],
+    ) -> None:
+        self._family = family
+        self._pad_id = pad_id
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._models = models
+        self._decoder = msgspec.json.Decoder(GenerateRequest)
+
+    def check(self, body: bytes) -> ValidatedRequest:
+        return self.check_request(self._decode(body))
+
+    def check_request(self, request: GenerateRequest) -> ValidatedRequest:
+        if request.model is not None and request.model not in self._models:
+            raise build_engine_error(
+                "model",
+                f"model: {request.model!r} is not served here",
+                f"leave it out, or name {', '.join(sorted(self._models))}",
+            )
+        prompt = self._check_tokens(request.token_ids, request.sampling_params)
+        self._check_sampling(request.sampling_params)
+        slots, keys = self._check_slots(request)
+        self._check_pads(prompt, slots)
+        return ValidatedRequest(prompt, slots, keys, request.sampling_params, request.request_id)
+
+    def _decode(self, body: bytes) -> GenerateRequest:
+        try:
+            return self._decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise build_engine_error(
+                "schema", _describe_schema_error(str(error), body), _SEE_DOCS
+            ) from error
+
+    def _check_tokens(self, token_ids: list[int], params: SamplingParams) -> np.ndarray:
+        if not token_ids:
+            raise build_engine_error("token_ids", "token_ids: empty", "send one token or more")
+        if params.max_tokens < 1:
+            raise build_engine_error(
+                "sampling", f"sampling_params.max_tokens: {params.max_tokens}", "ask for 1 or more"
+            )
+        if len(token_ids) + params.max_tokens > self._max_model_len:
+            raise build_engine_error(
+                "too_long",
+                f"token_ids: {len(token_ids)} tokens, and {params.max_tokens} asked for, are more "
+                f"than the {self._max_model_len} of a row",
+                "shorten one of them, or serve with a larger max_len",
+            )
+        try:
+            wide = np.array(token_ids, dtype=np.int64)
+        except OverflowError:
+            wide = np.array([-1])
+        if int(wide.min()) < 0 or int(wide.max()) >= self._vocab_size:
+            at = next(i for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
+            raise build_engine_error(
+                "token_ids",
+                f"token_ids[{at}]: {token_ids[at]} is outside the vocabulary of {self._vocab_size}",
+                "render with the renderer of the served checkpoint",
+            )
+        return wide.astype(np.int32)
+
+    def _check_sampling(self, params: SamplingParams) -> None:
+        wrong = next(_find_faults(params, self._vocab_size), None)
+        if wrong is not None:
+            name, allowed = wrong
+            raise build_engine_error(
+                "sampling", f"sampling_params.{name}: {getattr(params, name)!r}", f"send {allowed}"
+            )
+
+    def _check_slots(self, request: GenerateRequest) -> tuple[list[Slot], list[str]]:
+        if request.features is None:
+            return [], []
+        modality = self._family.modality
+        if not self._family.shows_images or request.features.mm_hashes.keys() - {modality}:
+            raise build_engine_error(
+                "slots",
+                f"features: this checkpoint takes {modality if self._family.shows_images else 'no'}"
+                f" media, the request has {sorted(request.features.mm_hashes)}",
+                "render with the renderer of the served checkpoint",
+            )
+        try:
+            slots = request.slots()
+        except WireError as error:
+            raise build_engine_error("schema", error.problem, error.fix) from error
+        except Misaligned as error:
+            raise build_engine_error("slots", error.problem, error.fix) from error
+        for i, slot in enumerate(slots):
+            self._check_item(i, slot, modality)
+        return slots, [item_key(slot.item) for slot in slots]
+
+    def _check_item(self, i: int, slot: Slot, modality: str) -> None:
+        path = f"features.kwargs_data.{modality}[{i}]"
+        try:
+            self._family.check_item(slot.item)
+        except FingerprintMismatch as error:
+            raise FingerprintMismatch(f"{path}: {error.problem}", error.fix) from error
+        except (Misaligned, MediaRefused) as error:
+            raise build_engine_error("slots", f"{path}: {error.problem}", error.fix) from error
+        length = self._family.num_tokens(slot.item)
+        if slot.length != length:
+            raise build_engine_error(
+                "slots",
+                f"features.mm_placeholders.{modality}[{i}]: {slot.length} tokens, its grid "
+                f"{slot.item.grid} fills {length}",
+                "expand every image into as many pads as its grid fills",
+            )
+
+    def _check_pads(self, prompt: np.ndarray, slots: list[Slot]) -> None:
+        """The pads of the prompt are exactly the tokens that the slots cover."""
+        is_pad = prompt == self._pad_id
+        covered = np.zeros(len(prompt), dtype=bool)
+        for slot in slots:
+            covered[slot.offset : slot.end] = True
+        if np.array_equal(is_pad, covered):
+            return
+        at = int(np.flatnonzero(is_pad != covered)[0])
+        where = "outside every slot" if is_pad[at] else f"in a slot, where {self._pad_id} belongs"
+        raise build_engine_error(
+            "pads",
+            f"token_ids[{at}]: {int(prompt[at])} stands {where}",
+            "send the slots that the renderer gave with these tokens",
+        )
+
+
+def _describe_schema_error(found: str, body: bytes) -> str:
+    """What the decoder found, with the path of the field in front."""
+    at = _ERROR_PATH.fullmatch(found)
+    what, path = (at[1], _name_modality(at[2], body)) if at else (found, "")
+    if (field := _ERROR_FIELD.match(what)) and _WORD.fullmatch(field[1]):
+        path = f"{path}.{field[1]}" if path else field[1]
+    return f"{path}: {what}" if path else f"not a generate request: {what}"
+
+
+class _FeatureLists(msgspec.Struct):
+    """As much of a request as tells which modality a list is of."""
+
+    features: dict[str, dict[str, Any]]
+
+
+def _name_modality(path: str, body: bytes) -> str:
+    """`path` with the modality that is meant; the decoder writes `[...]` for any key."""
+    place, any_key, rest = path.partition("[...]")
+    name = place.removeprefix("features.")
+    if not any_key or name not in _FEATURE_LIST_TYPES:
+        return path
+    try:
+        lists = msgspec.json.decode(body, type=_FeatureLists).features[name]
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError):
+        return path
+    for modality in filter(_WORD.fullmatch, lists):
+        try:
+            msgspec.convert(lists[modality], _FEATURE_LIST_TYPES[name])
+        except msgspec.ValidationError:
+            return f"{place}.{modality}{rest}"
+    return path
+
+
+def item_key(item: MediaItem) -> str:
+    """The item's key and its size: an item that lies about the size of its image must not find
+    what was made for the true one."""
+    return f"{item.key}/{item.ref.width}x{item.ref.height}"
+
+
+def _find_faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]]:
+    """(name, what is allowed) of each parameter that cannot be honoured."""
+    if params.temperature and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
+        yield "temperature", f"0, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+    if not 0 < params.top_p <= 1:
+        yield "top_p", "more than 0, at most 1"
+    if not -1 <= params.top_k < 2**31:
+        yield "top_k", "a count below 2**31; 0 or -1 is off"
+    if not 0 <= params.min_p <= 1:
+        yield "min_p", "0 to 1"
+    if params.seed is not None and not 0 <= params.seed < MAX_SEED:
+        yield "seed", "null, or 0 up to 2**64 - 1"
+    for name in ("stop_token_ids", "banned_token_ids"):
+        ids = getattr(params, name)
+        if any(not 0 <= token < vocab_size for token in ids):
+            yield name, f"ids below {vocab_size}"
+        if len(ids) > MAX_LISTED_IDS:
+            yield name, f"at most {MAX_LISTED_IDS} ids"
+    if params.logprobs not in (None, 0):
+        yield "logprobs", "0 for the sampled token's, or null for none"
+    if params.prompt_logprobs not in (None, 0):
+        yield "prompt_logprobs", "0 for those of the prompt's own tokens, or null for none"
+    if not 1 <= params.n <= MAX_CHOICES:
+        yield "n", f"1 to {MAX_CHOICES}"
+    if params.detokenize:
+        yield "detokenize", "false: this door speaks token ids"

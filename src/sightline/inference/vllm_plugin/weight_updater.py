@@ -1,0 +1,152 @@
+"""Weight updates of a vLLM server: checked beside the engine, then taken between two steps."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sightline.compute.checkpoint_files import (
+    CheckpointParameters,
+    find_transposed,
+    open_checkpoint,
+)
+from sightline.compute.lora_weights import AdapterBase, resolve_parameter
+from sightline.compute.weights import check_parameters, read_manifest, read_weights
+from sightline.errors import EngineError, SightlineError
+from sightline.inference.errors import build_engine_error
+from sightline.inference.vllm_plugin.symbols import WeightTransferUpdateRequest
+from sightline.inference.vllm_plugin.weight_transfer import WEIGHTS_UNCHANGED
+from sightline.wire.weights import Manifest
+
+
+class PartialUpdateError(Exception):
+    """vLLM holds neither the old weights nor the new ones whole."""
+
+
+@dataclass(frozen=True)
+class CheckedWeights:
+    """Weights that were found whole and fitting."""
+
+    manifest: Manifest
+    info: dict[str, Any]
+    """What the worker is told: the fields of its `Files`."""
+    vision_digest: str
+
+
+@dataclass
+class WeightUpdater:
+    """Which weights vLLM has."""
+
+    client: Any
+    model: Path
+    """The checkpoint that vLLM was started with, which adapters are added to."""
+    parameters: Mapping[str, torch.Tensor]
+    """Names and shapes that published weights must have; on no device."""
+    vision: tuple[str, ...]
+    """What the names of the vision tower's parameters begin with."""
+    manifest: Manifest
+    vision_digest: str
+    count: int = 0
+    vision_count: int = 0
+    update_times: list[float] = field(default_factory=list)
+    """When weights changed, by the monotonic clock; nothing is computed at such a moment."""
+
+    def __post_init__(self) -> None:
+        self._first_vision = self.vision_digest
+        self._base = AdapterBase(lambda: CheckpointParameters(self.model, self.parameters))
+        self._transposed = find_transposed(open_checkpoint(self.model), self.parameters)
+
+    @property
+    def vision_label(self) -> str:
+        """Of the vision weights in use: their version, and which of this server's they are."""
+        return f"{self.manifest.vision_version}.{self.vision_count}"
+
+    @property
+    def salt(self) -> str:
+        """Keeps keys and values of one version from a prompt of another in vLLM's prefix cache."""
+        return f"{self.manifest.label}.{self.count}"
+
+    def read(self, path: Path) -> CheckedWeights:
+        """Reads and checks the weights of a manifest; refuses what is torn or does not fit."""
+        try:
+            if read_manifest(path).broadcast is not None:
+                raise build_engine_error(
+                    "weights",
+                    f"{path} names weights that are sent, and vLLM's worker reads files",
+                    'set [trainer] publish = "files"',
+                )
+            manifest, tensors = read_weights(path)
+            info = {"paths": [str(path.parent / file.name) for file in manifest.files]}
+            return self._check_weights(manifest, tensors, info | {"turned": self._transposed})
+        except EngineError:
+            raise
+        except SightlineError as error:
+            raise build_engine_error("weights", error.problem, error.fix) from error
+        except OSError as error:
+            raise build_engine_error(
+                "weights", str(error), "let the server read the weights"
+            ) from error
+
+    def _check_weights(
+        self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], info: dict[str, Any]
+    ) -> CheckedWeights:
+        if (adapter := manifest.adapter) is None:
+            check_parameters(self.parameters, tensors)
+            return CheckedWeights(manifest, info, vision_digest(tensors, self.vision))
+        base, scales = self._base.check(adapter, tensors), adapter.scales
+        info |= {"base": [str(p) for p in sorted(self.model.glob("*.safetensors"))]}
+        seeing = [name for name in self.parameters if name.startswith(self.vision)]
+        if scales.keys().isdisjoint(seeing) and tensors.keys().isdisjoint(seeing):
+            return CheckedWeights(manifest, info | {"scales": scales}, self._first_vision)
+        seen = {name: resolve_parameter(name, base, scales, tensors) for name in seeing}
+        return CheckedWeights(manifest, info | {"scales": scales}, vision_digest(seen, self.vision))
+
+    async def start(self) -> None:
+        await self.client.update_weight_version(self.manifest.label)
+
+    async def apply(self, wanted: CheckedWeights, keep_kv: bool) -> None:
+        """Requests in flight stand still meanwhile, and go on under the new weights.
+
+        Their keys and values are computed again unless `keep_kv`. Their images are too where the
+        vision tower is new: they go on under the engine keys with which they came.
+        """
+        is_vision_new = wanted.vision_digest != self.vision_digest
+        await self.client.pause_generation(mode="keep", clear_cache=False)
+        try:
+            await self.client.start_weight_update()
+            request = WeightTransferUpdateRequest(update_info=wanted.info)
+            try:
+                await self.client.update_weights(request)
+            except Exception as error:  # vLLM's own class, with our worker's words in it
+                if WEIGHTS_UNCHANGED in str(error):
+                    fix = "publish the version again"
+                    raise build_engine_error("weights", str(error), fix) from error
+                raise PartialUpdateError(str(error)) from error
+            await self.client.finish_weight_update(wanted.manifest.label)
+            if not keep_kv:
+                await self.client.reset_prefix_cache(reset_running_requests=True)
+                if is_vision_new:
+                    await self.client.reset_encoder_cache()
+            self.manifest = wanted.manifest
+            self.vision_digest = wanted.vision_digest
+            self.count += 1
+            self.vision_count += is_vision_new
+            self.update_times.append(time.monotonic())
+        finally:
+            await self.client.resume_generation()
+
+
+def vision_digest(tensors: Mapping[str, torch.Tensor], prefixes: tuple[str, ...]) -> str:
+    """Of the bits of the vision tower. A version made again may have the same number."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(name for name in tensors if name.startswith(prefixes)):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
+        digest.update(tensor.view(torch.uint8).numpy().data)
+    return digest.hexdigest()

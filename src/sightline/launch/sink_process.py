@@ -1,0 +1,74 @@
+"""The process that feeds a run's sinks. The run does without it, whatever becomes of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+from sightline.config import LoggingConfig
+from sightline.run import RunDir
+from sightline.view.sinks.feed import CLOSE_TIMEOUT_S, STATUS_OK, STATUS_PREFIX
+
+GRACE_S = 5.0
+
+
+class SinkProcess:
+    """Started beside the processes of a run, and not among those that it is watched for."""
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        run_dir: RunDir,
+        tell: Callable[[str], object] = lambda words: None,
+    ) -> None:
+        """`tell` hears at the end what became of a sink that was not fed."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._words = [sys.executable, "-m", "sightline", "sinks", str(run_dir.path)]
+        self._words += [word for name in config.sinks for word in ("--to", name)]
+        self._words += ["--samples-every", str(config.samples_every)]
+        self._words += ["--parent", str(os.getpid()), "--follow"]
+        self._words += ["--offline"] if config.wandb_offline else []
+        self._log = run_dir.logs / "sinks.log"
+        self._has_sinks = bool(config.sinks)
+        self._on_problem = tell
+        self._log_start = 0
+
+    def __enter__(self) -> SinkProcess:
+        if self._has_sinks:
+            with open(self._log, "ab") as log:
+                self._log_start = log.tell()
+                self._process = subprocess.Popen(
+                    self._words, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )  # fmt: skip
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Lets it read to the end; one that does not end is ended."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(CLOSE_TIMEOUT_S + GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for words in self._problems(self._process.returncode):
+            self._on_problem(words)
+
+    def _problems(self, code: int) -> list[str]:
+        with open(self._log, "rb") as log:
+            log.seek(self._log_start)
+            lines = log.read().decode(errors="replace").splitlines()
+        said = [line for line in lines if line.startswith(STATUS_PREFIX)]
+        if not said:
+            return [f"sinks: the process that feeds them ended with {code}; see {self._log}"]
+        return [line for line in said if not line.endswith(f": {STATUS_OK}")]

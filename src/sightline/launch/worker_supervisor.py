@@ -1,0 +1,127 @@
+"""Watches the environment workers and replaces those that user code has broken.
+
+    crash     the process has ended, with whatever code, and was not told to
+    hang      its event loop stands still for `hang_timeout_s`, or user code goes on for as long after
+              its rollout is over; or the process gives no sign of life at all
+    leak      its memory is above the limit
+
+A worker that breaks costs the rollouts that it was playing. Its successor has the same name and
+tells the orchestrator so; the orchestrator counts what was lost.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from sightline.config import RunFile
+from sightline.launch.processes import Processes, ProcessSpec
+from sightline.rollout.heartbeat import find_heartbeat
+
+ROLLOUTS_PER_WORKER = 128
+MEMORY_SHARE = 0.5
+"""Of the machine's memory, for all workers together."""
+SILENCE_TIMEOUT_S = 60.0
+"""A thread that cannot run for so long has a process that is stopped, or that never lets go of
+the interpreter."""
+CHECK_EVERY_S = 1.0
+
+
+def count_in_flight(config: RunFile) -> int:
+    """Rollouts that may be under way at the same time."""
+    settings = config.orchestrator
+    at_once = settings.groups_per_step * settings.group_size * max(1, settings.max_lag)
+    return min(at_once, config.rollout.max_in_flight or at_once)
+
+
+def resolve_workers(config: RunFile, cores: int) -> tuple[RunFile, str]:
+    """The run file with its number of workers, and the line that says why that many."""
+    asked, in_flight = config.rollout.workers, count_in_flight(config)
+    if asked:
+        return config, f"workers: {asked} ([rollout] workers)"
+    wanted = math.ceil(in_flight / ROLLOUTS_PER_WORKER)
+    number = max(1, min(cores, wanted))
+    rollout = config.rollout.model_copy(update={"workers": number})
+    why = f"{in_flight} rollouts in flight, up to {ROLLOUTS_PER_WORKER} a worker; {cores} cores"
+    return config.model_copy(update={"rollout": rollout}), f"workers: {number} ({why})"
+
+
+def get_memory_limit(config: RunFile) -> int:
+    """Bytes that one worker may have."""
+    if config.rollout.worker_max_memory_gb:
+        return int(config.rollout.worker_max_memory_gb * 1e9)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(total * MEMORY_SHARE / max(1, config.rollout.workers))
+
+
+def get_heartbeat_file(logs: Path, name: str) -> Path:
+    return logs / f"{name}.beat"
+
+
+@dataclass
+class WorkerSupervisor:
+    """Call `supervise` often; it looks once a second."""
+
+    processes: Processes
+    specs: list[ProcessSpec]
+    hang_timeout_s: float
+    max_bytes: int
+    on_lost: Callable[[str, str], None]
+    """Hears the name of a worker that was replaced, and why."""
+
+    def __post_init__(self) -> None:
+        self._last_check = 0.0
+        for spec in self.specs:
+            self._beat(spec).unlink(missing_ok=True)
+
+    def supervise(self) -> None:
+        now = time.monotonic()
+        for spec in self.specs:
+            if (exit_code := self.processes.exit_code(spec.name)) is not None:
+                self._replace_ended(spec, exit_code)
+        if now - self._last_check < CHECK_EVERY_S:
+            return
+        self._last_check = now
+        for spec in self.specs:
+            if self.processes.exit_code(spec.name) is None and (why := self._find_fault(spec, now)):
+                self.processes.kill_process(spec.name)
+                self._replace(spec, why)
+
+    def _beat(self, spec: ProcessSpec) -> Path:
+        return get_heartbeat_file(self.processes.run_dir.logs, spec.name)
+
+    def _replace_ended(self, spec: ProcessSpec, exit_code: int) -> None:
+        beat, how = (
+            find_heartbeat(self._beat(spec)),
+            self.processes.explain_exit(spec.name, exit_code),
+        )
+        if beat is not None:
+            if not beat.told_to_quit:
+                self._replace(spec, f"crash: {how.problem}")
+        elif exit_code == 0:
+            # It never worked: that ends the run, as it does for one that ended with an error.
+            raise how
+
+    def _find_fault(self, spec: ProcessSpec, now: float) -> str:
+        beat = find_heartbeat(self._beat(spec))
+        if beat is None or beat.told_to_quit:
+            return ""
+        size = self.processes.resident_bytes(spec.name)
+        if size > self.max_bytes:
+            return f"leak: it held {size / 1e9:.2f} GB, its limit is {self.max_bytes / 1e9:.2f}"
+        if now - beat.time_s > SILENCE_TIMEOUT_S:
+            return f"hang: no sign of life for {now - beat.time_s:.0f} s"
+        if beat.time_s - beat.loop_s > self.hang_timeout_s:
+            return f"hang: its event loop stood still for {beat.time_s - beat.loop_s:.0f} s"
+        if beat.stuck_s > self.hang_timeout_s:
+            return f"hang: user code has outlived its rollout by {beat.stuck_s:.0f} s"
+        return ""
+
+    def _replace(self, spec: ProcessSpec, why: str) -> None:
+        self._beat(spec).unlink(missing_ok=True)
+        self.processes.start(replace(spec, arguments=[*spec.arguments, "--after", why]))
+        self.on_lost(spec.name, why)

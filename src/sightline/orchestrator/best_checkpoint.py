@@ -1,0 +1,113 @@
+"""The best checkpoint so far, by held-out tasks: a folder that transformers and we can load.
+
+Published weights become a checkpoint without being computed on: bytes are copied, and what a
+checkpoint has beside parameters comes from the one that the run started from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from sightline.orchestrator.run_state import RunState
+from sightline.wire.weights import is_transposed
+
+WEIGHTS = "model.safetensors"
+
+
+@dataclass
+class BestCheckpoint:
+    source: Path
+    """The checkpoint folder that the run started from."""
+    target: Path
+    run_state: RunState
+
+    async def keep_if_best(self, step: int, measure: float, published: Path) -> None:
+        """Keeps the weights in the folder of `step` unless an earlier step was as good."""
+        progress = self.run_state.progress
+        if progress.best_step and measure <= progress.best_measure:
+            return
+        # In a thread: a large checkpoint takes a while to copy.
+        await asyncio.to_thread(self._write, published)
+        progress.best_step, progress.best_measure = step, measure
+        self.run_state.save()
+
+    def _write(self, published: Path) -> None:
+        part = self.target.with_name(f".{self.target.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        for file in self.source.iterdir():
+            if file.is_file() and file.suffix != ".safetensors" and "index.json" not in file.name:
+                shutil.copy2(file, part / file.name)
+        weights, others = (
+            sorted(folder.glob("*.safetensors")) for folder in (published, self.source)
+        )
+        merge_safetensors(weights, others, part / WEIGHTS)
+        # A reader finds the old one, none for a moment, or the new one; never a part.
+        shutil.rmtree(self.target, ignore_errors=True)
+        os.rename(part, self.target)
+
+
+def merge_safetensors(weights: list[Path], others: list[Path], target: Path) -> None:
+    """A file with all of `weights`, in the layout of `others`, and with what only those have."""
+    sources: dict[str, tuple[Path, int, dict[str, Any]]] = {}
+    shapes: dict[str, list[int]] = {}
+    for path in (*weights, *others):
+        with open(path, "rb") as file:
+            header, start = _read_header(file)
+        for name, described in header.items():
+            if name == "__metadata__":
+                continue
+            found = sources.setdefault(name, (path, start, described))
+            if name not in shapes or is_transposed(described["shape"], found[2]["shape"]):
+                shapes[name] = described["shape"]
+    header_out: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (_, _, described) in sources.items():
+        first, last = described["data_offsets"]
+        place = [at, at + last - first]
+        header_out[name] = {**described, "shape": shapes[name], "data_offsets": place}
+        at += last - first
+    encoded = json.dumps(header_out, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with open(target, "wb") as out:
+        out.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, (path, start, described) in sources.items():
+            first, last = described["data_offsets"]
+            with open(path, "rb") as file:
+                file.seek(start + first)
+                if shapes[name] == described["shape"]:
+                    _copy_bytes(file, out, last - first)
+                else:
+                    _copy_transposed(file, out, last - first, described["shape"])
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
+    size = int.from_bytes(file.read(8), "little")
+    header: dict[str, Any] = json.loads(file.read(size))
+    return header, 8 + size
+
+
+def _copy_bytes(source: IO[bytes], target: IO[bytes], count: int, chunk: int = 1 << 24) -> None:
+    while count:
+        data = source.read(min(count, chunk))
+        target.write(data)
+        count -= len(data)
+
+
+def _copy_transposed(source: IO[bytes], target: IO[bytes], count: int, shape: list[int]) -> None:
+    """With each matrix of a stack transposed; what its numbers are does not matter."""
+    rows = math.prod(shape)
+    stack = np.frombuffer(source.read(count), np.dtype(f"V{count // rows}")).reshape(shape)
+    for matrix in stack.reshape(-1, *shape[-2:]):
+        target.write(matrix.T.tobytes())

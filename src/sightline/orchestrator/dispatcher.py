@@ -1,0 +1,128 @@
+"""Which worker plays what, and how much at a time.
+
+submit --> waiting --(room by count and by bytes, a worker that is there)--> out --> done
+              ^                                                              |
+              +------------------- no such worker any more ------------------+  or lost
+
+  waiting waits for: room, a worker     unblocked by: done, a worker's Ready, Held
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from sightline.errors import ProcessFailed
+from sightline.wire.control import ControlMessage, RolloutRequest
+
+SendControl = Callable[[str, ControlMessage], Awaitable[None]]
+EMA_WEIGHT = 0.1
+"""Of the newest rollout in the running mean of their sizes."""
+
+
+@dataclass
+class RolloutDispatcher:
+    send: SendControl
+    workers: Sequence[str]
+    max_in_flight: int = 0
+    """Rollouts; 0 is any number."""
+    max_bytes: int = 0
+    """That all rollouts in flight may take in the workers' memory; 0 is any number."""
+
+    def __post_init__(self) -> None:
+        self._waiting: deque[RolloutRequest] = deque()
+        self._in_flight: dict[str, tuple[str, RolloutRequest]] = {}
+        self._missing_workers: set[str] = set()
+        self._bytes_of_worker: Counter[str] = Counter()
+        self._mean_bytes = 0.0
+        self._changed = asyncio.Event()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """What workers report, or what rollouts of the usual size would come to, if more."""
+        if not self._in_flight:
+            return 0  # the last report is older than the end of what it reports
+        return max(
+            sum(self._bytes_of_worker.values()), int(len(self._in_flight) * self._mean_bytes)
+        )
+
+    async def submit(self, play: RolloutRequest) -> None:
+        if play.server:
+            # Another server plays it: it takes no place from the run's own rollouts.
+            self._waiting.appendleft(play)
+        else:
+            self._waiting.append(play)
+        await self._send_waiting()
+
+    def done(self, rollout_id: str, held_bytes: int) -> bool:
+        """Whether the rollout was in flight: one that was lost or cancelled comes too late."""
+        if self._in_flight.pop(rollout_id, None) is None:
+            return False
+        usual = self._mean_bytes or held_bytes
+        self._mean_bytes = (1 - EMA_WEIGHT) * usual + EMA_WEIGHT * held_bytes
+        self._changed.set()
+        return True
+
+    def on_memory_report(self, worker: str, held_bytes: int) -> None:
+        self._bytes_of_worker[worker] = held_bytes
+        self._changed.set()
+
+    def on_worker_lost(self, worker: str) -> list[RolloutRequest]:
+        """What a worker was playing that has been replaced, and can play again."""
+        plays = [play for name, play in self._in_flight.values() if name == worker]
+        for play in plays:
+            del self._in_flight[play.rollout_id]
+        self._bytes_of_worker.pop(worker, None)
+        self._missing_workers.discard(worker)
+        self._changed.set()
+        return plays
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._in_flight.clear()
+
+    async def keep_sending(self) -> None:
+        """Sends what waits as soon as there is room."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self._send_waiting()
+
+    def _has_room(self) -> bool:
+        counted = sum(not play.server for _, play in self._in_flight.values())
+        if not counted:
+            return True  # one always may: a limit under a single rollout's size stops nothing
+        if self.max_in_flight and counted >= self.max_in_flight:
+            return False
+        return not self.max_bytes or self.bytes_in_flight + self._mean_bytes <= self.max_bytes
+
+    async def _send_waiting(self) -> None:
+        while (
+            self._waiting
+            and (self._waiting[0].server or self._has_room())
+            and (worker := self._find_idlest_worker()) is not None
+        ):
+            play = self._waiting.popleft()
+            self._in_flight[play.rollout_id] = (worker, play)
+            try:
+                await self.send(worker, play)
+            except ProcessFailed:
+                # It has just ended. The launcher replaces it, and its successor says so.
+                self._missing_workers.add(worker)
+                if self._in_flight.pop(play.rollout_id, None) is not None:
+                    self._waiting.appendleft(play)
+
+    def _find_idlest_worker(self) -> str | None:
+        there = [worker for worker in self.workers if worker not in self._missing_workers]
+        load = Counter(worker for worker, _ in self._in_flight.values())
+        return min(there, key=lambda worker: load[worker], default=None)

@@ -1,0 +1,91 @@
+"""What the inference servers tell of themselves, every few seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sightline.rollout.client import GenerateClient
+from sightline.run import EventLog
+from sightline.view.timeline import merge_intervals
+
+POLL_EVERY_S = 2.0
+
+
+@dataclass
+class ServerStatsPoller:
+    """Notes when a server was busy, for the timeline, and the state of their caches."""
+
+    clients: Sequence[GenerateClient]
+    events: EventLog
+    caches: dict[str, dict[str, float]]
+    """Filled with what the servers tell of their caches, summed."""
+    heartbeat_file: Path | None = None
+    """Touched whenever the servers have answered."""
+    since: float = field(default_factory=time.time)
+
+    async def keep_polling(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_EVERY_S)
+            # A server that does not answer is the launcher's matter, not the timeline's.
+            with contextlib.suppress(OSError, ValueError):
+                await self.poll()
+
+    async def poll(self) -> None:
+        now = time.time()
+        path = f"/sightline/v1/stats?since={self.since}"
+        answers = await asyncio.gather(*(client.get(path) for client in self.clients))
+        stats = [json.loads(answer) for answer in answers]
+        if self.heartbeat_file is not None:
+            self.heartbeat_file.touch()
+        self.since = now
+        self.caches.update(
+            summarize_caches(
+                _sum_counts([one.get("totals", {}) for one in stats]),
+                _sum_counts([one.get("now", {}) for one in stats]),
+            )
+        )
+        if busy := merge_intervals([tuple(span) for one in stats for span in one.get("busy", ())]):
+            self.events.write("busy", intervals=busy)
+
+
+def _sum_counts(counted: list[dict[str, float]]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for counts in counted:
+        total.update({name: value for name, value in counts.items() if value is not None})
+    return dict(total)
+
+
+def summarize_caches(
+    totals: dict[str, float], now: dict[str, float]
+) -> dict[str, dict[str, float]]:
+    """Hits, misses, evictions and bytes of each cache that the server has, since its start."""
+    names = {
+        "server_pixels": (
+            ("pixel_cache_hits", "pixel_cache_joined"), "images_made", "pixel_cache_evicted",
+            "pixel_cache_bytes",
+        ),
+        "server_features": (
+            ("feature_cache_hits",), "images_encoded", "feature_cache_evicted",
+            "feature_cache_bytes",
+        ),
+        "server_prefix_tokens": (
+            ("cached_tokens",), "computed_tokens", "rows_evicted", "kv_bytes",
+        ),
+    }  # fmt: skip
+    return {
+        cache: {
+            "hits": sum(totals.get(name, 0) for name in hits),
+            "misses": totals[misses],
+            "evictions": totals.get(evictions, 0),
+            "bytes": now.get(size, 0),
+        }
+        for cache, (hits, misses, evictions, size) in names.items()
+        if misses in totals
+    }

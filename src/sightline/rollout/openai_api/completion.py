@@ -1,0 +1,158 @@
+"""An answer as OpenAI's SDKs read it: one object, or the chunks of a stream.
+
+A turn is sampled whole before its first chunk is sent: a stream cannot fail half way, and its
+pieces are those of the parsed message, calls and reasoning apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sightline.message import AssistantMessage
+
+CHUNK_CHARS = 48
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatChoice:
+    """One choice."""
+
+    message: AssistantMessage
+    call_ids: Sequence[str]
+    """Names its calls to the program, where the model itself gave them none."""
+    stopped: bool
+    """False: it was cut off."""
+    num_tokens: int
+    logprobs: list[dict[str, Any]] | None = None
+    """One entry a token, where they are asked for."""
+    token_ids: list[int] | None = None
+    """Where they are asked for."""
+
+    @property
+    def finish_reason(self) -> str:
+        if not self.stopped:
+            return "length"
+        return "tool_calls" if self.message.tool_calls else "stop"
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": call.id or name,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call, name in zip(self.message.tool_calls, self.call_ids, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCompletion:
+    name: str
+    model: str
+    created: int
+    choices: list[ChatChoice]
+    num_prompt_tokens: int
+    """Tokens of the prompt."""
+    num_cached_tokens: int
+    """Of these, what the engine still knew."""
+    prompt_token_ids: list[int] | None = None
+    """Where they are asked for."""
+
+    def head(self, kind: str) -> dict[str, Any]:
+        found = {"id": self.name, "object": kind, "created": self.created, "model": self.model}
+        if self.prompt_token_ids is not None:
+            found["prompt_token_ids"] = self.prompt_token_ids
+        return found
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        said = sum(choice.num_tokens for choice in self.choices)
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": said,
+            "total_tokens": self.num_prompt_tokens + said,
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+        }
+
+
+def completion_body(answer: ChatCompletion) -> dict[str, Any]:
+    return {
+        **answer.head("chat.completion"),
+        "choices": [_choice_body(i, said) for i, said in enumerate(answer.choices)],
+        "usage": answer.usage,
+    }
+
+
+def _choice_body(index: int, said: ChatChoice) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": "assistant",
+        # Null beside calls is the dialect's own way; elsewhere programs expect text.
+        "content": said.message.text or (None if said.message.tool_calls else ""),
+        "refusal": None,
+    }
+    if said.message.reasoning is not None:
+        message["reasoning_content"] = said.message.reasoning
+    if said.message.tool_calls:
+        message["tool_calls"] = said.calls
+    return {
+        "index": index,
+        "message": message,
+        "finish_reason": said.finish_reason,
+        "logprobs": _logprobs_body(said),
+        **_token_ids_body(said),
+    }
+
+
+def _logprobs_body(said: ChatChoice) -> dict[str, Any] | None:
+    return None if said.logprobs is None else {"content": said.logprobs, "refusal": None}
+
+
+def _token_ids_body(said: ChatChoice) -> dict[str, Any]:
+    return {} if said.token_ids is None else {"token_ids": said.token_ids}
+
+
+def stream_events(answer: ChatCompletion, include_usage: bool) -> Iterator[bytes]:
+    """The events of a stream, the last mark included."""
+    head = answer.head("chat.completion.chunk")
+
+    def event(choices: list[dict[str, Any]], used: dict[str, Any] | None = None) -> bytes:
+        body: dict[str, Any] = {**head, "choices": choices}
+        if include_usage:
+            body["usage"] = used
+        return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+    for i, said in enumerate(answer.choices):
+        for delta in _deltas(said):
+            yield event([{"index": i, "delta": delta, "finish_reason": None}])
+        ending: dict[str, Any] = {"index": i, "delta": {}, "finish_reason": said.finish_reason}
+        if said.logprobs is not None:
+            ending["logprobs"] = _logprobs_body(said)
+        yield event([{**ending, **_token_ids_body(said)}])
+    if include_usage:
+        yield event([], answer.usage)
+    yield DONE
+
+
+def _deltas(said: ChatChoice) -> Iterator[dict[str, Any]]:
+    message = said.message
+    yield {"role": "assistant", "content": None if message.tool_calls else ""}
+    for piece in _split_text(message.reasoning or ""):
+        yield {"reasoning_content": piece}
+    for piece in _split_text(message.text):
+        yield {"content": piece}
+    for k, call in enumerate(said.calls):
+        arguments = call["function"].pop("arguments")
+        call["function"]["arguments"] = ""
+        yield {"tool_calls": [{"index": k, **call}]}
+        for piece in _split_text(arguments):
+            yield {"tool_calls": [{"index": k, "function": {"arguments": piece}}]}
+
+
+def _split_text(text: str) -> Iterator[str]:
+    return (text[i : i + CHUNK_CHARS] for i in range(0, len(text), CHUNK_CHARS))

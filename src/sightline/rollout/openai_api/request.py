@@ -1,0 +1,169 @@
+"""A chat completion as it is asked for: every field is honoured, set aside or refused.
+
+Which is which, a door says by its `FieldRules`. Fields whose absence leaves the answer what was asked
+for are set aside; the others are refused, unless they ask for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sightline.errors import MessageError
+from sightline.render.protocol import Tools
+
+SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
+_IGNORED_ALWAYS = frozenset({
+    "metadata", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort",
+    "safety_identifier", "service_tier", "store", "user", "verbosity",
+})  # fmt: skip
+_COMMON_FIELDS = frozenset({
+    "model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream",
+    "stream_options",
+})  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRules:
+    """What a door does with fields beyond those that every door honours."""
+
+    accepted: frozenset[str]
+    """Read by the door itself, from `ChatRequest.more`."""
+    ignored: frozenset[str]
+    refusal_reason: str
+    """What is said about a field that cannot be honoured."""
+
+
+ROLLOUT_RULES = FieldRules(
+    # What a policy is sampled with belongs to the run: its trainer computes the same distribution.
+    accepted=frozenset(),
+    ignored=_IGNORED_ALWAYS | SAMPLING,
+    refusal_reason="cannot be honoured while a policy is trained",
+)
+SERVER_RULES = FieldRules(
+    accepted=SAMPLING
+    | {"n", "logprobs", "tool_choice", "stop_token_ids", "banned_token_ids", "return_token_ids"},
+    ignored=_IGNORED_ALWAYS,
+    refusal_reason="cannot be honoured by this server",
+)
+
+# Fields that cannot be honoured, each with the values that ask for nothing.
+_NEUTRAL_VALUES: dict[str, Callable[[Any], bool]] = {
+    "n": lambda value: value == 1 and not isinstance(value, bool),
+    "stop": lambda value: value == [],
+    "logit_bias": lambda value: value == {},
+    "response_format": lambda value: value == {"type": "text"},
+    "modalities": lambda value: value == ["text"],
+    "tool_choice": lambda value: value == "auto",
+    "parallel_tool_calls": lambda value: value is True,
+    "presence_penalty": lambda value: value == 0,
+    "frequency_penalty": lambda value: value == 0,
+    "logprobs": lambda value: value is False,
+    "top_logprobs": lambda value: value == 0,
+}
+_FIXES = {
+    "n": "ask several times: each answer is a turn of its own",
+    "stop": "let the model end its turn, or cap it with max_tokens",
+    "top_logprobs": "ask for those of the sampled tokens: logprobs = true",
+    "response_format": "ask for the form in the messages, and read it from the text",
+    "tool_choice": "use auto, or offer only the tools that may be called",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    model: str | None
+    messages: list[Any]
+    """As they came: not looked into yet."""
+    tools: Tools | None
+    max_tokens: int | None
+    stream: bool
+    include_usage: bool
+    extra: dict[str, Any]
+    """What else the door honours, as it came; a null is left out."""
+
+
+def read_chat_request(body: bytes, rules: FieldRules = ROLLOUT_RULES) -> ChatRequest:
+    """Raises MessageError with the path of what is wrong."""
+    try:
+        request = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise MessageError(f"the body is not JSON: {error}", "send a JSON object") from error
+    if not isinstance(request, dict):
+        raise MessageError(
+            f"the body is a JSON {type(request).__name__}", "send an object with messages"
+        )
+    _check_fields(request, rules)
+    messages = request.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise MessageError.at("messages", "missing, empty or not a list", "pass the conversation")
+    options = request.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise MessageError.at("stream_options", "not an object", 'pass {"include_usage": true}')
+    return ChatRequest(
+        model=_read_model(request),
+        messages=messages,
+        tools=_read_tools(request.get("tools")),
+        max_tokens=_read_max_tokens(request),
+        stream=_read_flag(request.get("stream"), "stream"),
+        include_usage=_read_flag(options.get("include_usage"), "stream_options.include_usage"),
+        extra={k: v for k, v in request.items() if k in rules.accepted and v is not None},
+    )
+
+
+def _check_fields(request: dict[str, Any], rules: FieldRules) -> None:
+    taken = _COMMON_FIELDS | rules.accepted | rules.ignored
+    for name, value in request.items():
+        if name in taken or value is None:
+            continue
+        neutral = _NEUTRAL_VALUES.get(name)
+        if name == "tool_choice" and value == "none" and not request.get("tools"):
+            continue
+        if neutral is None:
+            raise MessageError.at(name, "not a field that we know", "leave it out")
+        if not neutral(value):
+            raise MessageError.at(name, rules.refusal_reason, _FIXES.get(name, "leave it out"))
+
+
+def _read_model(request: dict[str, Any]) -> str | None:
+    model = request.get("model")
+    if model is not None and not isinstance(model, str):
+        raise MessageError.at("model", "not a string", "pass a name that /v1/models lists")
+    return model or None
+
+
+def _read_tools(tools: Any) -> Tools | None:
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list):
+        raise MessageError.at("tools", "not a list", "pass a list of functions")
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            raise MessageError.at(f"tools[{i}].type", "not a function", 'pass type "function"')
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise MessageError.at(
+                f"tools[{i}].function", "no function with a name", "describe the function"
+            )
+    found: Tools = tools
+    return found
+
+
+def _read_max_tokens(request: dict[str, Any]) -> int | None:
+    for name in ("max_completion_tokens", "max_tokens"):
+        value = request.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise MessageError.at(name, f"{str(value)[:40]!r}", "ask for one token or more")
+        return value
+    return None
+
+
+def _read_flag(value: Any, name: str) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise MessageError.at(name, "not a boolean", "pass true or false")
+    return bool(value)

@@ -1,0 +1,149 @@
+"""Images go into the store in threads, while the event loop goes on.
+
+To check, hash, write and sync a screenshot takes milliseconds, to encode a PIL image a hundred or
+more. `put` gives a ref at once, which is filled in when the store has the image; whoever sends
+it to the model waits for that first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+
+from sightline.envs.protocol import Messages
+from sightline.media import MediaRef, MediaStore
+from sightline.message import ImagePart, Message
+
+MAX_THREADS = 4
+"""The store's work is mostly outside the interpreter's lock; more threads would only contend."""
+
+
+class PendingRef:
+    """A ref whose image is on its way into the store. Looking at its fields waits for it."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[MediaRef]) -> None:
+        self._future = future
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[MediaRef]:  # type: ignore[override]
+        # What asks whether this is a ref is told so. msgspec looks past this and refuses to
+        # encode one: nothing that is on its way can slip into a message that travels.
+        return MediaRef
+
+    @property
+    def ref(self) -> MediaRef:
+        return self._future.result()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._future.result(), name)
+
+    def __eq__(self, other: object) -> bool:
+        return self.ref == unwrap_ref(other)
+
+    def __hash__(self) -> int:
+        return hash(self.ref)
+
+    def __repr__(self) -> str:
+        return repr(self.ref) if self._future.done() else "PendingRef()"
+
+
+def is_pending(value: Any) -> bool:
+    return type(value) is PendingRef
+
+
+def unwrap_ref(value: Any) -> Any:
+    """The ref itself, for one that may be pending; anything else as it is."""
+    return value.ref if is_pending(value) else value
+
+
+@dataclass
+class PutPool:
+    """The threads that put; one of these per worker process."""
+
+    store: MediaStore
+    threads: int = MAX_THREADS
+
+    def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="put")
+
+    def start(self, image: Any) -> Future[MediaRef]:
+        return self._pool.submit(self.store.put, image)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass
+class PendingPuts:
+    """What one rollout has put and not waited for yet."""
+
+    put_pool: PutPool
+
+    def __post_init__(self) -> None:
+        self._waiting: dict[Future[MediaRef], int] = {}
+
+    def put(self, image: Any) -> MediaRef:
+        future = self.put_pool.start(image)
+        self._waiting[future] = image_memory_bytes(image)
+        return cast(MediaRef, PendingRef(future))
+
+    async def settle(self) -> None:
+        """Returns when everything that was put is in the store; raises what went wrong."""
+        waiting = list(self._waiting)
+        try:
+            for future in waiting:
+                # Shielded: a send that is given up must not take the image from another.
+                await asyncio.shield(asyncio.wrap_future(future))
+        finally:
+            for future in waiting:
+                if future.done():
+                    self._waiting.pop(future, None)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of images that wait to be written; those of PIL images are counted uncompressed."""
+        return sum(self._waiting.values())
+
+
+def image_memory_bytes(image: Any) -> int:
+    """Bytes that an image takes in memory while it waits."""
+    if isinstance(image, bytes | bytearray | memoryview):
+        return len(image)
+    size = getattr(image, "size", None)
+    return 3 * size[0] * size[1] if isinstance(size, tuple) and len(size) == 2 else 0
+
+
+def unwrap_refs(messages: Messages) -> Messages:
+    """The messages with true refs in the places of pending ones, which have all arrived."""
+    if not isinstance(messages, list | tuple):
+        return messages  # the renderer says what is wrong with it, if something is
+    return [_unwrap_message(message) for message in messages]
+
+
+def _unwrap_message(message: Any) -> Any:
+    if isinstance(message, Message):
+        if not any(isinstance(p, ImagePart) and is_pending(p.ref) for p in message.content):
+            return message
+        return msgspec.structs.replace(message, content=tuple(map(_unwrap_part, message.content)))
+    if isinstance(message, dict) and isinstance(message.get("content"), list | tuple):
+        return {**message, "content": [_unwrap_part(part) for part in message["content"]]}
+    return message
+
+
+def _unwrap_part(part: Any) -> Any:
+    if isinstance(part, ImagePart):
+        return ImagePart(unwrap_ref(part.ref))
+    if not isinstance(part, dict):
+        return unwrap_ref(part)
+    return {
+        key: {k: unwrap_ref(v) for k, v in value.items()}
+        if isinstance(value, dict)
+        else unwrap_ref(value)
+        for key, value in part.items()
+    }

@@ -1,0 +1,104 @@
+"""Stages of a rollout: stretches of time with a name, inside one another, in several processes.
+
+    rollout                       a worker
+    ├── environment               between one answer and the next question
+    ├── judge
+    └── turn
+        ├── render
+        └── generate              the request, its retries included
+            └── serve             the server, which finds its parent in the request's headers
+                └── queue, materialize, prefill, decode: what its engine knows
+
+Nothing is kept of `NO_STAGE` and `NO_STAGE_RECORDER`, which code has that nobody gave others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Protocol
+
+Attribute = str | int | float | bool
+
+
+class Stage(Protocol):
+    """One stage that is under way. Left by an exception, it has failed."""
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """What a request carries, so that stages of another process go on from this one."""
+        ...
+
+    def begin(self, name: str, **attributes: Attribute) -> Stage: ...
+
+    def add_finished(self, name: str, began: float, ended: float, **attributes: Attribute) -> None:
+        """One inside this one that is over; seconds since 1970."""
+        ...
+
+    def note(self, **attributes: Attribute) -> None: ...
+
+    def fail(self, why: str) -> None: ...
+
+    def __enter__(self) -> Stage: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class StageRecorder(Protocol):
+    """Where the stages of a process go."""
+
+    def begin(
+        self, name: str, headers: Mapping[str, str] | None = None, **attributes: Attribute
+    ) -> Stage:
+        """The outermost stage of this process, inside the one that `headers` name, if they do."""
+        ...
+
+    def close(self) -> None:
+        """Takes a few seconds at most, whoever listens."""
+        ...
+
+
+class _NoStage:
+    headers: Mapping[str, str] = {}
+
+    def begin(self, name: str, **attributes: Attribute) -> Stage:
+        return self
+
+    def add_finished(
+        self, name: str, began: float, ended: float, **attributes: Attribute
+    ) -> None: ...
+
+    def note(self, **attributes: Attribute) -> None: ...
+
+    def fail(self, why: str) -> None: ...
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class _NoStageRecorder:
+    def begin(
+        self, name: str, headers: Mapping[str, str] | None = None, **attributes: Attribute
+    ) -> Stage:
+        return NO_STAGE
+
+    def close(self) -> None: ...
+
+
+NO_STAGE = _NoStage()
+NO_STAGE_RECORDER = _NoStageRecorder()
+CURRENT_STAGE: ContextVar[Stage] = ContextVar("stage", default=NO_STAGE)
+"""The rollout's own, for what an environment calls: its code passes none on."""

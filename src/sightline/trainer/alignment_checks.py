@@ -1,0 +1,125 @@
+"""Tripwires before the forward pass: a message with names and counts, never a device assert."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sightline.errors import Misaligned
+from sightline.families import Family
+from sightline.wire.micro_batch import MicroBatch, PackedSlot
+
+_FIX = "this data must not train; keep batches/ of the step and report it"
+
+
+def check_micro_batch(
+    batch: MicroBatch, family: Family, pad_ids: tuple[int, ...], vocab_size: int
+) -> None:
+    """Slots against pads, pads against slots, ids against the vocabulary."""
+    token_ids = batch.token_ids.numpy()
+    outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
+    if len(outside):
+        at = int(outside[0])
+        raise Misaligned(
+            f"{_describe_token(batch, at)}: token id {int(token_ids[at])} of a vocabulary of {vocab_size}",
+            _FIX,
+        )
+    is_pad = np.isin(token_ids, np.asarray(family.slot_token_ids))
+    in_slot = np.zeros(len(token_ids), dtype=bool)
+    for slot in batch.slots:
+        _check_slot(batch, slot, family, in_slot)
+    if not np.array_equal(is_pad, in_slot):
+        at = int(np.flatnonzero(is_pad != in_slot)[0])
+        found = "a pad id outside every slot" if is_pad[at] else "a slot over an ordinary token"
+        image = next(
+            (
+                _describe_image(batch, s)
+                for s in batch.slots
+                if s.offset <= at < s.offset + s.length
+            ),
+            "no image",
+        )
+        raise Misaligned(
+            f"{_describe_token(batch, at)}: {found} (id {int(token_ids[at])}, {image} there); the "
+            f"micro-batch has {int(is_pad.sum())} pads, {int(in_slot.sum())} slot tokens and "
+            f"{len(batch.slots)} slots",
+            _FIX,
+        )
+    trained = batch.trained.numpy()
+    banned = trained[np.isin(token_ids[trained], np.asarray(pad_ids))]
+    if len(banned):
+        at = int(banned[0])
+        raise Misaligned(
+            f"{_describe_token(batch, at)}: a banned token id is to be trained ({int(token_ids[at])}; "
+            f"{len(banned)} of {len(trained)})",
+            _FIX,
+        )
+
+
+def check_patches(batch: MicroBatch, patches: np.ndarray | None) -> None:
+    """As many patches as the grids of the distinct images say."""
+    num = 0 if patches is None else len(patches)
+    if num != batch.num_patches:
+        raise Misaligned(
+            f"{_describe_images(batch)}: {num} patches were made, their grids say {batch.num_patches}",
+            "the family's patches and its grids disagree",
+        )
+
+
+def check_features(batch: MicroBatch, num_features: int, family: Family) -> None:
+    """As many features as the slots of the distinct images hold pads."""
+    wanted = sum(family.num_tokens(entry.item) for entry in batch.items)
+    if num_features != wanted:
+        raise Misaligned(
+            f"{_describe_images(batch)}: {num_features} features for {wanted} visual tokens",
+            "the family's num_tokens and its vision tower disagree",
+        )
+
+
+def _check_slot(batch: MicroBatch, slot: PackedSlot, family: Family, in_slot: np.ndarray) -> None:
+    """Marks the tokens of the slot, which is of an image, of its length, and alone there."""
+    end = slot.offset + slot.length
+    if not 0 <= slot.item < len(batch.items):
+        raise Misaligned(
+            f"{_describe_token(batch, slot.offset)}: a slot of image {slot.item}, of {len(batch.items)} "
+            "images",
+            _FIX,
+        )
+    name = f"{_describe_token(batch, slot.offset)}: {_describe_image(batch, slot)}"
+    wanted = family.num_tokens(batch.items[slot.item].item)
+    if slot.length != wanted:
+        raise Misaligned(f"{name} has a slot of {slot.length} tokens and {wanted} features", _FIX)
+    if slot.offset < 0 or end > len(in_slot) or in_slot[slot.offset : end].any():
+        raise Misaligned(
+            f"{name} has a slot from {slot.offset} to {end}, past the {len(in_slot)} tokens or "
+            "over another's",
+            _FIX,
+        )
+    in_slot[slot.offset : end] = True
+
+
+def _describe_token(batch: MicroBatch, at: int) -> str:
+    return f"step {batch.step}, sample {_find_sample(batch, at)}, token {at} of its micro-batch"
+
+
+def _describe_image(batch: MicroBatch, slot: PackedSlot) -> str:
+    return f"image {batch.items[slot.item].item.ref.digest[:12]}"
+
+
+def _describe_images(batch: MicroBatch) -> str:
+    """Which images, and of whom: a count that is wrong over all of them names none alone."""
+    named = [f"{e.item.ref.digest[:12]} of sample {e.wanted_by}" for e in batch.items[:4]]
+    more = f" and {len(batch.items) - 4} more" if len(batch.items) > 4 else ""
+    return f"step {batch.step}, images {', '.join(named) or 'none'}{more}"
+
+
+def _find_sample(batch: MicroBatch, at: int) -> str:
+    """The trace of a token: of one that trains and sees it, or that it sees."""
+    trained, ends = batch.trained.numpy(), batch.subtree_end.numpy()
+    at = min(max(at, 0), len(ends) - 1)
+    sees = (trained >= at) & (trained < ends[at])
+    seen = (trained <= at) & (at < ends[trained])
+    for number in (*np.flatnonzero(sees), *np.flatnonzero(seen)):
+        for origin in batch.origins:
+            if origin.start <= number < origin.stop:
+                return origin.trace_id
+    return "of no trained token"

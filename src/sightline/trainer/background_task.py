@@ -1,0 +1,56 @@
+"""Work beside the loop, one piece after the other, in a thread: files that training need not wait
+for. What goes wrong there is raised in the loop."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from sightline.trainer.watchdog import StallWatchdog
+
+
+class BackgroundTask:
+    def __init__(
+        self,
+        name: str,
+        failed: Callable[[BaseException], None] = lambda error: None,
+        watchdog: StallWatchdog | None = None,
+        min_limit_s: float = 0.0,
+    ) -> None:
+        """`failed` hears of a problem at once, for the loop may wait for what never comes.
+
+        `watchdog` watches the work itself: the loop's own rests while it waits for a batch. It lets a
+        piece stand still for `min_limit_s`.
+        """
+        self._name, self._failed, self._watchdog = name, failed, watchdog or StallWatchdog()
+        self._min_limit_s = min_limit_s
+        self._thread: threading.Thread | None = None
+        self._problem: BaseException | None = None
+
+    def start(self, what: str, work: Callable[[], None]) -> None:
+        """Begins `work` when the piece before it is done."""
+        self.wait()
+        self._thread = threading.Thread(
+            target=self._run, args=(what, work), daemon=True, name=self._name
+        )
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises, in the loop, what went wrong in the thread."""
+        if self._problem is not None:
+            raise self._problem
+
+    def wait(self) -> None:
+        """Returns when what was begun is done."""
+        if self._thread is not None:
+            self._thread.join()
+        self.check()
+
+    def _run(self, what: str, work: Callable[[], None]) -> None:
+        self._watchdog.mark(what, self._min_limit_s)
+        try:
+            work()
+        except BaseException as error:  # the loop raises it again, in the main thread
+            self._problem = error
+            self._failed(error)
+        self._watchdog.rest()

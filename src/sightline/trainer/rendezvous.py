@@ -1,0 +1,40 @@
+"""How ranks that torchrun started learn of one run: from the store that torchrun keeps for them."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import msgspec
+from torch.distributed import TCPStore
+
+STORE_KEY = "sightline/run"
+RENDEZVOUS_TIMEOUT_S = 600.0
+"""How long rank 0 may take to check the run file and to make the run directory."""
+
+
+class RendezvousInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    run_dir: str
+    meet: str
+    """host:port of torch.distributed."""
+    channel: str
+    secret: str
+
+
+class RendezvousStore:
+    """The store at `host:port`."""
+
+    def __init__(self, host: str, port: int, is_master: bool) -> None:
+        self._store = TCPStore(
+            host,
+            port,
+            is_master=is_master,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
+        )
+
+    def post(self, meeting: RendezvousInfo) -> None:
+        self._store.set(STORE_KEY, msgspec.json.encode(meeting).decode())
+
+    def read(self) -> RendezvousInfo:
+        """Waits for rank 0."""
+        return msgspec.json.decode(self._store.get(STORE_KEY), type=RendezvousInfo)

@@ -1,0 +1,111 @@
+"""Logprob, entropy and KL of every token that trains, without holding all logits at once.
+
+Tokens go through the head in parts. Where there is more than one, a part's logits are let go
+after the forward pass and made again in the backward pass: what stays is a number a token.
+
+Letters: S trained tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from sightline.algo import losses
+from sightline.compute.logprobs import log_softmax
+from sightline.families import Forward
+
+MAX_LOGITS = 1 << 28
+"""Numbers of a part: 1 GiB of them in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """float32 (S,) each."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None
+    """Without a gradient; None where it is not measured."""
+    kl: torch.Tensor | None
+    """To the reference; None without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScorer:
+    forward: Forward
+    reference: Forward | None
+    banned: torch.Tensor
+    temperature: float
+    with_entropy: bool = True
+    max_logits: int = MAX_LOGITS
+    backend: str = ""
+    """Of the compiler; nothing: as it is written."""
+
+    def score(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, reference_hidden: torch.Tensor | None
+    ) -> TokenScores:
+        """Of hidden (S, H) that predict `tokens` (S,); of the reference's where there is one."""
+        # No rows: the head says how wide it is, whatever the family calls it.
+        with torch.no_grad():
+            width = self.forward.logits(hidden[:0]).shape[-1]
+        rows = max(1, self.max_logits // width)
+        if len(hidden) <= rows:
+            parts = [self._part(hidden, tokens, reference_hidden)]
+        else:
+            parts = [
+                checkpoint(
+                    self._part,
+                    hidden[at : at + rows],
+                    tokens[at : at + rows],
+                    None if reference_hidden is None else reference_hidden[at : at + rows],
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+                for at in range(0, len(hidden), rows)
+            ]
+        logprobs, entropy, kl = (torch.cat(found) for found in zip(*parts, strict=True))
+        return TokenScores(
+            logprobs,
+            entropy.detach() if self.with_entropy else None,
+            kl if self.reference is not None else None,
+        )
+
+    def _part(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, reference_hidden: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = self.forward.logits(hidden)
+        reference = None
+        if self.reference is not None and reference_hidden is not None:
+            with torch.no_grad():
+                reference = self.reference.logits(reference_hidden)
+        score = _score_logits if not self.backend else _compile_score(self.backend)
+        return score(logits, tokens, reference, self.banned, self.temperature, self.with_entropy)
+
+
+def _score_logits(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    reference: torch.Tensor | None,
+    banned: torch.Tensor,
+    temperature: float,
+    with_entropy: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logprobs (S,), and entropy and KL (S,), or nothing of them, of logits (S, V)."""
+    log_p = log_softmax(logits, banned, temperature)
+    logprobs = log_p.gather(-1, tokens[:, None]).squeeze(-1)
+    entropy = kl = logprobs.new_zeros(0)
+    if with_entropy:
+        entropy = losses.entropy(log_p.detach(), banned)
+    if reference is not None:
+        kl = losses.exact_kl(log_p, log_softmax(reference, banned, temperature), banned)
+    return logprobs, entropy, kl
+
+
+@cache
+def _compile_score(backend: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """A pass or two over the logits, where each operation by itself would be one."""
+    return torch.compile(_score_logits, backend=backend)

@@ -1,0 +1,231 @@
+"""Line charts as SVG, drawn by hand: no dependency, no script, light and dark.
+
+The look is said by classes and one style sheet, which every picture carries so that it also
+stands alone as a file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal
+
+from sightline.view import formatting as spell
+
+Point = tuple[float, float]
+
+STYLE = """
+.sl{--ink:#1f2933;--soft:#6b7785;--rule:#e3e7eb;--c0:#2a6fdb;--c1:#d9622b;--c2:#1a8a6e;--c3:#8a4fc7;
+font:12px system-ui,-apple-system,"Segoe UI",sans-serif;max-width:100%;height:auto}
+@media (prefers-color-scheme:dark){.sl{--ink:#e6eaee;--soft:#98a4b0;--rule:#333b44;--c0:#6ea8ff;
+--c1:#f0925f;--c2:#4cc3a3;--c3:#bb8df0}}
+.sl text{fill:var(--soft)}.sl .title{fill:var(--ink);font-size:13px;font-weight:600}
+.sl .rule{stroke:var(--rule);stroke-width:1}.sl .axis{stroke:var(--soft);stroke-width:1}
+.sl .line{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
+.sl .faint{fill:none;stroke-width:1;opacity:.4}.sl .hover{fill:transparent}
+.sl .k0{stroke:var(--c0)}.sl .k1{stroke:var(--c1)}.sl .k2{stroke:var(--c2)}.sl .k3{stroke:var(--c3)}
+.sl .f0{fill:var(--c0)}.sl .f1{fill:var(--c1)}.sl .f2{fill:var(--c2)}.sl .f3{fill:var(--c3)}
+.sl .inside{fill:#fff}
+@media (prefers-color-scheme:dark){.sl .inside{fill:#14181d}}
+"""
+NUM_COLOURS = 4
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 46, 40
+_MOST_POINTS = 600
+_MOST_DOTS = 40
+_MOST_HOVERS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    name: str
+    points: Sequence[tuple[float, float | None]]
+    """In the order of x. A y that is None or not finite is left out."""
+    look: Literal["line", "faint", "dots"] = "line"
+    colour: int = 0
+
+    def drawn(self) -> list[Point]:
+        """The points that there are, thinned to what a picture can show."""
+        found = [(x, y) for x, y in self.points if y is not None and math.isfinite(y)]
+        size = math.ceil(len(found) / _MOST_POINTS)
+        if size <= 1:
+            return found
+        parts = [found[i : i + size] for i in range(0, len(found), size)]
+        return [
+            (sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part))
+            for part in parts
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _PlotArea:
+    """Where values lie in the picture."""
+
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+    width: int
+    height: int
+
+    def x(self, value: float) -> float:
+        share = (value - self.x_low) / (self.x_high - self.x_low)
+        return _LEFT + share * (self.width - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        share = (value - self.y_low) / (self.y_high - self.y_low)
+        return self.height - _BOTTOM - share * (self.height - _TOP - _BOTTOM)
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    x_label: str = "step",
+    y_range: tuple[float, float] | None = None,
+    width: int = 720,
+    height: int = 280,
+) -> str:
+    """An SVG picture; `y_range` is widened where values lie outside it."""
+    drawn = [(one, one.drawn()) for one in series]
+    plane = _build_plot_area([points for _, points in drawn], y_range, width, height)
+    body = [f'<text class="title" x="{_LEFT}" y="18">{escape(title)}</text>']
+    if plane:
+        body += _draw_axes(plane, x_label)
+        for one, points in drawn:
+            body += _draw_series(one, points, plane)
+        body += _draw_legend([one for one, points in drawn if points])
+    else:
+        body.append(
+            f'<text x="{width / 2}" y="{height / 2}" text-anchor="middle">nothing measured</text>'
+        )
+    return wrap_svg(title, width, height, body)
+
+
+def wrap_svg(title: str, width: int, height: int, body: Sequence[str]) -> str:
+    """The picture around `body`, which is SVG whose texts are escaped."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="sl" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" role="img" aria-label="{escape(title)}">'
+        f"<style>{STYLE}</style>{''.join(body)}</svg>"
+    )
+
+
+def smooth(points: Sequence[tuple[float, float | None]], window: int) -> list[Point]:
+    """The mean of each point and those before it, `window` in all."""
+    known = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+    means: list[Point] = []
+    total = 0.0
+    for i, (x, y) in enumerate(known):
+        total += y
+        if i >= window:
+            total -= known[i - window][1]
+        means.append((x, total / min(i + 1, window)))
+    return means
+
+
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers from `low` to `high`, about `most` of them."""
+    raw = (high - low) / max(most - 1, 1)
+    unit = 10 ** math.floor(math.log10(raw))
+    gap = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= raw * 0.999)
+    first, last = math.ceil(low / gap - 1e-9), math.floor(high / gap + 1e-9)
+    return [float(i * gap) for i in range(first, last + 1)]
+
+
+def _build_plot_area(
+    curves: Sequence[Sequence[Point]],
+    y_range: tuple[float, float] | None,
+    width: int,
+    height: int,
+) -> _PlotArea | None:
+    xs = [x for curve in curves for x, _ in curve]
+    ys = [y for curve in curves for _, y in curve]
+    if not xs:
+        return None
+    ys += y_range or ()
+    x_low, x_high = _widen_bounds(min(xs), max(xs))
+    y_low, y_high = _widen_bounds(min(ys), max(ys))
+    if not y_range or (y_low, y_high) != y_range:
+        # Out to the next round number, so that no curve touches the frame.
+        marks = ticks(y_low, y_high)
+        gap = marks[1] - marks[0] if len(marks) > 1 else y_high - y_low
+        y_low, y_high = math.floor(y_low / gap) * gap, math.ceil(y_high / gap) * gap
+    return _PlotArea(x_low, x_high, y_low, y_high, width, height)
+
+
+def _widen_bounds(low: float, high: float) -> tuple[float, float]:
+    """The same bounds, or bounds around them where they are one value."""
+    if high - low > 1e-9 * max(abs(low), abs(high)):
+        return low, high
+    room = abs(low) * 0.5 or 1.0
+    return low - room, high + room
+
+
+def _draw_axes(plane: _PlotArea, x_label: str) -> list[str]:
+    left, right = _LEFT, plane.width - _RIGHT
+    floor = plane.height - _BOTTOM
+    parts: list[str] = []
+    for value in ticks(plane.y_low, plane.y_high):
+        y = plane.y(value)
+        parts.append(f'<line class="rule" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(
+            f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{_tick_text(value)}</text>'
+        )
+    for value in ticks(plane.x_low, plane.x_high, 8):
+        if not value.is_integer():
+            continue  # there is no half step
+        x = plane.x(value)
+        parts.append(f'<text x="{x:.1f}" y="{floor + 17}" text-anchor="middle">{value:g}</text>')
+    parts.append(f'<line class="axis" x1="{left}" x2="{right}" y1="{floor}" y2="{floor}"/>')
+    parts.append(
+        f'<text x="{(left + right) / 2}" y="{plane.height - 6}" text-anchor="middle">'
+        f"{escape(x_label)}</text>"
+    )
+    return parts
+
+
+def _tick_text(value: float) -> str:
+    if value and abs(value) < 1e-3:
+        return f"{value:.3g}"
+    return f"{round(value, 6):g}" if abs(value) < 1e5 else spell.count(value)
+
+
+def _draw_series(one: Series, points: Sequence[Point], plane: _PlotArea) -> list[str]:
+    colour = one.colour % NUM_COLOURS
+    placed = [(plane.x(x), plane.y(y)) for x, y in points]
+    parts: list[str] = []
+    if one.look != "dots" and len(placed) > 1:
+        path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in placed)
+        parts.append(f'<path class="{one.look} k{colour}" d="{path}"/>')
+    if one.look == "dots" or (one.look == "line" and len(placed) <= _MOST_DOTS):
+        radius = 4.5 if one.look == "dots" else 2.5
+        parts += [
+            f'<circle class="f{colour}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>' for x, y in placed
+        ]
+    # Wide unseen circles bring a tooltip without any script.
+    step = math.ceil(len(points) / _MOST_HOVERS) if points else 1
+    for (x, y), (at_x, at_y) in list(zip(points, placed, strict=True))[::step]:
+        parts.append(
+            f'<circle class="hover" cx="{at_x:.1f}" cy="{at_y:.1f}" r="7">'
+            f"<title>{escape(one.name)}: {spell.short(y)} at {x:g}</title></circle>"
+        )
+    return parts
+
+
+def _draw_legend(series: Sequence[Series]) -> list[str]:
+    """One entry a series under the title; a single one says what the title says."""
+    if len(series) < 2:
+        return []
+    parts: list[str] = []
+    x = float(_LEFT)
+    for one in series:
+        colour = one.colour % NUM_COLOURS
+        if one.look == "dots":
+            mark = f'<circle class="f{colour}" cx="{x + 9}" cy="32" r="4.5"/>'
+        else:
+            mark = f'<path class="{one.look} k{colour}" d="M{x} 32h18"/>'
+        parts.append(f'{mark}<text x="{x + 24}" y="36">{escape(one.name)}</text>')
+        x += 42 + 6.6 * len(one.name)
+    return parts

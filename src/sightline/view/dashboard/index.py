@@ -1,0 +1,385 @@
+"""Every rollout and image of a run in SQLite, so that a page of them costs a page.
+
+    traces/step_N ──┐                      looked at again when size or time of a file changes,
+    verdicts.jsonl ─┼──> refresh ──> view/index.sqlite
+    scores/step_N ──┘                      newest steps first, one file a transaction
+
+Any number of processes may refresh one index, and it can be removed at any time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sightline.errors import SightlineError
+from sightline.run.run_dir import RunDir
+from sightline.trace import Trace
+from sightline.view.dashboard import schema
+from sightline.view.dashboard import trace_files as reading
+from sightline.view.dashboard.mismatch import StepMismatch, measure_mismatch
+from sightline.wire.score import StepScores
+
+BUSY_TIMEOUT_S = 30.0
+
+IndexedTraces = dict[str, tuple[int, Trace]]
+"""The traces of a file by id, each beside the number of its rollout."""
+
+
+@dataclass(frozen=True, slots=True)
+class RefreshResult:
+    changed: bool
+    files_left: int
+    """Still to be read; a page that is shown now lacks them."""
+
+
+class RolloutIndex:
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._refresh_lock = threading.Lock()
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self.path = self._open()
+
+    def close(self) -> None:
+        if self._scratch is not None:
+            self._scratch.cleanup()
+
+    @contextmanager
+    def connect_readonly(self) -> Iterator[sqlite3.Connection]:
+        with self._connect() as connection:
+            connection.execute("PRAGMA query_only = 1")
+            yield connection
+
+    @contextmanager
+    def _connect(self) -> Iterator[sqlite3.Connection]:
+        connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        connection.row_factory = sqlite3.Row
+        # Nothing here must outlast the machine: what is lost is read from the run again.
+        connection.execute("PRAGMA synchronous = OFF")
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """All of what is written inside, or nothing."""
+        with self._connect() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
+            connection.execute("COMMIT")
+
+    def _open(self) -> Path:
+        """The index beside the run, or in a folder of this process where that cannot be written."""
+        path = self._run_dir.view / "index.sqlite"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            return self._prepare(path)
+        except (OSError, sqlite3.DatabaseError):
+            self._scratch = tempfile.TemporaryDirectory(prefix="sightline-view-")
+            return self._prepare(Path(self._scratch.name) / "index.sqlite")
+
+    def _prepare(self, path: Path) -> Path:
+        self.path = path
+        try:
+            self._make_tables()
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError):
+                raise
+            # Damaged, or no database at all: it holds nothing that the run does not.
+            path.unlink()
+            self._make_tables()
+        return path
+
+    def _make_tables(self) -> None:
+        with self._connect() as connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+        with self._transaction() as connection:
+            found = connection.execute("PRAGMA user_version").fetchone()[0]
+            if found == schema.VERSION:
+                return
+            tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+            for (name,) in tables.fetchall():
+                connection.execute(f'DROP TABLE "{name}"')
+            for statement in schema.TABLES.split(";"):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {schema.VERSION}")
+
+    # --- keeping up with the run
+
+    def refresh(self, max_files: int = 1 << 30) -> RefreshResult:
+        """Takes in what the run has written since, `max_files` files of traces at the most."""
+        with self._refresh_lock:
+            changed = self._index_verdicts()
+            stale = self._stale_files()
+            for name, stat in stale[:max_files]:
+                self._index_file(name, stat)
+            changed |= bool(stale) | self._forget_removed() | self._index_scores()
+            return RefreshResult(changed, max(0, len(stale) - max_files))
+
+    def _index_verdicts(self) -> bool:
+        """The whole lines that were appended to the list of verdicts."""
+        with self.connect_readonly() as connection:
+            seen = int(_find_note(connection, "verdicts") or 0)
+        try:
+            with open(self._run_dir.verdicts, "rb") as file:
+                if os.fstat(file.fileno()).st_size < seen:
+                    seen = 0
+                file.seek(seen)
+                data = file.read()
+        except OSError:
+            return False
+        whole = data[: data.rfind(b"\n") + 1]
+        if not whole:
+            return False
+        with self._transaction() as connection:
+            for line in whole.splitlines():
+                try:
+                    found = json.loads(line)
+                    table = {name: v for v, names in found["verdicts"].items() for name in names}
+                    step = int(found["step"])
+                except (ValueError, TypeError, KeyError, AttributeError):
+                    continue
+                connection.execute(
+                    "INSERT OR REPLACE INTO judged VALUES (?, ?)", (step, json.dumps(table))
+                )
+            _set_note(connection, "verdicts", str(seen + len(whole)))
+        return True
+
+    def _stale_files(self) -> list[tuple[str, os.stat_result]]:
+        """Files of traces that are new or have changed, newest steps first."""
+        with self.connect_readonly() as connection:
+            known = {
+                row["name"]: (row["size"], row["mtime_ns"])
+                for row in connection.execute("SELECT name, size, mtime_ns FROM files")
+            }
+        found = [
+            (name, stat)
+            for name, stat in _list_msgpack_files(self._run_dir.traces)
+            if known.get(name) != (stat.st_size, stat.st_mtime_ns)
+        ]
+        return sorted(found, key=lambda entry: _sort_key(entry[0]), reverse=True)
+
+    def _forget_removed(self) -> bool:
+        present = {name for name, _ in _list_msgpack_files(self._run_dir.traces)}
+        with self.connect_readonly() as connection:
+            known = [row["name"] for row in connection.execute("SELECT name FROM files")]
+        gone = [name for name in known if name not in present]
+        for name in gone:
+            with self._transaction() as connection:
+                _remove_file(connection, name)
+        return bool(gone)
+
+    def _index_file(self, name: str, stat: os.stat_result) -> None:
+        problems: list[str] = []
+        traces: IndexedTraces = {}
+        with self._transaction() as connection:
+            _remove_file(connection, name)
+            judged = _find_verdicts(connection, reading.find_step(name))
+            texts: dict[bytes, int] = {}
+            try:
+                for found in reading.read_records(self._run_dir.traces / name):
+                    if isinstance(found, str):
+                        problems.append(found)
+                        continue
+                    rollout = _add_rollout(
+                        connection, found, name, judged.get(found.trace.id), texts
+                    )
+                    traces[found.trace.id] = (rollout, found.trace)
+            except OSError as error:
+                problems.append(str(error.strerror or error))
+            connection.execute(
+                "INSERT INTO files VALUES (?, ?, ?, ?, ?)",
+                (name, stat.st_size, stat.st_mtime_ns, len(traces), "; ".join(problems[:3])),
+            )
+            # While the traces are at hand: most often the step has been trained long ago.
+            scores = _find_stat(self._run_dir.scores / name)
+            if scores is not None:
+                stamp = _format_stamp(scores, stat.st_size, stat.st_mtime_ns)
+                self._measure(connection, name, stamp, traces)
+
+    def _index_scores(self) -> bool:
+        """The scores of steps whose traces are in the index."""
+        with self.connect_readonly() as connection:
+            known = {
+                row["step"]: row["stamp"]
+                for row in connection.execute("SELECT step, stamp FROM scored")
+            }
+            files = {row["name"]: row for row in connection.execute("SELECT * FROM files")}
+        changed = False
+        for name, stat in _list_msgpack_files(self._run_dir.scores):
+            step = reading.find_step(name)
+            if step is None or name not in files:
+                continue
+            # Of both files: a step that is played again is measured again.
+            stamp = _format_stamp(stat, files[name]["size"], files[name]["mtime_ns"])
+            if known.get(step) != stamp:
+                traces = self._traces(name)
+                with self._transaction() as connection:
+                    self._measure(connection, name, stamp, traces)
+                changed = True
+        return changed
+
+    def _measure(
+        self, connection: sqlite3.Connection, name: str, stamp: str, traces: IndexedTraces
+    ) -> None:
+        problem = ""
+        step = reading.find_step(name)
+        assert step is not None
+        measured = StepMismatch()
+        try:
+            scores = StepScores.from_bytes((self._run_dir.scores / name).read_bytes())
+            measured = measure_mismatch(scores, step, traces)
+        except (SightlineError, msgspec.MsgspecError, OSError, IndexError, ValueError) as error:
+            problem = str(error).splitlines()[0]
+        for table in ("mismatch", "worst", "scored"):
+            connection.execute(f"DELETE FROM {table} WHERE step = ?", (step,))
+        _add_mismatch(connection, step, measured)
+        connection.execute("INSERT INTO scored VALUES (?, ?, ?)", (step, stamp, problem))
+
+    def _traces(self, name: str) -> IndexedTraces:
+        with self.connect_readonly() as connection:
+            rows = connection.execute("SELECT id, number FROM rollouts WHERE file = ?", (name,))
+            ids = {row["number"]: row["id"] for row in rows}
+        return {
+            found.trace.id: (ids[found.number], found.trace)
+            for found in reading.read_records(self._run_dir.traces / name)
+            if not isinstance(found, str) and found.number in ids
+        }
+
+
+def _find_stat(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat() if reading.find_step(path.name) is not None else None
+    except OSError:
+        return None
+
+
+def _format_stamp(scores: os.stat_result, size: int, mtime_ns: int) -> str:
+    return f"{scores.st_size}:{scores.st_mtime_ns}/{size}:{mtime_ns}"
+
+
+def _list_msgpack_files(folder: Path) -> list[tuple[str, os.stat_result]]:
+    """The msgpack files of a folder; foreign names are left alone."""
+    try:
+        with os.scandir(folder) as entries:
+            return [
+                (entry.name, entry.stat())
+                for entry in entries
+                if entry.name.endswith(".msgpack")
+                and not entry.name.startswith(".")
+                and entry.is_file(follow_symlinks=False)
+            ]
+    except OSError:
+        return []
+
+
+def _sort_key(name: str) -> tuple[int, str]:
+    step = reading.find_step(name)
+    return (-1 if step is None else step, name)
+
+
+def _find_note(connection: sqlite3.Connection, name: str) -> str | None:
+    row = connection.execute("SELECT value FROM notes WHERE name = ?", (name,)).fetchone()
+    return None if row is None else str(row["value"])
+
+
+def _set_note(connection: sqlite3.Connection, name: str, value: str) -> None:
+    connection.execute("INSERT OR REPLACE INTO notes VALUES (?, ?)", (name, value))
+
+
+def _find_verdicts(connection: sqlite3.Connection, step: int | None) -> dict[str, Any]:
+    if step is None:
+        return {}
+    row = connection.execute("SELECT verdicts FROM judged WHERE step = ?", (step,)).fetchone()
+    return json.loads(row["verdicts"]) if row else {}
+
+
+def _remove_file(connection: sqlite3.Connection, name: str) -> None:
+    step = reading.find_step(name)
+    inside = "rollout IN (SELECT id FROM rollouts WHERE file = ?)"
+    counts = f"SELECT digest, count(*) AS num FROM shows WHERE {inside} GROUP BY digest"
+    for row in connection.execute(counts, (name,)).fetchall():
+        connection.execute(
+            "UPDATE images SET num_shown = num_shown - ? WHERE digest = ?",
+            (row["num"], row["digest"]),
+        )
+    connection.execute("DELETE FROM images WHERE num_shown <= 0")
+    connection.execute(f"DELETE FROM says WHERE {inside}", (name,))
+    connection.execute(f"DELETE FROM shows WHERE {inside}", (name,))
+    connection.execute("DELETE FROM rollouts WHERE file = ?", (name,))
+    connection.execute("DELETE FROM files WHERE name = ?", (name,))
+    if step is not None:
+        for table in ("mismatch", "worst", "scored"):
+            connection.execute(f"DELETE FROM {table} WHERE step = ?", (step,))
+
+
+def _add_rollout(
+    connection: sqlite3.Connection,
+    record: reading.TraceRecord,
+    file: str,
+    verdict: str | None,
+    texts: dict[bytes, int],
+) -> int:
+    """Adds a rollout and returns its id; `texts` remembers those of the same file."""
+    row = reading.build_row(record, file, verdict)
+    marks = ", ".join(f":{name}" for name in row)
+    rollout = connection.execute(
+        f"INSERT INTO rollouts ({', '.join(row)}) VALUES ({marks})", row
+    ).lastrowid
+    assert rollout is not None
+    found = reading.collect_texts(record.trace)
+    for digest, text in found.items():
+        if digest not in texts:
+            connection.execute(
+                "INSERT OR IGNORE INTO texts (digest, text) VALUES (?, ?)", (digest, text)
+            )
+            at = connection.execute("SELECT id FROM texts WHERE digest = ?", (digest,)).fetchone()
+            texts[digest] = at["id"]
+    connection.executemany(
+        "INSERT OR IGNORE INTO says VALUES (?, ?)", [(texts[digest], rollout) for digest in found]
+    )
+    images = reading.collect_images(record.trace)
+    connection.executemany(
+        "INSERT INTO images VALUES (?, ?, ?, ?, ?, 1)"
+        " ON CONFLICT (digest) DO UPDATE SET num_shown = num_shown + 1",
+        [(ref.digest, ref.mime, ref.width, ref.height, ref.nbytes) for ref, _, _ in images],
+    )
+    connection.executemany(
+        "INSERT INTO shows VALUES (?, ?, ?, ?)",
+        [(ref.digest, rollout, node, place) for ref, node, place in images],
+    )
+    return rollout
+
+
+def _add_mismatch(connection: sqlite3.Connection, step: int, measured: StepMismatch) -> None:
+    connection.executemany(
+        "INSERT INTO mismatch VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        [
+            (step, dimension, bucket, fresh, *astuple(cell))
+            for (dimension, bucket, fresh), cell in measured.cells.items()
+        ],
+    )
+    connection.executemany(
+        f"INSERT INTO worst VALUES ({', '.join('?' * 12)})",
+        [(step, *astuple(token)) for token in measured.worst],
+    )
+    connection.executemany(
+        "UPDATE rollouts SET kl = ?, worst_ratio = ?, advantage = ?,"
+        " verdict = CASE verdict WHEN '' THEN 'train' ELSE verdict END WHERE id = ?",
+        [(*numbers, rollout) for rollout, numbers in measured.by_rollout.items()],
+    )

@@ -1,0 +1,67 @@
+"""Tells browsers that a run has moved, over server-sent events; they then ask for what is new.
+
+run directories --refresh, each second--> Watch --"moved"--> every open page
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from sightline.view.dashboard.run_collection import RunCollection
+
+POLL_INTERVAL_S = 1.0
+KEEPALIVE_S = 15.0
+"""A line is sent at least so often, so that a connection that is gone is noticed."""
+
+
+class RunWatcher:
+    def __init__(self, runs: RunCollection) -> None:
+        self._runs = runs
+        self._changed = asyncio.Condition()
+        self._generation = 0
+        self._over = False
+
+    async def run(self) -> None:
+        """Looks at the runs for as long as the server lives."""
+        try:
+            while True:
+                before = self._revisions()
+                try:
+                    await asyncio.to_thread(self._runs.refresh)
+                except Exception:  # a monitor may fail to read; the next look may succeed
+                    traceback.print_exc()
+                if self._revisions() != before:
+                    await self._notify_pages()
+                    # An index is being built: go on at once.
+                    await asyncio.sleep(0.05)
+                else:
+                    await asyncio.sleep(POLL_INTERVAL_S)
+        finally:
+            self._over = True
+            await self._notify_pages()
+
+    async def _notify_pages(self) -> None:
+        async with self._changed:
+            self._generation += 1
+            self._changed.notify_all()
+
+    def _revisions(self) -> dict[str, int]:
+        return {view.key: view.revision for view in self._runs.all()}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        while not self._over:
+            seen = self._generation
+            yield b"event: moved\ndata: " + msgspec.json.encode(self._revisions()) + b"\n\n"
+            while self._generation == seen and not self._over:
+                try:
+                    await asyncio.wait_for(self._wait(seen), KEEPALIVE_S)
+                except TimeoutError:
+                    yield b": still here\n\n"
+
+    async def _wait(self, seen: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._generation != seen or self._over)

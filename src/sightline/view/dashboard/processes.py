@@ -1,0 +1,110 @@
+"""How the processes of a run are: their last sign, what they wait for, what they wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Any
+
+from sightline.view.dashboard.run_view import RunView
+
+LOG_BYTES = 65_536
+"""Of a log in one answer."""
+_QUEUES = ("groups_ahead", "in_flight", "waiting", "bytes_in_flight")
+
+
+def describe_processes(run: RunView) -> dict[str, Any]:
+    newest = run.history.newest("step")
+    trained = run.history.newest("train")
+    logs = {entry.name: entry for entry in _list_logs(run)}
+    names = {name.removesuffix(".log") for name in logs} | set(run.history.last_seen)
+    signs = {name: _last_activity(run, name) for name in names}
+    return {
+        "now": time.time(),
+        "state": run.state,
+        "phase": run.history.phase,
+        "processes": [
+            {
+                "name": name,
+                "last": signs[name],
+                "log_bytes": logs[f"{name}.log"].stat().st_size if f"{name}.log" in logs else None,
+                "last_line": _read_last_line(run, f"{name}.log") if f"{name}.log" in logs else "",
+            }
+            for name in sorted(names)
+        ],
+        "queues": {name: newest[name] for name in _QUEUES if name in newest},
+        "seconds": _table(trained, "seconds."),
+        "workers_lost": _table(newest, "workers_lost."),
+        "dropped": dict(run.history.dropped),
+        "notes": [
+            {
+                "time": note.time,
+                "process": note.process,
+                "kind": note.kind,
+                "step": note.step,
+                "text": _format_values(note.values),
+            }
+            for note in reversed(run.history.notes[-100:])
+        ],
+    }
+
+
+def _last_activity(run: RunView, name: str) -> float | None:
+    """Its last event, beat or line of its log, whichever came last; seconds since 1970."""
+    signs = [run.history.last_seen.get(name)]
+    for file in (run.run_dir.beat(name), run.run_dir.logs / f"{name}.log"):
+        with contextlib.suppress(OSError):
+            signs.append(file.stat().st_mtime)
+    return max((sign for sign in signs if sign is not None), default=None)
+
+
+def _table(row: dict[str, float], prefix: str) -> dict[str, float]:
+    return {name.removeprefix(prefix): v for name, v in row.items() if name.startswith(prefix)}
+
+
+def _format_values(values: dict[str, Any]) -> str:
+    shown = (f"{name} {value}" for name, value in values.items() if not isinstance(value, dict))
+    return ", ".join(shown)[:600]
+
+
+def _list_logs(run: RunView) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(run.run_dir.logs) as entries:
+            return [
+                e for e in entries if e.name.endswith(".log") and e.is_file(follow_symlinks=False)
+            ]
+    except OSError:
+        return []
+
+
+def find_log(run: RunView, name: str, before: int | None) -> dict[str, Any] | None:
+    """Up to LOG_BYTES of a log that end at byte `before`, or at its end; None without the log.
+
+    The name is looked up among those that are there: it is never made into a path.
+    """
+    entry = next((entry for entry in _list_logs(run) if entry.name == f"{name}.log"), None)
+    if entry is None:
+        return None
+    with open(entry.path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        end = size if before is None else max(0, min(before, size))
+        start = max(0, end - LOG_BYTES)
+        file.seek(start)
+        data = file.read(end - start)
+    if start > 0 and b"\n" in data:
+        # From the first whole line on.
+        skipped = data.index(b"\n") + 1
+        start, data = start + skipped, data[skipped:]
+    return {
+        "name": name, "size": size, "start": start, "end": end,
+        "text": data.decode("utf-8", errors="replace"),
+    }  # fmt: skip
+
+
+def _read_last_line(run: RunView, file: str) -> str:
+    with open(run.run_dir.logs / file, "rb") as log:
+        size = os.fstat(log.fileno()).st_size
+        log.seek(max(0, size - 2000))
+        lines = log.read().decode("utf-8", errors="replace").splitlines()
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")

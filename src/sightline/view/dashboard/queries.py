@@ -1,0 +1,241 @@
+"""Questions to the index, each answered by a page of rows."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import dataclass
+from typing import Any
+
+MAX_ROWS = 200
+NUM_WORST = 50
+SORT_ORDERS = {
+    "newest": "step DESC, id ASC",
+    "oldest": "step ASC, id ASC",
+    "reward_high": "reward DESC, id ASC",
+    "reward_low": "reward IS NULL, reward ASC, id ASC",
+    "mismatch": "kl DESC, id ASC",
+    "longest": "tokens DESC, id ASC",
+}
+_COLUMNS = (
+    "file", "number", "trace_id", "group_id", "env", "task", "split", "step", "reward", "rewards",
+    "verdict", "error", "turns", "branches", "tokens", "sampled", "images", "lag", "seconds",
+    "answer", "advantage", "kl", "worst_ratio",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFilter:
+    """Which rollouts, in which order. What is None or empty does not matter."""
+
+    step_from: int | None = None
+    step_to: int | None = None
+    reward_from: float | None = None
+    reward_to: float | None = None
+    verdict: str = ""
+    env: str = ""
+    split: str = ""
+    group: str = ""
+    file: str = ""
+    text: str = ""
+    """Anywhere in what was said, in a tool call or in the name of the rollout."""
+    image: str = ""
+    """A digest."""
+    sort: str = "newest"
+
+    def where(self) -> tuple[str, list[Any]]:
+        clauses: list[str] = []
+        values: list[Any] = []
+        for column, sign, value in (
+            ("step", ">=", self.step_from),
+            ("step", "<=", self.step_to),
+            ("reward", ">=", self.reward_from),
+            ("reward", "<=", self.reward_to),
+            ("verdict", "=", self.verdict or None),
+            ("env", "=", self.env or None),
+            ("split", "=", self.split or None),
+            ("group_id", "=", self.group or None),
+            ("file", "=", self.file or None),
+        ):
+            if value is not None:
+                clauses.append(f"{column} {sign} ?")
+                values.append(value)
+        if self.text:
+            pattern = f"%{_escape_like(self.text)}%"
+            clauses.append(
+                "(id IN (SELECT rollout FROM says WHERE text IN"
+                " (SELECT id FROM texts WHERE text LIKE ? ESCAPE '\\'))"
+                " OR trace_id LIKE ? ESCAPE '\\')"
+            )
+            values += [pattern, pattern]
+        if self.image:
+            clauses.append("id IN (SELECT rollout FROM shows WHERE digest = ?)")
+            values.append(self.image)
+        return (f"WHERE {' AND '.join(clauses)}" if clauses else ""), values
+
+
+def _escape_like(text: str) -> str:
+    for mark in ("\\", "%", "_"):
+        text = text.replace(mark, f"\\{mark}")
+    return text
+
+
+def list_rollouts(
+    connection: sqlite3.Connection, wanted: RolloutFilter, offset: int, limit: int
+) -> dict[str, Any]:
+    """A page of rows with the first images of each, and how many rows there are."""
+    where, values = wanted.where()
+    total = connection.execute(f"SELECT count(*) FROM rollouts {where}", values).fetchone()[0]
+    order = SORT_ORDERS.get(wanted.sort, SORT_ORDERS["newest"])
+    # The ids first: what lies before the page is stepped over in an index, not read.
+    rows = connection.execute(
+        f"SELECT id, {', '.join(_COLUMNS)} FROM rollouts WHERE id IN"
+        f" (SELECT id FROM rollouts {where} ORDER BY {order} LIMIT ? OFFSET ?) ORDER BY {order}",
+        [*values, max(1, min(limit, MAX_ROWS)), max(0, offset)],
+    ).fetchall()
+    return {"total": total, "offset": offset, "rows": [_build_row(connection, row) for row in rows]}
+
+
+def _build_row(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
+    shown = connection.execute(
+        "SELECT digest FROM shows WHERE rollout = ? ORDER BY node, place LIMIT 4", (row["id"],)
+    )
+    found = {name: row[name] for name in _COLUMNS}
+    found["rewards"] = json.loads(row["rewards"])
+    found["thumbs"] = [image["digest"] for image in shown]
+    return found
+
+
+def find_neighbours(connection: sqlite3.Connection, file: str, number: int) -> dict[str, Any]:
+    """The places before and after one in its file, and its siblings in the group."""
+
+    def near(sign: str, order: str) -> int | None:
+        found = connection.execute(
+            f"SELECT number FROM rollouts WHERE file = ? AND number {sign} ?"
+            f" ORDER BY number {order} LIMIT 1",
+            (file, number),
+        ).fetchone()
+        return None if found is None else int(found["number"])
+
+    siblings = connection.execute(
+        "SELECT file, number, trace_id, reward, verdict FROM rollouts WHERE file = ? AND group_id ="
+        " (SELECT group_id FROM rollouts WHERE file = ? AND number = ?) AND group_id != ''"
+        " ORDER BY number LIMIT 64",
+        (file, file, number),
+    )
+    return {
+        "before": near("<", "DESC"),
+        "after": near(">", "ASC"),
+        "siblings": [dict(row) for row in siblings],
+    }
+
+
+def find_rollout(connection: sqlite3.Connection, file: str, number: int) -> dict[str, Any] | None:
+    row = connection.execute(
+        f"SELECT id, start, size, {', '.join(_COLUMNS)} FROM rollouts"
+        " WHERE file = ? AND number = ?",
+        (file, number),
+    ).fetchone()
+    return None if row is None else dict(row)
+
+
+def count_facets(connection: sqlite3.Connection) -> dict[str, Any]:
+    """What there is to choose from, with counts."""
+
+    def counted(column: str) -> dict[str, int]:
+        rows = connection.execute(
+            f"SELECT {column} AS name, count(*) AS num FROM rollouts GROUP BY {column}"
+            " ORDER BY num DESC LIMIT 100"
+        )
+        return {str(row["name"]): row["num"] for row in rows}
+
+    bounds = connection.execute("SELECT min(step), max(step), count(*) FROM rollouts").fetchone()
+    files = connection.execute(
+        "SELECT name FROM files WHERE name NOT LIKE 'step\\_%' ESCAPE '\\' AND rollouts > 0"
+        " ORDER BY name"
+    )
+    return {
+        "rollouts": bounds[2],
+        "steps": [bounds[0], bounds[1]],
+        "verdicts": counted("verdict"),
+        "envs": counted("env"),
+        "splits": counted("split"),
+        "evals": [row["name"] for row in files],
+    }
+
+
+def list_images(
+    connection: sqlite3.Connection, sort: str, offset: int, limit: int, digest: str = ""
+) -> dict[str, Any]:
+    """A page of distinct images; `digest` is how a wanted one begins."""
+    order = {
+        "most": "num_shown DESC, digest",
+        "least": "num_shown ASC, digest",
+        "largest": "width * height DESC, digest",
+        "smallest": "width * height ASC, digest",
+    }.get(sort, "num_shown DESC, digest")
+    where, values = "", list[Any]()
+    if digest:
+        where, values = "WHERE digest >= ? AND digest < ?", [digest, digest + "g"]
+    total, shown, nbytes = connection.execute(
+        "SELECT count(*), coalesce(sum(num_shown), 0), coalesce(sum(nbytes), 0)"
+        f" FROM images {where}",
+        values,
+    ).fetchone()
+    rows = connection.execute(
+        f"SELECT * FROM images {where} ORDER BY {order} LIMIT ? OFFSET ?",
+        [*values, max(1, min(limit, MAX_ROWS)), max(0, offset)],
+    )
+    return {
+        "total": total,
+        "shown": shown,
+        "nbytes": nbytes,
+        "offset": offset,
+        "rows": [dict(row) for row in rows],
+    }
+
+
+def find_image(connection: sqlite3.Connection, digest: str) -> dict[str, Any] | None:
+    row = connection.execute("SELECT * FROM images WHERE digest = ?", (digest,)).fetchone()
+    if row is None:
+        return None
+    first, last, num = connection.execute(
+        "SELECT min(step), max(step), count(*) FROM rollouts"
+        " WHERE id IN (SELECT rollout FROM shows WHERE digest = ?)",
+        (digest,),
+    ).fetchone()
+    return {**dict(row), "first_step": first, "last_step": last, "rollouts": num}
+
+
+def sum_mismatch(
+    connection: sqlite3.Connection, step_from: int | None, step_to: int | None, fresh: bool
+) -> dict[str, Any]:
+    """Sums by dimension and bucket over some steps, and the worst tokens of them."""
+    low = -1 if step_from is None else step_from
+    high = 1 << 60 if step_to is None else step_to
+    chosen = "AND fresh = 1" if fresh else ""
+    rows = connection.execute(
+        "SELECT dimension, bucket, sum(tokens) AS tokens, sum(kl) / sum(tokens) AS kl,"
+        " sum(ratio) / sum(tokens) AS ratio, max(worst) AS worst FROM mismatch"
+        f" WHERE step BETWEEN ? AND ? {chosen} GROUP BY dimension, bucket ORDER BY bucket",
+        (low, high),
+    )
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        cell = {key: row[key] for key in ("bucket", "tokens", "kl", "ratio", "worst")}
+        found.setdefault(row["dimension"], []).append(cell)
+    worst = connection.execute(
+        "SELECT worst.*, rollouts.file, rollouts.number, rollouts.trace_id FROM worst"
+        " JOIN rollouts ON rollouts.id = worst.rollout WHERE worst.step BETWEEN ? AND ?"
+        f" {'AND worst.lag = 0' if fresh else ''} ORDER BY worst.kl DESC LIMIT ?",
+        (low, high, NUM_WORST),
+    )
+    return {"dimensions": found, "worst": [dict(row) for row in worst]}
+
+
+def list_problems(connection: sqlite3.Connection) -> list[str]:
+    """What of the run's files could not be read, in words."""
+    files = connection.execute("SELECT name, problem FROM files WHERE problem != '' LIMIT 20")
+    found = [f"traces/{row['name']}: {row['problem']}" for row in files]
+    scores = connection.execute("SELECT step, problem FROM scored WHERE problem != '' LIMIT 20")
+    return found + [f"scores of step {row['step']}: {row['problem']}" for row in scores]

@@ -1,0 +1,223 @@
+"""One rollout for the page that shows it: messages, graph, images, and tokens a node at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from sightline.errors import SightlineError
+from sightline.message import ImagePart
+from sightline.trace import Node, NodeSlot, Trace
+from sightline.view.dashboard import queries
+from sightline.view.dashboard import trace_files as reading
+from sightline.view.dashboard.run_view import RunView
+from sightline.wire.score import StepScores
+
+MAX_TOKENS = 4096
+"""Of one node, in one answer."""
+MAX_CHARS = 200_000
+"""Of one text."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeScores:
+    """What the trainer thinks of the sampled tokens of a node."""
+
+    logprobs: np.ndarray
+    ratios: np.ndarray
+    advantages: np.ndarray
+
+    def kl(self, node: Node) -> np.ndarray:
+        log_ratio = self.logprobs.astype(np.float64) - node.logprobs.numpy()
+        return np.expm1(log_ratio) - log_ratio
+
+
+def find_trace(run: RunView, file: str, number: int) -> tuple[dict[str, Any], Trace] | None:
+    """The row of the index and the trace behind it."""
+    with run.index.connect_readonly() as connection:
+        row = queries.find_rollout(connection, file, number)
+    if row is None:
+        return None
+    return row, reading.read_trace(run.run_dir.traces / row["file"], row["start"], row["size"])
+
+
+def describe_rollout(run: RunView, file: str, number: int) -> dict[str, Any] | None:
+    found = find_trace(run, file, number)
+    if found is None:
+        return None
+    row, trace = found
+    with run.index.connect_readonly() as connection:
+        around = queries.find_neighbours(connection, file, number)
+    scored = read_node_scores(run, row["step"], trace)
+    credits = dict(zip((node.id for node in trace.turns), trace.per_turn or (), strict=False))
+    return {
+        **{key: row[key] for key in ("file", "number", "step", "verdict", "lag", "kl")},
+        "id": trace.id,
+        "group": trace.group_id,
+        "env": trace.env,
+        "task": trace.task,
+        "split": trace.split,
+        "seed": str(trace.seed),
+        "reward": _null_if_infinite(trace.reward),
+        "rewards": {name: _null_if_infinite(value) for name, value in trace.rewards.items()},
+        "temperature": trace.temperature,
+        "truncated": trace.truncated,
+        "error": trace.error,
+        "error_kind": trace.error_kind,
+        "door_errors": trace.door_errors,
+        "forks": trace.forks,
+        "toolsets": [toolset[:MAX_CHARS] for toolset in trace.toolsets],
+        "seconds": row["seconds"],
+        "nodes": [_describe_node(run, node, credits.get(node.id), scored) for node in trace.nodes],
+        "branches": trace.branches(),
+        "neighbours": around,
+    }
+
+
+def _describe_node(
+    run: RunView, node: Node, credit: float | None, scored: dict[int, NodeScores]
+) -> dict[str, Any]:
+    message = node.message
+    slots = iter(node.slots)
+    parts: list[dict[str, Any]] = []
+    for part in message.content:
+        if isinstance(part, ImagePart):
+            parts.append(_describe_image(run, part, next(slots, None)))
+        else:
+            parts.append({"text": part.text[:MAX_CHARS], "cut": len(part.text) > MAX_CHARS})
+    score = scored.get(node.id)
+    return {
+        "id": node.id,
+        "parent": node.parent,
+        "role": message.role,
+        "parts": parts,
+        "reasoning": (message.reasoning or "")[:MAX_CHARS],
+        "tool_calls": [
+            {"name": c.name, "arguments": c.arguments[:MAX_CHARS]} for c in message.tool_calls
+        ],
+        "tool_call_id": message.tool_call_id,
+        "num_tokens": len(node.token_ids),
+        "num_sampled": node.num_sampled,
+        "num_visual": sum(slot.length for slot in node.slots),
+        "finish_reason": node.finish_reason,
+        "versions": [[span.version, span.start, span.stop] for span in node.versions],
+        "credit": _null_if_infinite(credit),
+        "trained": score is not None,
+        "advantage": None if score is None else _null_if_infinite(float(score.advantages.mean())),
+        "kl": None if score is None else _null_if_infinite(float(score.kl(node).mean())),
+    }
+
+
+def _describe_image(run: RunView, part: ImagePart, slot: NodeSlot | None) -> dict[str, Any]:
+    ref = part.ref
+    found: dict[str, Any] = {
+        "image": ref.digest,
+        "mime": ref.mime,
+        "width": ref.width,
+        "height": ref.height,
+        "nbytes": ref.nbytes,
+        "missing": not run.store.has(ref.digest),
+    }
+    if slot is not None and slot.item.ref.digest == ref.digest:
+        found["slot"] = {
+            "offset": slot.offset,
+            "length": slot.length,
+            "grid": list(slot.item.grid),
+            "cover": find_image_cover(run, slot),
+            "family": slot.item.family,
+            "fingerprint": slot.item.fingerprint,
+            "pixel_digest": slot.pixel_digest,
+        }
+    return found
+
+
+def find_image_cover(run: RunView, slot: NodeSlot) -> tuple[float, float]:
+    """The shares of the patches' width and height that the picture fills: a family may pad."""
+    family, ref = run.family, slot.item.ref
+    patch = None if family is None else family.settings.get("patch")
+    if family is None or not isinstance(patch, int) or family.name != slot.item.family:
+        return (1.0, 1.0)
+    layout = family.layout(ref.width, ref.height)
+    _, rows, columns = slot.item.grid
+    return (min(1.0, layout.width / (columns * patch)), min(1.0, layout.height / (rows * patch)))
+
+
+def read_node_scores(run: RunView, step: int | None, trace: Trace) -> dict[int, NodeScores]:
+    """By node; empty while the step has not trained, and where its scores do not line up."""
+    if step is None:
+        return {}
+    try:
+        scores = StepScores.from_bytes(run.run_dir.scores_of(step).read_bytes())
+    except (OSError, msgspec.MsgspecError, SightlineError):
+        return {}
+    found = {}
+    for origin in scores.origins:
+        if origin.trace_id == trace.id and origin.node < len(trace.nodes):
+            span = slice(origin.start, origin.stop)
+            cut = trace.nodes[origin.node].num_sampled - (origin.stop - origin.start)
+            if cut >= 0:
+                found[origin.node] = NodeScores(
+                    _pad_with_nan(scores.logprobs.numpy()[span], cut),
+                    _pad_with_nan(scores.ratios.numpy()[span], cut),
+                    _pad_with_nan(scores.advantages.numpy()[span], cut),
+                )
+    return found
+
+
+def _pad_with_nan(values: np.ndarray, cut: int) -> np.ndarray:
+    """With no number for the last `cut` tokens, which the trainer cut off."""
+    return np.concatenate([values, np.full(cut, np.nan, values.dtype)])
+
+
+def describe_tokens(
+    run: RunView, file: str, number: int, node_id: int, start: int
+) -> dict[str, Any] | None:
+    """Every token of a node from `start` on; those of a slot are named by it."""
+    found = find_trace(run, file, number)
+    if found is None or not 0 <= node_id < len(found[1].nodes):
+        return None
+    row, trace = found
+    node = trace.nodes[node_id]
+    stop = min(len(node.token_ids), start + MAX_TOKENS)
+    ids = node.token_ids.numpy()[start:stop].tolist()
+    score = read_node_scores(run, row["step"], trace).get(node_id)
+    first = node.sampled_start
+    sampled = slice(max(0, start - first), max(0, stop - first))
+    versions = [span.version for span in node.versions for _ in range(span.start, span.stop)]
+    return {
+        "node": node_id,
+        "start": start,
+        "total": len(node.token_ids),
+        "sampled_start": first,
+        "ids": ids,
+        "texts": _decode_tokens(run, node, ids, start),
+        "slots": [[slot.offset, slot.length, slot.item.ref.digest] for slot in node.slots],
+        "logprobs": _to_json_numbers(node.logprobs.numpy()[sampled]),
+        "versions": versions[sampled],
+        "trainer": None if score is None else _to_json_numbers(score.logprobs[sampled]),
+        "ratios": None if score is None else _to_json_numbers(score.ratios[sampled]),
+        "advantages": None if score is None else _to_json_numbers(score.advantages[sampled]),
+    }
+
+
+def _decode_tokens(run: RunView, node: Node, ids: list[int], start: int) -> list[str | None]:
+    """The text of each token; None for those that an image fills, and without a tokenizer."""
+    if run.tokenizer is None:
+        return [None] * len(ids)
+    visual = {at for slot in node.slots for at in range(slot.offset, slot.offset + slot.length)}
+    return [
+        None if start + i in visual else run.tokenizer.decode([token])
+        for i, token in enumerate(ids)
+    ]
+
+
+def _to_json_numbers(values: np.ndarray) -> list[float | None]:
+    return [_null_if_infinite(value) for value in values.tolist()]
+
+
+def _null_if_infinite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,0 +1,73 @@
+"""The runs that a dashboard shows, found below the folders that it was given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from sightline.errors import ConfigError
+from sightline.run.run_dir import RunDir
+from sightline.view.dashboard.run_view import RunView
+
+
+def is_viewable_run(path: Path) -> bool:
+    return (path / "config.toml").is_file() or (path / "metrics.jsonl").is_file()
+
+
+class RunCollection:
+    """Runs by key: the name of their folder, with that of its parent where two are alike."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._given = [path.resolve() for path in paths]
+        for path in self._given:
+            if not path.is_dir():
+                raise ConfigError(
+                    f"there is no folder {path}",
+                    "name run directories, or a folder that holds some",
+                )
+        self._views: dict[Path, RunView] = {}
+        self._lock = threading.Lock()
+        self.discover()
+        if not self._views and all(is_viewable_run(path) for path in self._given):
+            raise ConfigError("no run to show", "name at least one run directory")
+
+    def discover(self) -> bool:
+        """Looks for runs that have appeared; whether there are any."""
+        found = [
+            run
+            for path in self._given
+            for run in (
+                [path]
+                if is_viewable_run(path)
+                else sorted(p for p in path.iterdir() if is_viewable_run(p))
+            )
+        ]
+        with self._lock:
+            new = [path for path in dict.fromkeys(found) if path not in self._views]
+            for path in new:
+                self._views[path] = RunView(self._key(path), RunDir(path))
+        return bool(new)
+
+    def _key(self, path: Path) -> str:
+        taken = {view.key for view in self._views.values()}
+        key, parent = path.name, path.parent
+        while key in taken:
+            key, parent = f"{parent.name or '_'}.{key}", parent.parent
+        return key
+
+    def all(self) -> list[RunView]:
+        with self._lock:
+            return list(self._views.values())
+
+    def find_run(self, key: str) -> RunView | None:
+        return next((view for view in self.all() if view.key == key), None)
+
+    def refresh(self) -> list[RunView]:
+        """The runs that have written something since."""
+        self.discover()
+        return [view for view in self.all() if view.refresh()]
+
+    def close(self) -> None:
+        for view in self.all():
+            view.close()

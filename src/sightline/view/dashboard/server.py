@@ -1,0 +1,284 @@
+"""The routes of the dashboard: pages of JSON, images, and the files of the web application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from importlib import resources
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import FastAPI, Query
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+
+from sightline.errors import MediaError, MediaMissing, SightlineError
+from sightline.media.ref import is_digest
+from sightline.view.dashboard import processes, queries
+from sightline.view.dashboard import rollout_page as rollout
+from sightline.view.dashboard import thumbnails as pictures
+from sightline.view.dashboard.access import AccessMiddleware
+from sightline.view.dashboard.live_updates import RunWatcher
+from sightline.view.dashboard.run_collection import RunCollection
+from sightline.view.dashboard.run_view import RunView
+from sightline.wire.prometheus import CONTENT_TYPE, format_prometheus
+
+PAGES = ("", "rollouts", "rollout", "mismatch", "images", "image", "processes", "settings")
+TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
+NOT_BUILT_MESSAGE = "The web application is not built. Run `make web`, which needs Node, once."
+CACHE_FOREVER = "private, max-age=31536000, immutable"
+"""What is named by its digest never changes."""
+
+
+class RolloutQuery(BaseModel, extra="forbid"):
+    """A page of rollouts, as an address asks for it; the filters are those of `queries`."""
+
+    run: str
+    offset: int = 0
+    limit: int = 50
+    step_from: int | None = None
+    step_to: int | None = None
+    reward_from: float | None = None
+    reward_to: float | None = None
+    verdict: str = ""
+    env: str = ""
+    split: str = ""
+    group: str = ""
+    file: str = ""
+    text: str = ""
+    image: str = ""
+    sort: str = "newest"
+
+
+def build_app(runs: RunCollection, token: str | None = None) -> FastAPI:
+    """Without a token, only requests by a loopback name are answered."""
+    dashboard = Dashboard(runs)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=dashboard.lifespan)
+    routes: list[tuple[str, Callable[..., Any]]] = [
+        ("/api/runs", dashboard.runs_),
+        ("/api/live", dashboard.live),
+        ("/api/metrics", dashboard.metrics),
+        ("/api/facets", dashboard.facets),
+        ("/api/rollouts", dashboard.rollouts),
+        ("/api/rollout", dashboard.rollout),
+        ("/api/tokens", dashboard.tokens),
+        ("/api/mismatch", dashboard.mismatch),
+        ("/api/images", dashboard.images),
+        ("/api/image", dashboard.image),
+        ("/api/processes", dashboard.processes),
+        ("/api/log", dashboard.log),
+        ("/api/settings", dashboard.settings),
+        ("/metrics", dashboard.prometheus),
+        ("/media/{run}/{digest}", dashboard.media),
+        ("/thumb/{run}/{digest}", dashboard.thumb),
+        ("/static/{name}", dashboard.static),
+        *((f"/{page}", dashboard.page) for page in PAGES),
+    ]
+    for path, answer in routes:
+        app.add_api_route(path, answer, methods=["GET"], response_model=None)
+    app.add_exception_handler(HTTPException, _http_error_response)
+    app.add_exception_handler(SightlineError, _sightline_error_response)
+    app.add_middleware(AccessMiddleware, token=token)
+    return app
+
+
+class Dashboard:
+    """One method a route. They read files, so all but the stream run in threads."""
+
+    def __init__(self, runs: RunCollection) -> None:
+        self._runs = runs
+        self._thumbs = pictures.ThumbnailCache()
+        self._watch: RunWatcher | None = None
+        static = resources.files("sightline.view.dashboard").joinpath("static")
+        self._files = {file.name: file for file in static.iterdir()} if static.is_dir() else {}
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        self._watch = RunWatcher(self._runs)
+        watching = asyncio.create_task(self._watch.run())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+            self._runs.close()
+
+    def _run(self, key: str) -> RunView:
+        found = self._runs.find_run(key)
+        if found is None:
+            raise HTTPException(404, f"there is no run {key[:80]!r} here")
+        return found
+
+    # --- the application itself
+
+    def page(self) -> Response:
+        if "index.html" not in self._files:
+            return PlainTextResponse(NOT_BUILT_MESSAGE, 503)
+        return self.static("index.html")
+
+    def static(self, name: str) -> Response:
+        file = self._files.get(name)
+        kind = TYPES.get(name[name.rfind(".") :])
+        if file is None or kind is None:
+            raise HTTPException(404, "there is no such file")
+        return Response(file.read_bytes(), media_type=kind, headers={"cache-control": "no-cache"})
+
+    # --- numbers
+
+    def runs_(self) -> Response:
+        return _json_response([view.overview() for view in self._runs.all()])
+
+    async def live(self) -> Response:
+        assert self._watch is not None
+        return StreamingResponse(
+            self._watch.events(),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-store", "x-accel-buffering": "no"},
+        )
+
+    def metrics(self, run: str, cursor: int = 0) -> Response:
+        return _json_response(self._run(run).history.since(cursor))
+
+    def mismatch(
+        self, run: str, step_from: int | None = None, step_to: int | None = None, fresh: bool = True
+    ) -> Response:
+        view = self._run(run)
+        with view.index.connect_readonly() as connection:
+            found = queries.sum_mismatch(connection, step_from, step_to, fresh)
+        for token in found["worst"]:
+            token["text"] = view.tokenizer.decode([token["token_id"]]) if view.tokenizer else None
+        return _json_response(found)
+
+    def prometheus(self) -> Response:
+        """The newest numbers of every run."""
+        numbers = [
+            ("gauge", f"run_{name}", {"run": view.key}, value)
+            for view in self._runs.all()
+            for kind in ("step", "train")
+            for name, value in view.history.newest(kind).items()
+        ]
+        steps = [
+            ("gauge", "run_step", {"run": v.key}, v.history.last_step) for v in self._runs.all()
+        ]
+        return Response(format_prometheus([*steps, *numbers]), media_type=CONTENT_TYPE)
+
+    # --- rollouts
+
+    def facets(self, run: str) -> Response:
+        with self._run(run).index.connect_readonly() as connection:
+            return _json_response(queries.count_facets(connection))
+
+    def rollouts(self, wanted: Annotated[RolloutQuery, Query()]) -> Response:
+        filters = wanted.model_dump(exclude={"run", "offset", "limit"})
+        with self._run(wanted.run).index.connect_readonly() as connection:
+            return _json_response(
+                queries.list_rollouts(
+                    connection, queries.RolloutFilter(**filters), wanted.offset, wanted.limit
+                )
+            )
+
+    def rollout(self, run: str, file: str, number: int) -> Response:
+        view = self._run(run)
+        found = rollout.describe_rollout(view, file, number)
+        if found is None:
+            left = f": {view.files_left} files are yet to be read" if view.files_left else ""
+            raise HTTPException(404, f"there is no such rollout{left}")
+        return _json_response(found)
+
+    def tokens(
+        self, run: str, file: str, number: int, node: int, start: Annotated[int, Query(ge=0)] = 0
+    ) -> Response:
+        found = rollout.describe_tokens(self._run(run), file, number, node, start)
+        if found is None:
+            raise HTTPException(404, "there is no such node")
+        return _json_response(found)
+
+    # --- images
+
+    def images(
+        self, run: str, sort: str = "most", offset: int = 0, limit: int = 60, digest: str = ""
+    ) -> Response:
+        view = self._run(run)
+        with view.index.connect_readonly() as connection:
+            found = queries.list_images(connection, sort, offset, limit, digest)
+        for row in found["rows"]:
+            row["missing"] = row["digest"] in view.missing
+        return _json_response({**found, "missing": len(view.missing)})
+
+    def image(self, run: str, digest: str) -> Response:
+        view = self._run(run)
+        with view.index.connect_readonly() as connection:
+            found = queries.find_image(connection, digest)
+        if found is None:
+            raise HTTPException(404, "no rollout shows such an image")
+        return _json_response({**found, "missing": digest in view.missing})
+
+    def media(self, run: str, digest: str) -> Response:
+        store = self._run(run).store
+        return _image_response(*pictures.read_image(store, _check_digest(digest)))
+
+    def thumb(self, run: str, digest: str, side: int = 96) -> Response:
+        store = self._run(run).store
+        return _image_response(*self._thumbs.get(store, _check_digest(digest), side))
+
+    # --- processes and settings
+
+    def processes(self, run: str) -> Response:
+        return _json_response(processes.describe_processes(self._run(run)))
+
+    def log(self, run: str, name: str, before: int | None = None) -> Response:
+        found = processes.find_log(self._run(run), name, before)
+        if found is None:
+            raise HTTPException(404, "there is no such log")
+        return _json_response(found)
+
+    def settings(self, run: str) -> Response:
+        view = self._run(run)
+        return _json_response({"text": view.settings_text, "settings": view.settings})
+
+
+def _check_digest(text: str) -> str:
+    if not is_digest(text):
+        raise HTTPException(404, "an image is named by the 64 digits of its digest")
+    return text
+
+
+def _image_response(data: bytes, mime: str) -> Response:
+    # In a tab of its own an image is still no page: nothing in it may run or load.
+    headers = {
+        "cache-control": CACHE_FOREVER,
+        "content-security-policy": "default-src 'none'; sandbox",
+    }
+    return Response(data, media_type=mime, headers=headers)
+
+
+def _json_response(value: Any) -> Response:
+    return Response(
+        msgspec.json.encode(value),
+        media_type="application/json",
+        headers={"cache-control": "no-store"},
+    )
+
+
+async def _http_error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = msgspec.json.encode({"problem": str(error.detail)})
+    return Response(body, error.status_code, media_type="application/json")
+
+
+async def _sightline_error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, SightlineError)
+    status = (
+        404 if isinstance(error, MediaMissing) else 415 if isinstance(error, MediaError) else 500
+    )
+    body = msgspec.json.encode({"problem": error.problem, "fix": error.fix})
+    return Response(body, status, media_type="application/json")

@@ -1,0 +1,59 @@
+"""Images as a browser may have them: of a type that its own bytes prove, whole or small."""
+
+from __future__ import annotations
+
+import io
+
+from sightline.errors import MediaError
+from sightline.media import MediaStore, decode
+from sightline.media.lru import LruCache
+
+MAX_SIDE = 512
+_MAX_THUMBNAILS = 4096
+
+
+def read_image(store: MediaStore, digest: str) -> tuple[bytes, str]:
+    """The stored bytes and their type, which is read from them and nowhere else."""
+    ref = store.find(digest)
+    data = store.get(ref)
+    return data, decode.inspect_image(data).mime
+
+
+class ThumbnailCache:
+    """Small copies, each made once while it is remembered."""
+
+    def __init__(self) -> None:
+        self._made: LruCache[tuple[str, int], tuple[bytes, str]] = LruCache(_MAX_THUMBNAILS)
+
+    def get(self, store: MediaStore, digest: str, side: int) -> tuple[bytes, str]:
+        side = max(16, min(side, MAX_SIDE))
+        found = self._made.find((digest, side))
+        if found is None:
+            found = make_thumbnail(store, digest, side)
+            self._made.set((digest, side), found)
+        return found
+
+
+def make_png_thumbnail(store: MediaStore, digest: str, side: int) -> tuple[bytes, int, int]:
+    """A copy of at most `side` pixels along each side, with its width and height."""
+    image = store.image(store.find(digest)).convert("RGB")
+    image.thumbnail((side, side))
+    made = io.BytesIO()
+    image.save(made, format="PNG")
+    return made.getvalue(), image.width, image.height
+
+
+def make_thumbnail(store: MediaStore, digest: str, side: int) -> tuple[bytes, str]:
+    """A copy of at most `side` pixels along each side; small files as they are."""
+    data, mime = read_image(store, digest)
+    ref = store.find(digest)
+    if max(ref.width, ref.height) <= side and len(data) <= 16_384:
+        return data, mime
+    image = store.image(ref).convert("RGB")
+    image.thumbnail((side, side))
+    make_thumbnail = io.BytesIO()
+    try:
+        image.save(make_thumbnail, format="WEBP", quality=80, method=2)
+    except OSError as error:
+        raise MediaError(f"image {digest[:12]} cannot be made small", "open it whole") from error
+    return make_thumbnail.getvalue(), "image/webp"

@@ -1,0 +1,234 @@
+"""What a run sent to its trainer, decoded again and counted.
+
+    batches/step_N, where kept ------------------------.
+                                                        >-- samples -- pack -- counts
+    traces/step_N + scores/step_N, where it is gone ---'
+
+A batch goes when a checkpoint covers it, unless `[orchestrator] keep_batches` is set. Then its
+samples are made once more, from the traces and the nodes that the trainer says it trained.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from sightline import config
+from sightline.config import RunFile
+from sightline.errors import ConfigError, Misaligned
+from sightline.families import Family, load_family
+from sightline.media import MediaRef, MediaStore
+from sightline.pack import PackSize, pack
+from sightline.run.run_dir import RunDir
+from sightline.trace import Node, flatten, read_traces
+from sightline.wire.sample import Batch, Sample, digest_batch
+from sightline.wire.score import StepScores
+
+PER_TOKEN = {"token_ids", "trained", "logprobs", "advantages", "versions"}
+"""The arrays that a sample or a node may hold: a number for a token."""
+MAX_LIST_LENGTH = 4096
+"""Of plain numbers; what is longer is an array in disguise."""
+DATA_URLS = (b"data:image", b";base64,")
+SIGNATURES = (
+    b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0\x00\x10JFIF", b"Exif\x00\x00", b"WEBPVP8", b"GIF87a",
+    b"GIF89a", b"iVBORw0KGgo", b"/9j/4AAQSkZJRg",
+)  # fmt: skip
+"""How the files of images begin, the last two in base64; long enough not to occur by chance."""
+IMAGE_FOLDERS = {"media", "report", "samples", "sinks", "view"}
+"""The folders of a run in which images are meant to be."""
+
+
+@dataclass
+class Inspection:
+    """Counts of a run, in the order in which they are shown."""
+
+    steps: int = 0
+    rollouts: int = 0
+    """Of all steps, whatever their verdict."""
+    eval_rollouts: int = 0
+    batches_as_sent: int = 0
+    """Decoded from the very bytes that were announced: their digest is the ledger's."""
+    batches_rebuilt: int = 0
+    samples: int = 0
+    micro_batches: int = 0
+    micro_batches_with_references: int = 0
+    slots: int = 0
+    """Places of images in samples."""
+    descriptors: int = 0
+    """Items in micro-batches; an image that is shown several times in one is one."""
+    distinct_files: int = 0
+    """Of descriptors and of all traces."""
+    eager_tensors: int = 0
+    """Arrays in batches that are no numbers of tokens."""
+    data_urls: int = 0
+    """In all files of the run that are not made for people; images in base64 or whole count."""
+    missing_files: int = 0
+    """Images that something refers to and the store does not hold."""
+    missing: list[MediaRef] = field(default_factory=list)
+
+    @property
+    def is_clean(self) -> bool:
+        return self.eager_tensors == self.data_urls == self.missing_files == 0
+
+
+def inspect_run(run_dir: RunDir) -> Inspection:
+    if not run_dir.config.is_file():
+        raise ConfigError(
+            f"{run_dir.path} is no run directory", "name the folder that holds config.toml"
+        )
+    run_file = config.load_stored_config(RunFile, run_dir.config)
+    family = _load_family(run_file, run_dir)
+    limit = PackSize(run_file.trainer.micro_batch_tokens, run_file.trainer.micro_batch_patches)
+    store = MediaStore(Path(run_file.media.root) if run_file.media.root else run_dir.media)
+    digests = _read_ledger(run_dir)
+    found = Inspection(steps=len(digests))
+    refs: dict[str, MediaRef] = {}
+    for batch, raw, as_sent in _read_batches(run_dir, digests):
+        found.batches_as_sent += as_sent
+        found.batches_rebuilt += not as_sent
+        found.eager_tensors += sum(1 for _ in eager_tensors(msgspec.msgpack.decode(raw)))
+        found.samples += len(batch.samples)
+        found.slots += sum(len(sample.slots) for sample in batch.samples)
+        for micro_batch in pack(batch.samples, batch.step, family, limit):
+            found.micro_batches += 1
+            found.micro_batches_with_references += bool(micro_batch.items)
+            found.descriptors += len(micro_batch.items)
+            refs |= {packed.item.ref.digest: packed.item.ref for packed in micro_batch.items}
+    for file in sorted(run_dir.traces.glob("*.msgpack")):
+        for trace in read_traces(file):
+            if file.stem.startswith("step_"):
+                found.rollouts += 1
+            else:
+                found.eval_rollouts += 1
+            refs |= {s.item.ref.digest: s.item.ref for node in trace.nodes for s in node.slots}
+    found.distinct_files = len(refs)
+    found.missing = [ref for ref in refs.values() if not store.has(ref)]
+    found.missing_files = len(found.missing)
+    found.data_urls = sum(count_images_in(file) for file in list_image_free_files(run_dir))
+    return found
+
+
+def eager_tensors(value: Any, name: str = "") -> Iterator[str]:
+    """Paths of what could hold pixels, in a message that was decoded without a schema."""
+    if isinstance(value, dict):
+        if value.keys() == {"dtype", "shape", "data"}:
+            if name.rpartition(".")[2] not in PER_TOKEN or len(value["shape"]) != 1:
+                yield name
+            return
+        for key, inner in value.items():
+            yield from eager_tensors(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        if len(value) > MAX_LIST_LENGTH and isinstance(value[0], (int, float)):
+            yield name
+            return
+        for i, inner in enumerate(value):
+            yield from eager_tensors(inner, f"{name}[{i}]")
+    elif isinstance(value, (bytes, memoryview)):
+        yield name
+
+
+def list_image_free_files(run_dir: RunDir) -> list[Path]:
+    """The files of a run that are neither the store nor made for people."""
+    return [
+        path
+        for path in sorted(run_dir.path.rglob("*"))
+        if path.is_file() and path.relative_to(run_dir.path).parts[0] not in IMAGE_FOLDERS
+    ]
+
+
+def count_images_in(file: Path) -> int:
+    """Data urls and whole image files in a file; weights are random bytes and are left out."""
+    if file.suffix == ".safetensors":
+        return 0
+    data = file.read_bytes()
+    # One url has both marks; the larger count is that of the urls.
+    return max(data.count(mark) for mark in DATA_URLS) + sum(map(data.count, SIGNATURES))
+
+
+def print_inspection(found: Inspection, console: Console) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(justify="left")
+    table.add_column(justify="right")
+    for entry in fields(Inspection):
+        value = getattr(found, entry.name)
+        if isinstance(value, int):
+            bad = value and entry.name in ("eager_tensors", "data_urls", "missing_files")
+            name = entry.name.replace("_", " ").replace("micro batches", "micro-batches")
+            table.add_row(name.replace("data urls", "data URLs"), f"{value:,}",
+                          style="bold red" if bad else "")  # fmt: skip
+    console.print(table)
+    for ref in found.missing[:10]:
+        console.print(f"missing: {ref.url}", highlight=False, soft_wrap=True)
+
+
+def _read_ledger(run_dir: RunDir) -> dict[int, str]:
+    """The digest of every step's batch."""
+    if not run_dir.ledger.is_file():
+        return {}
+    lines = run_dir.ledger.read_bytes().splitlines(keepends=True)
+    entries = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return {entry["step"]: entry["batch"] for entry in entries}
+
+
+def _load_family(run_file: RunFile, run_dir: RunDir) -> Family:
+    final = run_dir.checkpoints / "final"
+    path = Path(run_file.model.path)
+    return load_family(path if path.is_dir() else final, **run_file.model.overrides())
+
+
+def _read_batches(run_dir: RunDir, digests: dict[int, str]) -> Iterator[tuple[Batch, bytes, bool]]:
+    """The batch of each trained step, its bytes, and whether they are those that were sent."""
+    for step, digest in sorted(digests.items()):
+        file = run_dir.batch(step)
+        if file.is_file():
+            raw = file.read_bytes()
+            if digest_batch(raw) != digest:
+                raise Misaligned(
+                    f"{file} is not the batch that step {step} trained on",
+                    "the file was changed, or comes from another run",
+                )
+            yield _decode_batch(raw, file), raw, True
+        else:
+            batch = Batch(step, _rebuild_samples(run_dir, step))
+            yield batch, batch.to_bytes(), False
+
+
+def _decode_batch(raw: bytes, file: Path) -> Batch:
+    try:
+        return Batch.from_bytes(raw)
+    except msgspec.MsgspecError as error:
+        held = ", ".join(eager_tensors(msgspec.msgpack.decode(raw))) or "none"
+        raise Misaligned(
+            f"{file} is not a batch: {error}; tensors in it: {held}",
+            "send samples with references; the trainer makes the pixels",
+        ) from error
+
+
+def _zero_advantages(nodes: set[int]) -> Callable[[Node], float | None]:
+    """Any advantage will do for counting, where a node trained."""
+    return lambda node: 0.0 if node.id in nodes else None
+
+
+def _rebuild_samples(run_dir: RunDir, step: int) -> list[Sample]:
+    scores = StepScores.from_bytes(run_dir.scores_of(step).read_bytes())
+    trained: dict[str, set[int]] = {}
+    for origin in scores.origins:
+        trained.setdefault(origin.trace_id, set()).add(origin.node)
+    samples: list[Sample] = []
+    for trace in read_traces(run_dir.traces_of(step)):
+        if nodes := trained.pop(trace.id, None):
+            samples += flatten(trace, _zero_advantages(nodes))
+    if trained:
+        raise Misaligned(
+            f"step {step} trained on {len(trained)} traces that are not in its file, the first "
+            f"{next(iter(trained))}",
+            "the run directory is incomplete; copy it again",
+        )
+    return samples

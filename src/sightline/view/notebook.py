@@ -1,0 +1,244 @@
+"""A run in a notebook: `sightline.open_run(path)`.
+
+It reads the same index as the dashboard, so a hundred thousand rollouts are a table, and a trace
+is read when it is asked for.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sightline.errors import ConfigError, MediaError
+from sightline.media import MediaRef
+from sightline.message import ImagePart
+from sightline.run.run_dir import RunDir
+from sightline.trace import Trace
+from sightline.view import formatting as spell
+from sightline.view.dashboard import queries
+from sightline.view.dashboard import rollout_page as rollout
+from sightline.view.dashboard import thumbnails as pictures
+from sightline.view.dashboard import trace_files as reading
+from sightline.view.dashboard.run_collection import is_viewable_run
+from sightline.view.dashboard.run_view import RunView
+
+if TYPE_CHECKING:
+    import pandas
+    from PIL.Image import Image
+
+_SHOWN_SIDE = 240
+_MOST_SHOWN = 12
+
+
+def open_run(path: str | Path) -> Run:
+    """The run in a run directory, live or finished."""
+    found = Path(path)
+    if not is_viewable_run(found):
+        raise ConfigError(
+            f"{found} is no run directory",
+            "name the folder that holds config.toml and metrics.jsonl",
+        )
+    return Run(RunView(found.resolve().name, RunDir(found)))
+
+
+class Run:
+    def __init__(self, view: RunView) -> None:
+        self._view = view
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Takes in what the run has written since."""
+        self._view.refresh_all()
+
+    @property
+    def name(self) -> str:
+        return self._view.key
+
+    @property
+    def path(self) -> Path:
+        return self._view.run_dir.path
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return self._view.settings
+
+    @property
+    def problems(self) -> list[str]:
+        """What of its files could not be read."""
+        return self._view.problems()
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """A row a step; tables of events are columns with dotted names."""
+        import pandas
+
+        found = self._view.history.since(0)
+        frame = pandas.DataFrame(found["columns"], index=found["step"], dtype="float64")
+        return frame.rename_axis("step")
+
+    @property
+    def evals(self) -> pandas.DataFrame:
+        import pandas
+
+        return pandas.DataFrame(self._view.history.evals)
+
+    @property
+    def rollouts(self) -> pandas.DataFrame:
+        """A row a rollout, evaluations included; `trace` takes its `file` and `number`."""
+        import pandas
+
+        with self._view.index.connect_readonly() as connection:
+            frame = pandas.read_sql_query(
+                "SELECT * FROM rollouts ORDER BY step, file, number", connection
+            )
+        return frame.drop(columns=["id", "start", "size"])
+
+    @property
+    def images(self) -> pandas.DataFrame:
+        """A row a distinct image, with how often it was shown."""
+        import pandas
+
+        with self._view.index.connect_readonly() as connection:
+            return pandas.read_sql_query(
+                "SELECT * FROM images ORDER BY num_shown DESC, digest", connection
+            )
+
+    def mismatch(self, fresh: bool = True) -> pandas.DataFrame:
+        """KL and ratio between sampler and trainer, by dimension and bucket.
+
+        With `fresh`, of tokens that the trainer's own version sampled.
+        """
+        import pandas
+
+        with self._view.index.connect_readonly() as connection:
+            found = queries.sum_mismatch(connection, None, None, fresh)["dimensions"]
+        rows = [{"dimension": name, **cell} for name, cells in found.items() for cell in cells]
+        return pandas.DataFrame(rows)
+
+    def find(self, limit: int = 20, **wanted: Any) -> list[Rollout]:
+        """Rollouts by the dashboard's filters: step_from, reward_to, verdict, text, sort ..."""
+        with self._view.index.connect_readonly() as connection:
+            found = queries.list_rollouts(connection, queries.RolloutFilter(**wanted), 0, limit)
+        return [self.rollout(row["file"], row["number"]) for row in found["rows"]]
+
+    def rollout(self, file: str, number: int) -> Rollout:
+        """One rollout, by the `file` and `number` of `rollouts`."""
+        found = rollout.find_trace(self._view, file, number)
+        if found is None:
+            raise ConfigError(
+                f"{self.name} has no rollout {number} in {file}", "take both from run.rollouts"
+            )
+        return Rollout(self._view, *found)
+
+    def traces(self, step: int) -> Iterator[Trace]:
+        """The traces of a step, one at a time; what cannot be read is left out."""
+        for found in reading.read_records(self._view.run_dir.traces_of(step)):
+            if not isinstance(found, str):
+                yield found.trace
+
+    def image(self, image: MediaRef | str) -> Image:
+        """The picture of a ref or a digest, as the models see it: RGB, upright."""
+        digest = image.digest if isinstance(image, MediaRef) else image
+        return self._view.store.image(self._view.store.find(digest))
+
+    def __repr__(self) -> str:
+        return f"<run {self.name}: {self._view.state}, step {self._view.history.last_step}>"
+
+    def _repr_html_(self) -> str:
+        found = self._view.overview()
+        rows = [
+            ("state", found["state"]),
+            ("step", f"{found['step']} of {spell.whole(found['steps_total'])}"),
+            ("reward", spell.fixed(found["reward"], 3)),
+            ("mismatch KL", spell.short(found["mismatch_kl"])),
+            ("rollouts", spell.whole(found["rollouts"])),
+            ("images", spell.whole(found["images"])),
+            *(("missing", problem) for problem in found["problems"]),
+        ]
+        if found["probe"]:
+            rows.append(("probe", found["probe"].get("words", "")))
+        return f"<h4>{html.escape(self.name)}</h4>{_table(rows)}"
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One rollout with its trace; in a notebook it shows its conversation and images."""
+
+    view: RunView
+    row: dict[str, Any]
+    trace: Trace
+
+    @property
+    def images(self) -> list[MediaRef]:
+        return [slot.item.ref for node in self.trace.nodes for slot in node.slots]
+
+    @property
+    def tokens(self) -> pandas.DataFrame:
+        """A row a token of every node: sampled or context, and what both sides thought of it."""
+        import pandas
+
+        scored = rollout.read_node_scores(self.view, self.row["step"], self.trace)
+        frames = []
+        for node in self.trace.nodes:
+            first, score = node.sampled_start, scored.get(node.id)
+            frame = pandas.DataFrame({"node": node.id, "token_id": node.token_ids.numpy()})
+            frame["sampled"] = frame.index >= first
+            if self.view.tokenizer is not None:
+                frame["text"] = [self.view.tokenizer.decode([i]) for i in frame["token_id"]]
+            for name, values in (
+                ("sampler", node.logprobs.numpy()),
+                ("trainer", None if score is None else score.logprobs),
+                ("ratio", None if score is None else score.ratios),
+                ("advantage", None if score is None else score.advantages),
+            ):
+                frame[name] = float("nan")
+                if values is not None and len(values):
+                    frame.loc[first:, name] = values.astype("float64")
+            frames.append(frame)
+        return pandas.concat(frames, ignore_index=True) if frames else pandas.DataFrame()
+
+    def _repr_html_(self) -> str:
+        head = _table(
+            [
+                ("rollout", self.trace.id),
+                ("verdict", self.row["verdict"] or "not judged"),
+                ("reward", spell.fixed(self.trace.reward, 3)),
+                *((name, spell.short(value)) for name, value in self.trace.rewards.items()),
+            ]
+        )
+        leaf = self.trace.turns[-1].id if self.trace.turns else len(self.trace.nodes) - 1
+        path = self.trace.path(leaf) if self.trace.nodes else []
+        said = [self._message(self.trace.nodes[n]) for n in path[:_MOST_SHOWN]]
+        left = len(path) - len(said)
+        return head + "".join(said) + (f"<p>{left} more messages</p>" if left > 0 else "")
+
+    def _message(self, node: Any) -> str:
+        parts = []
+        for part in node.message.content:
+            if isinstance(part, ImagePart):
+                parts.append(self._picture(part.ref))
+            else:
+                parts.append(f"<div style='white-space:pre-wrap'>{html.escape(part.text)}</div>")
+        for call in node.message.tool_calls:
+            parts.append(f"<code>{html.escape(f'{call.name}({call.arguments})')}</code>")
+        return f"<p><b>{html.escape(node.message.role)}</b></p>{''.join(parts)}"
+
+    def _picture(self, ref: MediaRef) -> str:
+        try:
+            data, mime = pictures.make_thumbnail(self.view.store, ref.digest, _SHOWN_SIDE)
+        except MediaError as error:
+            return f"<div>{html.escape(error.problem)}</div>"
+        return f"<img src='data:{mime};base64,{base64.b64encode(data).decode()}'>"
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    cells = "".join(
+        f"<tr><th style='text-align:left'>{html.escape(spell.clean(name))}</th>"
+        f"<td style='text-align:left'>{html.escape(spell.clean(value))}</td></tr>"
+        for name, value in rows
+    )
+    return f"<table>{cells}</table>"

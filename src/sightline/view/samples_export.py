@@ -1,0 +1,53 @@
+"""Exports the steps of a run, into its own folder or to an address."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from sightline.errors import ConfigError
+from sightline.run.run_dir import RunDir
+from sightline.view.dashboard.run_collection import is_viewable_run
+from sightline.view.dashboard.run_view import RunView
+from sightline.view.parquet_export import MAX_ROLLOUT_BYTES, ExportCounts, export_step
+from sightline.view.upload import build_upload_url, upload
+from sightline.view.verdicts import read_verdicts
+
+
+def export_samples(
+    run_dir: RunDir,
+    steps: list[int] | None = None,
+    to: str | None = None,
+    headers: Mapping[str, str] | None = None,
+    max_rollout_bytes: int = MAX_ROLLOUT_BYTES,
+) -> Iterator[tuple[str, ExportCounts]]:
+    """Name and counts of each file that was written or uploaded, as it is done."""
+    if not is_viewable_run(run_dir.path):
+        raise ConfigError(f"{run_dir.path} is no run directory", "name the folder of a run")
+    files = sorted(run_dir.traces.glob("step_*.msgpack"))
+    if steps:
+        files = [run_dir.traces_of(step) for step in steps]
+        for file in files:
+            if not file.is_file():
+                raise ConfigError(f"there is no {file}", "name a step that has traces")
+    if to is not None and len(files) > 1 and build_upload_url(to, "x") == to:
+        raise ConfigError(
+            f"{len(files)} files and one address", "name one --step, or end the address in a slash"
+        )
+    store = RunView("export", run_dir).store
+    for file in files:
+        name = f"{file.stem}.parquet"
+        verdicts = read_verdicts(run_dir, file.stem)
+        if to is None:
+            yield (
+                name,
+                export_step(file, run_dir.samples / name, store, verdicts, max_rollout_bytes),
+            )
+            continue
+        # Removed however the upload ends.
+        with tempfile.TemporaryDirectory(prefix="sightline-export-") as scratch:
+            target = Path(scratch) / name
+            found = export_step(file, target, store, verdicts, max_rollout_bytes)
+            upload(target, build_upload_url(to, name), headers)
+        yield name, found

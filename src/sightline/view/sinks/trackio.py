@@ -1,0 +1,61 @@
+"""trackio, which keeps its runs on this machine; needs the package `trackio`."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+from sightline.view.sinks.protocol import RolloutRow
+
+
+class Trackio:
+    def __init__(self, folder: Path, name: str) -> None:
+        import trackio
+
+        self._trackio: Any = trackio
+        self._lost = ""
+        self._hear_warnings()
+        trackio.init(project="sightline", name=name, resume="allow")
+
+    def _hear_warnings(self) -> None:
+        """What it cannot keep it only warns of, from a thread of its own."""
+        show = warnings.showwarning
+
+        def hear(message: Warning | str, *where: Any, **more: Any) -> None:
+            if str(message).startswith("trackio"):
+                self._lost = self._lost or str(message)
+            show(message, *where, **more)
+
+        warnings.showwarning = hear
+
+    def numbers(self, step: int, values: dict[str, float]) -> None:
+        self._trackio.log({n.replace(".", "/"): v for n, v in values.items()}, step=step)
+
+    def samples(self, step: int, samples: list[RolloutRow]) -> None:
+        import pandas
+        from PIL import Image
+
+        most = max((len(sample.thumbs) for sample in samples), default=0)
+        rows = []
+        for s in samples:
+            row: dict[str, Any] = {
+                "rollout": s.trace_id, "verdict": s.verdict, "reward": s.reward, "text": s.text,
+            }  # fmt: skip
+            for place in range(most):
+                shown = s.thumbs[place] if place < len(s.thumbs) else None
+                picture = None if shown is None else Image.open(io.BytesIO(shown.data))
+                row[f"image {place}"] = None if picture is None else self._trackio.Image(picture)
+            rows.append(row)
+        table = self._trackio.Table(dataframe=pandas.DataFrame(rows))
+        self._trackio.log({"samples": table}, step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+        if self._lost:
+            raise OSError(self._lost)
+
+
+def build(folder: Path, name: str, offline: bool) -> Trackio:
+    return Trackio(folder, name)

@@ -1,0 +1,50 @@
+"""Weights & Biases, online or offline; needs the package `wandb`."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from sightline.view.sinks.protocol import RolloutRow
+
+
+class Wandb:
+    def __init__(self, folder: Path, name: str, offline: bool) -> None:
+        import wandb
+
+        self._wandb: Any = wandb
+        self._run: Any = wandb.init(
+            project="sightline",
+            name=name,
+            id=name,
+            resume="allow",
+            dir=str(folder),
+            mode="offline" if offline else "online",
+        )
+        # Events of two processes interleave, and a step may be replayed: ours is a metric.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def numbers(self, step: int, values: dict[str, float]) -> None:
+        self._run.log({name.replace(".", "/"): v for name, v in values.items()} | {"step": step})
+
+    def samples(self, step: int, samples: list[RolloutRow]) -> None:
+        from PIL import Image
+
+        table = self._wandb.Table(columns=["rollout", "verdict", "reward", "text"])
+        pictures = []
+        for s in samples:
+            table.add_data(s.trace_id, s.verdict, s.reward, s.text)
+            for thumb in s.thumbs:
+                shown = Image.open(io.BytesIO(thumb.data))
+                pictures.append(self._wandb.Image(shown, caption=f"{s.trace_id}, {s.reward}"))
+        # Beside the table: inside one an offline run keeps only their names.
+        self._run.log({"samples": table, "images": pictures, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def build(folder: Path, name: str, offline: bool) -> Wandb:
+    return Wandb(folder, name, offline)

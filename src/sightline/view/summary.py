@@ -1,0 +1,170 @@
+"""`summary.json`: what a run came to, in a few numbers; null where something was not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sightline.run.events import by_step, find_number, numbers_of, read_events
+from sightline.run.run_dir import RunDir
+from sightline.view import formatting as spell
+from sightline.wire.event import Event
+from sightline.wire.file import write_atomic
+
+
+def build_summary(events: Iterable[Event], **extra: Any) -> dict[str, Any]:
+    """The summary of the events so far, of a run that ended or of one that was interrupted.
+
+    `extra` is added to it (`stopped_by`, say); a name that the summary has anyway is replaced.
+    """
+    events = list(events)
+    steps, trained = by_step(events, "step"), by_step(events, "train")
+    evals = evals_by_name(events)
+    start, final = evals.get("start", {}), evals.get("final", {})
+    mismatches = [
+        kl for e in trained.values() if (kl := find_number(e.values, "mismatch_kl")) is not None
+    ]
+    summary: dict[str, Any] = {
+        "reward_start": find_number(start, "metric"),
+        "reward_final": find_number(final, "metric"),
+        "steps": len(trained or steps),
+        "seconds": round(active_seconds(events), 3) if events else None,
+        "mismatch_kl": sum(mismatches) / len(mismatches) if mismatches else None,
+        "tokens_per_s": _tokens_per_s(list(steps.values())),
+        "images_shown": _newest(events, "images_shown"),
+        "images_stored": _newest(events, "images_stored"),
+        "bad_media": _newest(events, "bad_media"),
+        "verdicts": _newest_table(events, "verdicts"),
+        "forks": _newest_table(events, "forks"),
+        "door_errors": _newest(events, "door_errors"),
+    }
+    if (swapped := swapped_metric(final)) is not None:
+        summary["reward_swapped"] = swapped
+    if probes := [event.values for event in events if event.kind == "probe"]:
+        blind = sum(bool(values.get("is_blind")) for values in probes)
+        summary["probes"] = {"looked": len(probes) - blind, "blind": blind}
+        summary["probe"] = str(probes[-1].get("words", ""))
+    for name, values in (("eval_start", start), ("eval_final", final)):
+        if parts := numbers_of(values, "parts"):
+            summary[name] = parts
+    return {**summary, **extra}
+
+
+def summarize(run_dir: RunDir, **extra: Any) -> dict[str, Any]:
+    """Builds the summary from the run's own events and writes it."""
+    summary = build_summary(read_events(run_dir.metrics), **extra)
+    write_summary(run_dir, summary)
+    return summary
+
+
+def write_summary(run_dir: RunDir, values: dict[str, Any]) -> None:
+    data = msgspec.json.format(msgspec.json.encode(values), indent=2)
+    write_atomic(run_dir.summary, data + b"\n")
+
+
+def evals_by_name(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
+    """The values of the newest evaluation of each name."""
+    return {str(e.values.get("name", "")): e.values for e in events if e.kind == "eval"}
+
+
+def swapped_metric(values: dict[str, Any]) -> float | None:
+    """What an evaluation gave with the images of two tasks exchanged."""
+    if (plain := find_number(values, "swapped")) is not None:
+        return plain
+    swapped = numbers_of(values, "swapped")
+    # An environment names its metric first.
+    return swapped.get("metric", next(iter(swapped.values()), None))
+
+
+def active_seconds(events: Sequence[Event]) -> float:
+    """Wall time in which the run was alive: the pause before a resume does not count."""
+    total = 0.0
+    ordered = sorted(events, key=lambda event: event.time)
+    for before, event in zip(ordered, ordered[1:], strict=False):
+        # Processes that start together each say so: only the first of them ends a pause.
+        if not (_is_start(event) and not _is_start(before)):
+            total += event.time - before.time
+    return total
+
+
+def _is_start(event: Event) -> bool:
+    return event.kind == "state" and event.values.get("phase") == "starting"
+
+
+def _tokens_per_s(steps: list[Event]) -> float | None:
+    """Over all steps, each weighted with its seconds."""
+    tokens = seconds = 0.0
+    for event in steps:
+        rate, took = (find_number(event.values, name) for name in ("tokens_per_s", "seconds"))
+        if rate is not None and took:
+            tokens += rate * took
+            seconds += took
+    return tokens / seconds if seconds else None
+
+
+def _newest(events: Sequence[Event], name: str) -> float | None:
+    """Counters run over the whole run, so that their newest value is their sum."""
+    for event in reversed(events):
+        # The trainer counts the images of one step under names of its own.
+        if event.process == "orchestrator" and (v := find_number(event.values, name)) is not None:
+            return v
+    return None
+
+
+def _newest_table(events: Sequence[Event], name: str) -> dict[str, float]:
+    for event in reversed(events):
+        if event.process == "orchestrator" and (table := numbers_of(event.values, name)):
+            return table
+    return {}
+
+
+def print_summary(summary: dict[str, Any], console: Console | None = None) -> None:
+    """The summary as a small table."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in headlines(summary):
+        table.add_row(Text(label), Text(spell.clean(text)))
+    (console or Console()).print(table)
+
+
+def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Label and text of what a reader wants first."""
+    number = {name: find_number(summary, name) for name in summary}.get
+    start, final = spell.fixed(number("reward_start"), 3), spell.fixed(number("reward_final"), 3)
+    rows = [("reward", f"{start} before, {final} after")]
+    if "reward_swapped" in summary:
+        swapped = spell.fixed(number("reward_swapped"), 3)
+        rows.append(("with swapped images", f"{swapped} after"))
+    if summary.get("probe"):
+        rows.append(("images exchanged", str(summary["probe"])))
+    if (exact := find_number(numbers_of(summary, "eval_final"), "exact")) is not None:
+        rows.append(("exact answers", f"{spell.fixed(exact, 3)} after"))
+    rows += [
+        ("steps", f"{spell.whole(number('steps'))} in {spell.duration(number('seconds'))}"),
+        ("tokens/s", spell.count(number("tokens_per_s"))),
+        ("mismatch KL", spell.short(number("mismatch_kl"))),
+        (
+            "images",
+            f"{spell.whole(number('images_shown'))} shown, "
+            f"{spell.whole(number('images_stored'))} stored, "
+            f"{spell.whole(number('bad_media'))} bad",
+        ),
+        ("verdicts", _counts(summary, "verdicts") or spell.NOTHING),
+    ]
+    if forks := _counts(summary, "forks"):
+        rows.append(("forked turns", forks))
+    if number("door_errors"):
+        rows.append(("refused at the door", spell.whole(number("door_errors"))))
+    if summary.get("stopped_by"):
+        rows.append(("stopped by", str(summary["stopped_by"])))
+    return rows
+
+
+def _counts(summary: dict[str, Any], name: str) -> str:
+    return ", ".join(f"{k} {spell.whole(v)}" for k, v in numbers_of(summary, name).items())

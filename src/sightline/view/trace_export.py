@@ -1,0 +1,89 @@
+"""Traces as JSON lines for other programs: a line a branch, messages in OpenAI's shape.
+
+Images stay references; their files can be copied beside. Nothing is encoded into the lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sightline.media import MediaRef, MediaStore
+from sightline.message import ImagePart, Message
+from sightline.trace import Trace
+from sightline.wire.file import write_atomic
+
+
+def branch_records(trace: Trace) -> Iterator[dict[str, Any]]:
+    """One per branch; what branches share stands in each of them, under the same node id."""
+    credits = dict(zip((node.id for node in trace.turns), trace.per_turn or (), strict=False))
+    for number, path in enumerate(trace.branches()):
+        nodes = [trace.nodes[n] for n in path]
+        yield {
+            "trace": trace.id,
+            "group": trace.group_id,
+            "branch": number,
+            "env": trace.env,
+            "task": trace.task,
+            "split": trace.split,
+            "seed": trace.seed,
+            "reward": trace.reward,
+            "rewards": trace.rewards,
+            "truncated": trace.truncated,
+            "error": trace.error,
+            "messages": [openai_message(node.message) for node in nodes],
+            "nodes": [
+                {
+                    "id": node.id,
+                    "num_tokens": len(node.token_ids),
+                    "num_sampled": node.num_sampled,
+                    "finish_reason": node.finish_reason,
+                    "credit": credits.get(node.id),
+                }
+                for node in nodes
+            ],
+            "images": {
+                ref.digest: image_file_name(ref) for node in nodes for ref in node.message.images
+            },
+        }
+
+
+def openai_message(message: Message) -> dict[str, Any]:
+    """The message as a client would send it, images as `media:` urls."""
+    content: list[dict[str, Any]] | str = message.text
+    if message.images:
+        content = [
+            {"type": "image_url", "image_url": {"url": part.ref.url}}
+            if isinstance(part, ImagePart)
+            else {"type": "text", "text": part.text}
+            for part in message.content
+        ]
+    told: dict[str, Any] = {"role": message.role, "content": content}
+    if message.reasoning is not None:
+        told["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        told["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.id,
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        told["tool_call_id"] = message.tool_call_id
+    return told
+
+
+def image_file_name(ref: MediaRef) -> str:
+    return f"{ref.digest}.{ref.mime.removeprefix('image/')}"
+
+
+def copy_images(traces: Iterable[Trace], store: MediaStore, folder: Path) -> int:
+    """Writes the file of every image of `traces` once; returns how many there are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    refs = {ref.digest: ref for t in traces for node in t.nodes for ref in node.message.images}
+    for ref in refs.values():
+        write_atomic(folder / image_file_name(ref), store.get(ref))
+    return len(refs)

@@ -1,0 +1,124 @@
+"""A trace as people read it: its conversations, branch by branch, for a terminal of any width."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from sightline.message import ImagePart
+from sightline.trace import Node, Trace
+from sightline.view import formatting as spell
+
+INDENT = " " * 6
+MOST_LINES = 12
+
+
+def format_transcript(trace: Trace, width: int = 80, is_full: bool = False) -> Iterator[str]:
+    """Lines of at most `width` characters; long messages are shortened unless `is_full`."""
+    yield from _head(trace, width)
+    credits = dict(zip((node.id for node in trace.turns), trace.per_turn or (), strict=False))
+    branches, told = trace.branches(), set[int]()
+    for number, path in enumerate(branches):
+        new = [node for node in path if node not in told]
+        told.update(new)
+        yield ""
+        if len(branches) > 1:
+            yield _branch(number, len(branches), trace, new)
+        for node in new:
+            yield from _message(trace.nodes[node], credits.get(node), width, is_full)
+
+
+def describe_trace(trace: Trace) -> str:
+    """One line about a trace."""
+    reward = "no reward" if trace.reward is None else f"reward {trace.reward:.3f}"
+    broken = f", broken: {trace.error_kind}" if trace.error else ""
+    return (
+        f"{trace.id}  {trace.env} task {trace.task}  {spell.whole(len(trace.turns))} turns, "
+        f"{spell.whole(trace.num_tokens)} tokens, {reward}{broken}"
+    )
+
+
+def _head(trace: Trace, width: int) -> Iterator[str]:
+    yield _fit(f"trace {trace.id}", width)
+    facts = [
+        f"{trace.env or 'no environment'}, task {trace.task} of {trace.split}, seed {trace.seed}",
+        f"{_num(len(trace.turns), 'turn')} in {_num(len(trace.branches()), 'branch', 'branches')}",
+        f"{_num(trace.num_tokens, 'token')}, {spell.whole(trace.num_sampled)} sampled",
+        _num(trace.num_images_shown, "image"),
+    ]
+    if trace.policies:
+        facts.append(f"versions {trace.oldest_version} to {trace.newest_version}")
+    if trace.forks:
+        told = ", ".join(f"{reason} {count}" for reason, count in sorted(trace.forks.items()))
+        facts.append(f"forks: {told}")
+    if trace.ended:
+        facts.append(f"{trace.ended - trace.started:.1f} s")
+    yield from _wrap("; ".join(facts), width, "  ")
+    parts = "".join(f", {name} {value:.3f}" for name, value in trace.rewards.items())
+    reward = "no reward" if trace.reward is None else f"reward {trace.reward:.3f}"
+    yield from _wrap(f"{reward}{parts}{', truncated' if trace.truncated else ''}", width, "  ")
+    if trace.limit:
+        yield from _wrap(trace.limit, width, "  ")
+    for error in (trace.error, *trace.door_errors):
+        if error:
+            yield from _wrap(f"error: {error}", width, "  ")
+
+
+def _branch(number: int, count: int, trace: Trace, new: list[int]) -> str:
+    parent = trace.nodes[new[0]].parent
+    start = "from the beginning" if parent < 0 else f"goes on from node {parent}"
+    return f"--- branch {number + 1} of {count}, {start}"
+
+
+def _message(node: Node, credit: float | None, width: int, is_full: bool) -> Iterator[str]:
+    facts = [_num(len(node.token_ids), "token")]
+    if node.is_turn:
+        versions = ", ".join(
+            str(v) if v == w else f"{v} to {w}"
+            for v, w in [(node.versions[0].version, node.versions[-1].version)]
+        )
+        facts += [f"{node.num_sampled} sampled", node.finish_reason, f"version {versions}"]
+    if credit is not None:
+        facts.append(f"credit {credit:+.3f}")
+    yield _fit(f"{node.id:4d}  {node.message.role}  ({', '.join(facts)})", width)
+    lines = [line for text in _texts(node) for line in _wrap(text, width, INDENT)]
+    left_out = 0 if is_full else len(lines) - MOST_LINES
+    if left_out > 1:
+        lines = [*lines[: MOST_LINES - 3], f"{INDENT}... {left_out} lines left out", *lines[-3:]]
+    yield from lines
+
+
+def _texts(node: Node) -> Iterator[str]:
+    message, slots = node.message, iter(node.slots)
+    if message.reasoning:
+        yield f"(thinks) {message.reasoning}"
+    for part in message.content:
+        if isinstance(part, ImagePart):
+            slot = next(slots)
+            yield (
+                f"[image {part.ref.digest[:12]} {part.ref.width}x{part.ref.height}, "
+                f"{slot.length} tokens]"
+            )
+        else:
+            yield part.text
+    for call in message.tool_calls:
+        yield f"-> {call.name}({call.arguments})"
+
+
+def _wrap(text: str, width: int, indent: str) -> list[str]:
+    """The text in lines, without characters that could steer a terminal."""
+    lines = []
+    for line in text.splitlines():
+        lines += textwrap.wrap(
+            spell.clean(line), width, initial_indent=indent, subsequent_indent=indent
+        ) or [""]
+    return lines
+
+
+def _fit(line: str, width: int) -> str:
+    line = spell.clean(line)
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def _num(count: int, one: str, many: str = "") -> str:
+    return f"{spell.whole(count)} {one if count == 1 else many or one + 's'}"

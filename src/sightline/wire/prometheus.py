@@ -1,0 +1,32 @@
+"""Numbers of a server in the text form that Prometheus scrapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+PREFIX = "sightline_"
+CONTENT_TYPE = "text/plain; version=0.0.4"
+
+LabelledMetric = tuple[str, str, Mapping[str, str], float]
+"""Kind (counter or gauge), name, labels, value."""
+
+
+def format_prometheus(numbers: Iterable[LabelledMetric]) -> str:
+    """One line a number, those of one name together behind its type."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for kind, name, labels, value in numbers:
+        full = (
+            PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name) + ("_total" if kind == "counter" else "")
+        )
+        marks = ",".join(f'{key}="{_escape_label(text)}"' for key, text in labels.items())
+        line = f"{full}{{{marks}}} {value:.17g}" if marks else f"{full} {value:.17g}"
+        found.setdefault((full, kind), []).append(line)
+    lines: list[str] = []
+    for (full, kind), values in found.items():
+        lines += [f"# TYPE {full} {kind}", *values]
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def _escape_label(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,115 @@
+"""Messages between the ranks of a trainer. References only: to images, and to memory."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sightline.wire.micro_batch import MicroBatch
+from sightline.wire.weights import WeightFile
+
+EXIT_OTHER_RANK_FAILED = 3
+"""Exit status of a rank that ends because another failed; the launcher reports the other."""
+
+
+def rank_process_name(rank: int, lead: str = "trainer") -> str:
+    """The process that computes it."""
+    return f"{lead}-{rank}" if rank else lead
+
+
+class RankStarted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="here"):
+    """A rank has started, and listens; it has yet to load its model."""
+
+    rank: int
+
+
+class RankReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
+    """A rank has loaded its model."""
+
+    rank: int
+    step: int
+    """Of the checkpoint that it starts from."""
+
+
+class PatchRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where in that memory the patches of a micro-batch lie."""
+
+    offset: int
+    rows: int
+    values: int
+
+
+class SharedPatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Memory of a process, for others on its machine."""
+
+    pid: int
+    fd: int
+    token: str
+    """What it begins with, as hex: whoever opens something else can tell."""
+    places: list[PatchRange | None]
+    """One a micro-batch; None for one that shows no image, or for which there was no room."""
+
+
+class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"):
+    """Rank 0 to a rank: what it computes in `step`."""
+
+    step: int
+    digest: str
+    """Of the batch."""
+    micro_batches: list[MicroBatch | None]
+    """One a round, None for an empty one; every rank has as many."""
+    shows: list[bool]
+    """Whether some rank shows an image in the round: then all go through the vision tower."""
+    held_out: bool = False
+    """To be evaluated with the weights after `step`; nothing is learnt from it."""
+    laid: SharedPatches | None = None
+    """The patches of these micro-batches, made and compared with the sampler's already."""
+
+
+class AssignmentReceived(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="taken"):
+    """A rank to rank 0: the share has arrived."""
+
+    rank: int
+    step: int
+
+
+class ShardWritten(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="wrote"):
+    """A rank to rank 0: its file of the checkpoint of `step` is on the disk."""
+
+    rank: int
+    step: int
+    file: WeightFile
+
+
+class RankFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="failed"):
+    """A rank to rank 0, and from there to all: this rank failed, and so all end."""
+
+    rank: int
+    problem: str
+
+
+class NoMoreWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="over"):
+    """Rank 0 to a rank: no share follows that of `step`."""
+
+    step: int
+
+
+RankMessage = (
+    RankStarted
+    | RankReady
+    | RankAssignment
+    | AssignmentReceived
+    | ShardWritten
+    | RankFailed
+    | NoMoreWork
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(RankMessage)
+
+
+def encode(message: RankMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> RankMessage:
+    return _decoder.decode(data)

@@ -1,0 +1,166 @@
+"""Verdicts and credit: one verdict a rollout, advantages against siblings only."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from sightline.algo.advantages import grpo, no_std
+from sightline.algo.credit import by_rollout, by_turn
+from sightline.algo.registry import load_credit, load_filters
+from sightline.algo.verdicts import GroupJudge, has_signal, node_advantages
+from sightline.config import FiltersConfig
+from sightline.errors import EnvironmentFailed
+from sightline.message import AssistantMessage, assistant, user
+from sightline.trace import Node, PolicySpan, Trace
+from sightline.trace.node import float32_array, int32_array
+
+
+def trace(
+    reward: float | None,
+    version: int = 0,
+    epoch: int = 0,
+    turns: int = 1,
+    per_turn: list[float] | None = None,
+    error: str = "",
+    tokens: list[int] | None = None,
+    logprob: float = -1.0,
+) -> Trace:
+    nodes: list[Node] = []
+    for turn in range(turns):
+        nodes.append(Node(2 * turn, 2 * turn - 1, user("q"), int32_array([1, 2]), sampled_start=2))
+        said = tokens or [5, 6]
+        nodes.append(
+            Node(
+                2 * turn + 1,
+                2 * turn,
+                assistant("a"),
+                int32_array([3, *said]),
+                sampled_start=1,
+                logprobs=float32_array([logprob] * len(said)),
+                versions=(PolicySpan(version, epoch, 0, len(said)),),
+                finish_reason="stop",
+            )
+        )
+    return Trace(id=f"t{reward}", nodes=nodes, reward=reward, per_turn=per_turn, error=error)
+
+
+def judge(max_lag: int = 1, credit: str = "rollout", **filters: object) -> GroupJudge:
+    built = load_filters(FiltersConfig.model_validate(filters))
+    return GroupJudge(max_lag=max_lag, advantage=grpo, credit=load_credit(credit), filters=built)
+
+
+def verdicts(judged: object) -> list[str]:
+    return [verdict for _, verdict in judged.verdicts]  # type: ignore[attr-defined]
+
+
+def test_a_group_with_different_rewards_trains() -> None:
+    judged = judge().judge([trace(0.0), trace(1.0)], step=1)
+    assert verdicts(judged) == ["train", "train"] and judged.fills_place
+    assert [float(s.advantages.numpy()[0]) for s in judged.samples] == pytest.approx(
+        [-1, 1], abs=1e-4
+    )
+
+
+def test_equal_rewards_are_no_signal_and_still_fill_a_place() -> None:
+    judged = judge().judge([trace(0.3), trace(0.3)], step=1)
+    assert verdicts(judged) == ["no_signal"] * 2
+    assert judged.fills_place and not judged.samples
+
+
+def test_with_a_kl_term_a_group_without_signal_stays_with_advantage_zero() -> None:
+    keeps = judge()
+    keeps.keep_without_signal = True
+    judged = keeps.judge([trace(0.3), trace(0.3)], step=1)
+    assert verdicts(judged) == ["no_signal"] * 2 and not judged.has_signal
+    assert all((s.advantages.numpy() == 0).all() for s in judged.samples)
+    assert len(judged.samples) == 2
+
+
+def test_a_sample_older_than_the_lag_is_stale_and_is_replaced() -> None:
+    group = [trace(0.0, version=1), trace(1.0, version=1)]
+    assert verdicts(judge(max_lag=1).judge(group, step=3)) == ["train"] * 2
+    late = judge(max_lag=1).judge(group, step=4)
+    assert verdicts(late) == ["stale"] * 2 and not late.fills_place
+
+
+def test_samples_of_an_old_epoch_are_stale() -> None:
+    strict = judge()
+    strict.epochs[2] = 1
+    judged = strict.judge([trace(0.0, 2, epoch=0), trace(1.0, 2, epoch=1)], step=3)
+    assert verdicts(judged) == ["stale", "no_signal"]
+
+
+def test_a_broken_rollout_costs_itself() -> None:
+    group = [trace(None, error="boom"), trace(0.0), trace(1.0)]
+    judged = judge().judge(group, step=1)
+    assert verdicts(judged) == ["broken", "train", "train"]
+
+
+def test_filters_drop_by_name_before_anything_is_packed() -> None:
+    long = trace(0.0, tokens=[1, 2, 3, 4, 5])
+    repeated = trace(0.1, tokens=[7, 7, 7])
+    rare = trace(0.2, logprob=-20.0)
+    group = [long, repeated, rare, trace(0.3), trace(0.9)]
+    judged = judge(max_sampled_tokens=4, max_repeats=3, min_logprob=-10.0).judge(group, step=1)
+    assert verdicts(judged) == ["too_long", "repetitive", "rare_token", "train", "train"]
+    assert len(judged.samples) == 2
+
+
+def test_credit_by_turn_compares_the_same_turn_of_siblings() -> None:
+    group = [trace(0.5, turns=2, per_turn=[1.0, 0.0]), trace(0.5, turns=2, per_turn=[0.0, 0.0])]
+    first, second = node_advantages(group, by_turn, no_std)
+    assert first == {1: 0.5, 3: 0.0} and second == {1: -0.5, 3: 0.0}
+    assert has_signal([first, second])
+    assert not has_signal(node_advantages(group, by_rollout, no_std))
+
+
+def test_credit_by_turn_asks_for_rewards_by_turn() -> None:
+    with pytest.raises(EnvironmentFailed, match="per turn"):
+        node_advantages([trace(0.0), trace(1.0)], by_turn, grpo)
+
+
+def test_grpo_has_unit_deviation_and_no_std_keeps_the_scale() -> None:
+    rewards = np.array([0.0, 1.0, 2.0, 3.0])
+    assert grpo(rewards).std() == pytest.approx(1.0, abs=1e-5)
+    np.testing.assert_allclose(no_std(rewards), rewards - 1.5)
+
+
+def test_advantages_are_those_of_plain_loops() -> None:
+    rewards = np.random.default_rng(3).random(7)
+    mean = math.fsum(rewards) / 7
+    deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / 7)
+    for got, a, b in zip(rewards, grpo(rewards), no_std(rewards), strict=True):
+        assert a == pytest.approx((got - mean) / (deviation + 1e-6), rel=1e-12)
+        assert b == pytest.approx(got - mean, rel=1e-12)
+
+
+def test_messages_of_a_parsed_answer_are_messages() -> None:
+    assert AssistantMessage(role="assistant", content=()).as_message() == assistant("")
+
+
+def cut_short(reward: float, turns: int = 1, per_turn: list[float] | None = None) -> Trace:
+    made = trace(reward, turns=turns, per_turn=per_turn)
+    made.error_kind = "truncated"
+    return made
+
+
+@pytest.mark.parametrize(("counts", "verdict"), [(True, "train"), (False, "truncated")])
+def test_whether_a_truncated_rollout_trains_is_a_setting(counts: bool, verdict: str) -> None:
+    made = judge()
+    made.keep_truncated = counts
+    judged = made.judge([trace(0.0), trace(1.0), cut_short(0.5)], step=1)
+    assert verdicts(judged) == ["train", "train", verdict]
+    assert len(judged.samples) == 2 + counts
+
+
+def test_a_truncated_rollout_without_a_turn_or_without_its_credit_never_trains() -> None:
+    nothing = cut_short(0.0, turns=0)
+    judged = judge().judge([trace(0.0), trace(1.0), nothing], step=1)
+    assert verdicts(judged)[2] == "truncated"
+    group = [trace(0.0, per_turn=[0.0]), trace(1.0, per_turn=[1.0]), cut_short(0.0)]
+    assert verdicts(judge(credit="turn").judge(group, step=1))[2] == "truncated"
+    group[2] = cut_short(0.0, per_turn=[0.5])
+    assert verdicts(judge(credit="turn").judge(group, step=1))[2] == "train"

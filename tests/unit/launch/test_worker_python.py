@@ -1,0 +1,66 @@
+"""An environment whose package only the workers' interpreter has."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import sightline
+from sightline.config import EnvConfig
+from sightline.errors import ConfigError
+from sightline.launch import worker_python as elsewhere
+from sightline.launch.worker_python import describe_environment
+
+CODEWORD = EnvConfig(name="color_codeword")
+
+
+def write_python(path: Path, script: str) -> str:
+    """An interpreter that is a few lines of shell."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_another_interpreter_describes_the_environment_as_this_one_does() -> None:
+    assert describe_environment(CODEWORD, sys.executable) == describe_environment(CODEWORD, "")
+
+
+def test_what_user_code_prints_does_not_hide_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loud.py").write_text(
+        "from sightline import Environment\n"
+        'print(\'{"name": "loud"\')\n'
+        "class Loud(Environment):\n"
+        "    name = 'loud'\n"
+        "    shows_images = False\n"
+        "    def task(self, index, split): ...\n"
+        "    async def rollout(self, task, chat): ...\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{Path(sightline.__file__).parents[1]}:{tmp_path}")
+    found = describe_environment(EnvConfig(name="loud:Loud"), sys.executable)
+    assert (found.name, found.shows_images) == ("loud", False)
+
+
+def test_an_environment_that_is_absent_there_is_refused_with_the_interpreter() -> None:
+    with pytest.raises(ConfigError, match=r"\[rollout\] python = .*nowhere"):
+        describe_environment(EnvConfig(name="nowhere:Env"), sys.executable)
+
+
+def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"does not run.*\n.*virtual environment"):
+        describe_environment(CODEWORD, str(tmp_path / "python"))
+
+
+def test_an_interpreter_without_sightline(tmp_path: Path) -> None:
+    python = write_python(tmp_path / "python", "echo 'No module named sightline' >&2; exit 1")
+    with pytest.raises(ConfigError, match="cannot build the environment: No module named"):
+        describe_environment(CODEWORD, python)
+
+
+def test_another_version_of_sightline_is_refused_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elsewhere.sightline, "__version__", "9.9.9")
+    with pytest.raises(ConfigError, match=r"has sightline 0\.[\d.]+, and this is 9\.9\.9"):
+        describe_environment(CODEWORD, sys.executable)

@@ -1,0 +1,169 @@
+"""How many workers there are, and what one may take."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sightline.config import RunFile, validate_config
+from sightline.errors import ProcessFailed
+from sightline.launch import worker_supervisor as workers_module
+from sightline.launch.processes import Processes, ProcessSpec
+from sightline.launch.worker_supervisor import (
+    WorkerSupervisor,
+    count_in_flight,
+    get_heartbeat_file,
+    get_memory_limit,
+    resolve_workers,
+)
+from sightline.rollout.heartbeat import find_heartbeat
+from sightline.run import RunDir
+
+
+def config(groups: int, size: int = 8, lag: int = 1, **rollout: Any) -> RunFile:
+    values = {
+        "model": {"path": "m"},
+        "env": {"name": "color_codeword"},
+        "rollout": rollout,
+        "orchestrator": {"groups_per_step": groups, "group_size": size, "max_lag": lag},
+    }
+    return validate_config(RunFile, values, "test")
+
+
+@pytest.mark.parametrize(
+    ("file", "cores", "workers"),
+    [
+        (config(2), 16, 1),
+        (config(16), 16, 1),
+        (config(17), 16, 2),
+        (config(64), 16, 4),
+        (config(64), 2, 2),
+        (config(64, lag=0), 16, 4),
+        (config(64, lag=2), 16, 8),
+        (config(64, max_in_flight=200), 16, 2),
+        (config(64, workers=5), 2, 5),
+    ],
+)
+def test_workers_follow_cores_and_rollouts_in_flight(
+    file: RunFile, cores: int, workers: int
+) -> None:
+    resolved, why = resolve_workers(file, cores)
+    assert resolved.rollout.workers == workers
+    assert why.startswith(f"workers: {workers} (")
+    if not file.rollout.workers:
+        assert f"{count_in_flight(file)} rollouts in flight" in why and f"{cores} cores" in why
+
+
+def test_workers_share_half_of_the_memory_unless_told() -> None:
+    one, _ = resolve_workers(config(2), 8)
+    four, _ = resolve_workers(config(64), 8)
+    assert four.rollout.workers == 4
+    assert get_memory_limit(four) * 4 == pytest.approx(get_memory_limit(one), rel=1e-6)
+    assert get_memory_limit(config(2, worker_max_memory_gb=1.5)) == 1_500_000_000
+
+
+BEATING = """
+import asyncio, os, sys
+from pathlib import Path
+from sightline.rollout.heartbeat import Heartbeat, find_heartbeat
+
+path = Path(sys.argv[1])
+
+async def main():
+    heart = Heartbeat(path, lambda: 1, lambda: 0.0)
+    heart.start()
+    while find_heartbeat(path) is None:
+        await asyncio.sleep(0.01)
+    END
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+class Tended:
+    """One worker: `code` beats as a worker does, and has no more than that of one."""
+
+    def __init__(self, folder: Path, code: str) -> None:
+        run_dir = RunDir(folder / "run")
+        run_dir.make()
+        self.beat = get_heartbeat_file(run_dir.logs, "worker-0")
+        (folder / "code.py").write_text(code)
+        python = folder / "python"
+        python.write_text(f"#!/bin/sh\nexec {sys.executable} {folder}/code.py {self.beat}\n")
+        python.chmod(0o755)
+        self.lost: list[tuple[str, str]] = []
+        self.processes = Processes(run_dir)
+        spec = ProcessSpec("worker-0", [], threads=1, python=str(python))
+        self.workers = WorkerSupervisor(
+            self.processes, [spec], 60.0, 1 << 40, lambda name, why: self.lost.append((name, why))
+        )
+        self.processes.start(spec)
+
+    def until(self, holds: Any) -> None:
+        deadline = time.monotonic() + 90
+        while not holds():
+            assert time.monotonic() < deadline
+            self.workers.supervise()
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def tended(tmp_path: Path) -> Iterator[Callable[[str], Tended]]:
+    """Starts a worker and ends what became of it."""
+    started: list[Tended] = []
+
+    def start(code: str) -> Tended:
+        started.append(Tended(tmp_path, code))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.processes.kill()
+
+
+def test_a_worker_that_is_stopped_is_missed_and_replaced(
+    tended: Callable[[str], Tended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGSTOP: the process is there, and not even the thread of its heart runs."""
+    monkeypatch.setattr(workers_module, "SILENCE_TIMEOUT_S", 5.0)
+    worker = tended(BEATING.replace("END", ""))
+    first = worker.processes.pid("worker-0")
+    worker.until(lambda: find_heartbeat(worker.beat) is not None)
+    assert not worker.lost, "it lives"
+    worker.processes.signal("worker-0", signal.SIGSTOP)
+    worker.until(lambda: worker.lost)
+    assert worker.lost[0][0] == "worker-0" and "hang: no sign of life" in worker.lost[0][1]
+    assert worker.processes.pid("worker-0") != first
+    worker.until(lambda: find_heartbeat(worker.beat) is not None)
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit()"])
+def test_a_worker_that_ends_without_an_error_is_replaced(
+    tended: Callable[[str], Tended], end: str
+) -> None:
+    worker = tended(BEATING.replace("END", end))
+    worker.until(lambda: worker.lost)
+    assert worker.lost[0] == ("worker-0", "crash: worker-0 ended with 0")
+
+
+def test_a_worker_that_was_told_to_quit_is_not_missed(tended: Callable[[str], Tended]) -> None:
+    worker = tended(BEATING.replace("END", "heart.stop(); return"))
+    worker.until(lambda: worker.processes.exit_code("worker-0") is not None)
+    worker.workers.supervise()
+    beat = find_heartbeat(worker.beat)
+    assert not worker.lost and beat is not None and beat.told_to_quit
+
+
+def test_a_worker_that_ends_well_before_its_first_beat_ends_the_run(
+    tended: Callable[[str], Tended],
+) -> None:
+    worker = tended("")
+    with pytest.raises(ProcessFailed, match="worker-0 ended with 0"):
+        worker.until(lambda: False)

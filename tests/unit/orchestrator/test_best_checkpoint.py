@@ -1,0 +1,206 @@
+"""Evaluations beside a run: each against its own weights, none in the way, the best one kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sightline.compute import weights
+from sightline.compute.weights import write_weights
+from sightline.families.registry import write_tiny
+from sightline.orchestrator.background_evaluator import BackgroundEvaluator
+from sightline.orchestrator.best_checkpoint import BestCheckpoint, merge_safetensors
+from sightline.orchestrator.dispatcher import RolloutDispatcher
+from sightline.orchestrator.policy_updater import PolicyUpdater
+from sightline.orchestrator.run_state import RunState
+from sightline.run import EventLog, RunDir
+from sightline.wire.control import ControlMessage, PublishedWeights, RolloutRequest
+
+MEASURES = {2: 0.2, 4: 0.7, 6: 0.5, 8: 0.7}
+
+
+class Asked:
+    """An evaluator and the client of its server: what was adopted, what was evaluated on it."""
+
+    base_url = "http://evaluator"
+
+    def __init__(self) -> None:
+        self.adopted: list[str] = []
+        self.evaluated: list[tuple[int, str, str]] = []
+        self.gate = asyncio.Event()
+
+    async def adopt(self, manifest: str) -> None:
+        self.adopted.append(manifest)
+
+    async def evaluate(self, name: str, step: int, server: str) -> float:
+        await self.gate.wait()
+        self.evaluated.append((step, self.adopted[-1], server))
+        return MEASURES[step]
+
+
+def publish(run_dir: RunDir, step: int) -> PublishedWeights:
+    tensors = {"a": torch.full((3,), float(step))}
+    path, _ = write_weights(run_dir.weights, tensors, step, 0)
+    return PublishedWeights(step, 0, str(path), {}, 0)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    found = RunDir(tmp_path / "run")
+    found.make()
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    write_buffer = {"buffer": torch.arange(4.0), "a": torch.zeros(3)}
+    from safetensors.torch import save_file
+
+    save_file(write_buffer, source / "model.safetensors", metadata={"format": "pt"})
+    return found
+
+
+def test_every_second_step_is_evaluated_on_its_own_weights_and_the_best_is_kept(
+    run_dir: RunDir,
+) -> None:
+    async def main() -> None:
+        asked: Any = Asked()
+        run_state = RunState.open(run_dir)
+        policy = PolicyUpdater([], run_dir.weights)
+        target = run_dir.checkpoints / "best"
+        best_checkpoint = BestCheckpoint(run_dir.path.parent / "source", target, run_state)
+        events = EventLog(run_dir.metrics, "orchestrator")
+        background_evaluator = BackgroundEvaluator(
+            asked, policy, best_checkpoint, run_state, events, asked, every=2, last_step=9
+        )
+        working = asyncio.create_task(background_evaluator.keep_evaluating())
+        asked.gate.set()
+        for step in range(1, 9):
+            published = publish(run_dir, step)
+            background_evaluator.publish(published)
+            policy._remove_old_versions(step)
+            # Nobody waited for it: the version after it may come at any time.
+            if step % 2 == 0:
+                assert (run_dir.weights / f"v{step:06d}").is_dir()
+                await background_evaluator.drain()
+                assert not policy.pinned_versions
+        working.cancel()
+        assert [step for step, _, _ in asked.evaluated] == [2, 4, 6, 8]
+        for step, manifest, server in asked.evaluated:
+            assert f"v{step:06d}" in manifest and server == asked.base_url
+        assert (run_state.progress.best_step, run_state.progress.best_measure) == (4, 0.7)
+        kept = load_file(target / "model.safetensors")
+        assert kept["a"].tolist() == [4.0] * 3 and kept["buffer"].tolist() == [0, 1, 2, 3]
+        assert (target / "config.json").is_file()
+        # What was played is not played again, and a run that goes on knows its best.
+        assert RunState.open(run_dir).progress.best_step == 4
+        background_evaluator.publish(publish(run_dir, 4))
+        assert not policy.pinned_versions
+
+    asyncio.run(main())
+
+
+def test_a_slow_evaluation_lets_older_versions_go_and_keeps_what_it_holds(run_dir: RunDir) -> None:
+    async def main() -> None:
+        asked: Any = Asked()
+        run_state = RunState.open(run_dir)
+        policy = PolicyUpdater([], run_dir.weights)
+        best_checkpoint = BestCheckpoint(
+            run_dir.path.parent / "source", run_dir.checkpoints / "best", run_state
+        )
+        events = EventLog(run_dir.metrics, "orchestrator")
+        background_evaluator = BackgroundEvaluator(
+            asked, policy, best_checkpoint, run_state, events, asked, every=2, last_step=9
+        )
+        working = asyncio.create_task(background_evaluator.keep_evaluating())
+        for step in (2, 4, 6):
+            background_evaluator.publish(publish(run_dir, step))
+            await asyncio.sleep(0.01)
+            policy._remove_old_versions(step)
+        assert policy.pinned_versions == {2, 6}
+        assert sorted(path.name for path in run_dir.weights.glob("v*")) == ["v000002", "v000006"]
+        asked.gate.set()
+        await background_evaluator.drain()
+        working.cancel()
+        assert [step for step, _, _ in asked.evaluated] == [2, 6] and not policy.pinned_versions
+
+    asyncio.run(main())
+    skipped = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+    assert [e["step"] for e in skipped if e["kind"] == "eval_skipped"] == [4]
+
+
+def test_rollouts_at_another_server_take_no_place_of_the_runs_own() -> None:
+    sent: list[str] = []
+
+    async def send(worker: str, message: ControlMessage) -> None:
+        assert isinstance(message, RolloutRequest)
+        sent.append(message.rollout_id)
+
+    async def main() -> None:
+        dispatcher = RolloutDispatcher(send, ["a"], max_in_flight=2)
+        for i in range(3):
+            await dispatcher.submit(RolloutRequest(f"t{i}", "g", i, "train", 0, 1.0))
+        for i in range(4):
+            await dispatcher.submit(
+                RolloutRequest(f"e{i}", "", i, "eval", 0, 1.0, server="http://evaluator")
+            )
+        assert sent == ["t0", "t1", "e0", "e1", "e2", "e3"] and dispatcher.num_waiting == 1
+        dispatcher.done("t0", 1)
+        await dispatcher._send_waiting()
+        assert sent[-1] == "t2"
+
+    asyncio.run(main())
+
+
+def test_published_weights_with_the_rest_of_a_checkpoint_load_in_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kimi's router has a buffer that is no parameter: published weights do not hold it."""
+    from transformers import AutoModelForImageTextToText
+
+    write_tiny("kimi_k25", tmp_path / "model", seed=0)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", local_files_only=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    monkeypatch.setattr(weights, "MAX_FILE_BYTES", 1 << 18)
+    path, _ = write_weights(tmp_path / "weights", dict(model.named_parameters()), 3, 3)
+    source = sorted((tmp_path / "model").glob("*.safetensors"))
+    published = sorted(path.parent.glob("*.safetensors"))
+    assert len(published) > 2
+    merge_safetensors(published, source, tmp_path / "merged.safetensors")
+    kept, before = load_file(tmp_path / "merged.safetensors"), load_file(source[0])
+    assert kept.keys() == before.keys()
+    parameters = dict(model.named_parameters())
+    for name, tensor in kept.items():
+        assert torch.equal(
+            tensor, parameters[name].detach() if name in parameters else before[name]
+        )
+    assert kept.keys() - parameters.keys()
+
+
+def test_the_best_checkpoint_holds_experts_as_its_source_does(tmp_path: Path) -> None:
+    """Published weights hold each matrix the other way round; transformers reads both."""
+    from transformers import AutoModelForImageTextToText
+
+    write_tiny("qwen_vl", tmp_path / "model", seed=0, type="qwen3_vl_moe", dtype="bfloat16")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", local_files_only=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    path, _ = write_weights(tmp_path / "weights", dict(model.named_parameters()), 3, 3)
+    file = tmp_path / "model" / "model.safetensors"
+    before = {name: tensor.shape for name, tensor in load_file(file).items()}
+    merge_safetensors(
+        [path.with_name("model.safetensors")], [file], tmp_path / "merged.safetensors"
+    )
+    (tmp_path / "merged.safetensors").replace(file)
+    assert {name: tensor.shape for name, tensor in load_file(file).items()} == before
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", local_files_only=True)
+    assert any(before[n] != p.shape for n, p in model.named_parameters())
+    found = dict(again.named_parameters())
+    assert all(torch.equal(found[n], parameter) for n, parameter in model.named_parameters())

@@ -1,0 +1,69 @@
+"""What the loop counts reaches metrics.jsonl, over the whole run and over a restart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from sightline.media import MediaStore
+from sightline.orchestrator.loop import LoopComponents
+from sightline.orchestrator.run_state import RunState
+from sightline.orchestrator.step_metrics import StepMetrics
+from sightline.run import EventLog, RunDir, read_events
+from sightline.trace import decode_trace, encode_trace, read_traces
+from sightline.view.summary import build_summary
+from sightline.wire.control import RolloutRequest, RolloutResult
+from sightline.wire.file import read_lines
+from tests.unit.orchestrator.test_loop import World, play
+
+NUM_ROLLOUTS = 6
+"""Of one step of `World`."""
+
+
+class Forking(World):
+    """Every rollout edits its history once, and sends one request that is refused."""
+
+    def _played(self, play: RolloutRequest, version: int) -> RolloutResult:
+        played = super()._played(play, version)
+        trace = decode_trace(played.trace)
+        trace.forks = {"diverged": 1, "tools_changed": 2}
+        trace.door_errors = ["MediaRefused: messages[0].content[0].image_url.url: no image"]
+        return replace(played, trace=encode_trace(trace))
+
+    def components(self, **changes: int) -> LoopComponents:
+        components = super().components(**changes)
+        components.observer = StepMetrics(
+            run_state=self.run_state,
+            policy=self.policy,
+            store=MediaStore(self.run_dir.media),
+            events=EventLog(self.run_dir.metrics, "orchestrator"),
+            rollouts=self.rollouts,
+            steps_total=9,
+            max_bad_fraction=0.0,
+        )
+        return components
+
+
+def test_forked_turns_by_reason_and_refusals_are_metrics(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.make()
+    play(Forking(run_dir, max_lag=0), range(1, 3))
+    again = Forking(run_dir, max_lag=0)
+    again.policy.version = 2
+    play(again, range(3, 4))
+    steps = [event for event in read_events(run_dir.metrics) if event.kind == "step"]
+    assert [event.values["forks"] for event in steps] == [
+        {"diverged": NUM_ROLLOUTS * k, "tools_changed": 2 * NUM_ROLLOUTS * k} for k in (1, 2, 3)
+    ]
+    assert [event.values["door_errors"] for event in steps] == [6, 12, 18]
+    lines = [json.loads(line) for line in read_lines(run_dir.verdicts)]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        ids = sorted(name for names in line["verdicts"].values() for name in names)
+        assert ids == sorted(t.id for t in read_traces(run_dir.traces_of(line["step"])))
+    assert RunState.open(run_dir).progress.forks == steps[-1].values["forks"]
+    summary = build_summary(read_events(run_dir.metrics))
+    assert summary["forks"] == {"diverged": 18, "tools_changed": 36}
+    assert summary["door_errors"] == 18

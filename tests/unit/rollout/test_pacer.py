@@ -1,0 +1,62 @@
+"""The work of many rollouts, one at a time in each pass of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from sightline.rollout.pacer import LoopPacer
+
+
+def test_each_pass_of_the_loop_lets_one_go_in_the_order_of_arrival() -> None:
+    async def play() -> list[tuple[int, int]]:
+        pacer, went, passes = LoopPacer(), [], 0
+
+        async def count_passes() -> None:
+            nonlocal passes
+            while True:
+                passes += 1
+                await asyncio.sleep(0)
+
+        async def wait(name: int) -> None:
+            await pacer.turn()
+            went.append((name, passes))
+
+        counting = asyncio.create_task(count_passes())
+        await asyncio.gather(*(wait(name) for name in range(50)))
+        counting.cancel()
+        return went
+
+    went = asyncio.run(play())
+    assert [name for name, _ in went] == list(range(50))
+    passes = [number for _, number in went]
+    assert len(set(passes)) == 50, "two went in one pass"
+
+
+def test_one_that_is_cancelled_takes_no_turn_and_holds_up_no_one() -> None:
+    async def play() -> list[int]:
+        pacer, went = LoopPacer(), []
+
+        async def wait(name: int) -> None:
+            await pacer.turn()
+            went.append(name)
+
+        waiting = [asyncio.create_task(wait(name)) for name in range(4)]
+        await asyncio.sleep(0)
+        for task in waiting[:-1]:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await wait(9)
+        return went
+
+    assert asyncio.run(play()) == [3, 9]
+
+
+def test_a_pace_that_ran_dry_goes_on() -> None:
+    async def play() -> int:
+        pacer = LoopPacer()
+        for _ in range(3):
+            await pacer.turn()
+            await asyncio.sleep(0)
+        return 3
+
+    assert asyncio.run(asyncio.wait_for(play(), 30)) == 3

@@ -1,0 +1,44 @@
+"""Confidence intervals: known values, and that they hold what they promise."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+
+from sightline.run.confidence import confidence_interval
+
+
+def test_successes_have_wilsons_interval() -> None:
+    # 8 of 10; R: binom::binom.wilson(8, 10).
+    assert confidence_interval([1.0] * 8 + [0.0] * 2) == pytest.approx(
+        (0.4901625, 0.9433178), abs=1e-5
+    )
+    low, high = confidence_interval([1.0] * 20)
+    assert high == 1.0 and low == pytest.approx(0.8388748, abs=1e-5)
+
+
+@pytest.mark.parametrize(("count", "t"), [(2, 12.7062), (5, 2.7764), (11, 2.2281), (101, 1.9840)])
+def test_other_numbers_have_students(count: int, t: float) -> None:
+    values = [float(i * i % 7) + 0.5 for i in range(count)]
+    low, high = confidence_interval(values)
+    half = t * statistics.stdev(values) / math.sqrt(count)
+    assert (high - low) / 2 == pytest.approx(half, rel=0.02)
+    assert (high + low) / 2 == pytest.approx(statistics.fmean(values))
+
+
+def test_one_value_and_none_say_nothing() -> None:
+    assert confidence_interval([]) == confidence_interval([0.3]) == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_ninety_five_of_a_hundred_hold_the_truth(binary: bool) -> None:
+    rng = random.Random(0)
+    held = 0
+    for _ in range(2000):
+        values = [float(rng.random() < 0.3) if binary else rng.gauss(0.3, 1) for _ in range(40)]
+        low, high = confidence_interval(values)
+        held += low <= 0.3 <= high
+    assert 0.935 < held / 2000 < 0.97

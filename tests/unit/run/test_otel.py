@@ -1,0 +1,334 @@
+"""Spans of a rollout, as a collector gets them; and that none is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import Worker, agent, listening, picture
+from aiohttp import web
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from serving import embedded
+
+from sightline.config import RunFile, load_config
+from sightline.envs import Chat
+from sightline.envs.judge_model import JudgeModel
+from sightline.errors import ConfigError
+from sightline.inference.settings import ServeSettings
+from sightline.media import MediaStore
+from sightline.message import ImagePart, Message, text, user
+from sightline.run import otel
+from sightline.run.otel import open_stages
+from sightline.trace import Trace
+
+BUSY = 503
+
+
+class Collector:
+    """What an OTLP/HTTP collector is to us: it takes POST /v1/traces."""
+
+    def __init__(self, status: int = 200, hangs: bool = False) -> None:
+        self.spans: list[tuple[str, Span]] = []
+        """With the name of the service."""
+        self.free = threading.Event()
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                assert self.path == "/v1/traces"
+                if hangs:
+                    collector.free.wait()
+                if status == 200:
+                    collector.take(body)
+                self.send_response(status)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def take(self, body: bytes) -> None:
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            named = {pair.key: pair.value.string_value for pair in resource.resource.attributes}
+            for scope in resource.scope_spans:
+                self.spans += [(named["service.name"], span) for span in scope.spans]
+
+    def close(self) -> None:
+        self.free.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    yield made
+    made.close()
+
+
+def attributes(span: Span) -> dict[str, Any]:
+    return {
+        pair.key.removeprefix("sightline."): getattr(pair.value, pair.value.WhichOneof("value"))
+        for pair in span.attributes
+    }
+
+
+def tree(spans: list[tuple[str, Span]]) -> list[tuple[str, str, str]]:
+    """Path of names, service and kind of every span, in the order in which they began."""
+    by_id = {span.span_id: span for _, span in spans}
+
+    def path(span: Span) -> str:
+        above = path(by_id[span.parent_span_id]) + "/" if span.parent_span_id else ""
+        return above + span.name
+
+    ordered = sorted(spans, key=lambda found: found[1].start_time_unix_nano)
+    kinds = {Span.SPAN_KIND_CLIENT: "client", Span.SPAN_KIND_SERVER: "server"}
+    return [(path(span), service, kinds.get(span.kind, "")) for service, span in ordered]
+
+
+async def look_twice(chat: Chat) -> float:
+    for number in (1, 2):
+        ref = chat.put(picture(number))
+        await chat.send([Message(role="user", content=(*text("Look."), ImagePart(ref)))])
+    return 0.5
+
+
+async def judged(chat: Chat) -> float:
+    async def says(http: web.Request) -> web.Response:
+        assert "traceparent" not in http.headers  # the judge is somebody else's
+        return web.json_response({"choices": [{"message": {"content": "Score: 1"}}]})
+
+    await chat.send([user("Say something.")])
+    app = web.Application()
+    app.router.add_post("/chat/completions", says)
+    async with listening(app) as address:
+        return await JudgeModel(address, "judge").score([user("Well?")], chat.get)
+
+
+async def through_an_agent(chat: Chat) -> float:
+    async with agent(chat) as client:
+        await client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": "Say something."}]
+        )
+    return 1.0
+
+
+@contextmanager
+def playing(
+    settings: ServeSettings, media: MediaStore, target: str, server_target: str | None = None
+) -> Iterator[Worker]:
+    served = replace(settings, otel=target if server_target is None else server_target)
+    with embedded(served) as client:
+        stages = open_stages(target, "worker-0", "run-001")
+        try:
+            address = f"http://{client.host}:{client.port}"
+            yield Worker(served.model, media, address, max_tokens=6, stages=stages)
+        finally:
+            stages.close()
+
+
+def test_a_rollout_is_one_tree_through_both_processes(
+    settings: ServeSettings, media: MediaStore, collector: Collector
+) -> None:
+    with playing(settings, media, collector.address) as worker:
+        trace = asyncio.run(worker.play(look_twice))
+    assert trace.error == ""
+    engine = ["queue", "materialize", "prefill", "decode"]
+    turn = [
+        ("rollout/turn", "sightline-worker", ""),
+        ("rollout/turn/render", "sightline-worker", ""),
+        ("rollout/turn/generate", "sightline-worker", "client"),
+        ("rollout/turn/generate/serve", "sightline-server", "server"),
+        *((f"rollout/turn/generate/serve/{name}", "sightline-server", "") for name in engine),
+    ]
+    acts = ("rollout/environment", "sightline-worker", "")
+    found = tree(collector.spans)
+    assert found[0] == ("rollout", "sightline-worker", "")
+    assert sorted(found) == sorted([found[0], acts, *turn, acts, *turn, acts])
+    assert [path for path, *_ in found if path.count("/") == 1] == [
+        "rollout/environment", "rollout/turn", "rollout/environment", "rollout/turn",
+        "rollout/environment",
+    ]  # fmt: skip
+    assert len({span.trace_id for _, span in collector.spans}) == 1
+
+
+def test_a_span_lies_inside_its_parent_and_says_what_it_was(
+    settings: ServeSettings, media: MediaStore, collector: Collector
+) -> None:
+    with playing(settings, media, collector.address) as worker:
+        trace = asyncio.run(worker.play(look_twice, seed=7))
+    by_id = {span.span_id: span for _, span in collector.spans}
+    slack = 1_000_000  # ns: a stage that the engine timed has a clock of microseconds
+    for span in by_id.values():
+        if span.parent_span_id:
+            above = by_id[span.parent_span_id]
+            assert above.start_time_unix_nano <= span.start_time_unix_nano + slack
+            assert span.end_time_unix_nano <= above.end_time_unix_nano + slack
+    of: dict[str, list[dict[str, Any]]] = {}
+    for _, span in sorted(collector.spans, key=lambda found: found[1].start_time_unix_nano):
+        of.setdefault(span.name, []).append(attributes(span))
+    assert of["rollout"] == [
+        {"rollout_id": "r1", "group_id": "g", "split": "train", "task": 0, "seed": 7,
+         "env": "plays", "turns": 2, "tokens": trace.num_tokens, "reward": 0.5}
+    ]  # fmt: skip
+    told = [(turn["turn"], turn["images"], turn["policy_version"]) for turn in of["turn"]]
+    assert told == [(1, 1, "0"), (2, 2, "0")]
+    for turn, serve in zip(of["turn"], of["serve"], strict=True):
+        for name in ("rollout_id", "images", "prompt_tokens", "sampled_tokens", "cached_tokens"):
+            assert turn[name] == serve[name]
+        assert turn["rollout_id"] == "r1" and turn["sampled_tokens"] > 0
+    assert of["turn"][1]["cached_tokens"] > 0
+
+
+def test_a_judge_and_an_agent_stand_in_the_tree(
+    settings: ServeSettings, media: MediaStore, collector: Collector
+) -> None:
+    with playing(settings, media, collector.address) as worker:
+        asyncio.run(worker.play(judged))
+        asyncio.run(worker.play(through_an_agent))
+    paths = [path for path, *_ in tree(collector.spans)]
+    assert paths.count("rollout/judge") == 1
+    assert paths.count("rollout/turn/generate/serve/decode") == 2
+    assert len({span.trace_id for _, span in collector.spans}) == 2
+
+
+def test_a_rollout_that_fails_says_why(
+    settings: ServeSettings, media: MediaStore, collector: Collector
+) -> None:
+    async def breaks(chat: Chat) -> float:
+        raise ValueError("the page did not load")
+
+    with playing(settings, media, collector.address) as worker:
+        asyncio.run(worker.play(breaks))
+    (rollout,) = [span for _, span in collector.spans if span.name == "rollout"]
+    assert rollout.status.code == Status.STATUS_CODE_ERROR
+    assert rollout.status.message == "ValueError: the page did not load"
+    assert attributes(rollout)["error_kind"] == "EnvironmentFailed"
+
+
+def test_a_server_joins_whoever_asks_and_begins_anew_for_the_others(
+    settings: ServeSettings, media: MediaStore, collector: Collector
+) -> None:
+    """Its own setting decides: a client that exports nothing has no header to send."""
+    with playing(settings, media, "", collector.address) as worker:
+        asyncio.run(worker.play(look_twice))
+    paths = [path for path, *_ in tree(collector.spans)]
+    assert paths.count("serve") == 2 and "rollout" not in paths
+
+
+def unused_address() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{found.getsockname()[1]}"
+
+
+def said(trace: Trace) -> list[list[int]]:
+    return [node.token_ids.numpy().tolist() for node in trace.nodes]
+
+
+@pytest.mark.parametrize("kind", ["nobody listens", "it refuses", "it hangs"])
+def test_a_collector_that_does_not_work_changes_nothing(
+    settings: ServeSettings,
+    media: MediaStore,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(otel, "CLOSE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(otel, "EXPORT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(otel, "EXPORT_INTERVAL_MS", 10)
+    with playing(settings, media, "") as worker:
+        without = asyncio.run(worker.play(look_twice))
+    broken = None if kind == "nobody listens" else Collector(BUSY, hangs=kind == "it hangs")
+    try:
+        target = unused_address() if broken is None else broken.address
+        with playing(settings, media, target) as worker:
+            with_it = asyncio.run(worker.play(look_twice))
+            lines = ""
+            deadline = time.monotonic() + 60
+            while "the run goes on" not in lines and time.monotonic() < deadline:
+                time.sleep(0.05)
+                lines += capfd.readouterr().err
+    finally:
+        if broken is not None:
+            broken.close()
+    assert said(with_it) == said(without)
+    assert (with_it.error, with_it.reward) == (without.error, without.reward)
+    assert f"spans are lost, {target}" in lines
+
+
+def test_a_full_queue_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten times what fits, while the collector holds the one thread that exports."""
+    monkeypatch.setattr(otel, "CLOSE_TIMEOUT_S", 0.1)
+    hung = Collector(hangs=True)
+    stages = open_stages(hung.address, "worker-0")
+    for _ in range(10 * otel.QUEUE_SIZE):
+        with stages.begin("rollout"):
+            pass
+    stages.close()
+    assert not hung.spans  # nobody has been answered yet, and here we are
+    hung.close()
+
+
+def test_a_file_takes_the_place_of_a_collector(
+    settings: ServeSettings, media: MediaStore, tmp_path: Path
+) -> None:
+    file = tmp_path / "spans.jsonl"
+    with playing(settings, media, str(file)) as worker:
+        asyncio.run(worker.play(look_twice))
+    spans = [
+        span
+        for line in file.read_text().splitlines()
+        for resource in json.loads(line)["resourceSpans"]
+        for scope in resource["scopeSpans"]
+        for span in scope["spans"]
+    ]
+    ids = {span["spanId"] for span in spans}
+    assert len(spans) == 20 and len(ids) == 20
+    assert {len(span["traceId"]) for span in spans} == {32}
+    assert all(span["parentSpanId"] in ids for span in spans if span["name"] != "rollout")
+
+
+def test_without_the_setting_nothing_of_it_is_imported() -> None:
+    script = (
+        "import sys; from sightline.run.otel import open_stages, check_otel; "
+        "check_otel(''); stages = open_stages('', 'worker-0'); "
+        "stage = stages.begin('rollout', {'traceparent': 'x'}, task=1); "
+        "assert stage.begin('turn') is stage and not stage.headers; "
+        "print([name for name in sys.modules if name.split('.')[-1] in ('sdk', 'requests')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("value", ["collector:4318", "ftp://host", "http://", "spans.jsonl"])
+def test_what_is_no_collector_is_refused_at_load(tmp_path: Path, value: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npath = "m"\n[env]\nname = "color_codeword"\n')
+    for good in ("", "file", "http://127.0.0.1:4318", "https://otel.example/v1/traces"):
+        assert load_config(RunFile, file, [f'logging.otel="{good}"']).monitor.otel == good
+    with pytest.raises(ConfigError, match="otel"):
+        load_config(RunFile, file, [f'logging.otel="{value}"'])

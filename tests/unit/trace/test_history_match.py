@@ -1,0 +1,134 @@
+"""A turn is known again in other words; everything else is another message."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from sightline.message import Message, ToolCall, assistant, text, user
+from sightline.trace import Node, PolicySpan, Trace
+from sightline.trace.history_match import make_call_id, match_history
+from sightline.trace.node import float32_array, int32_array
+
+SAID = Message(
+    role="assistant",
+    content=text("Hm."),
+    reasoning="I think.",
+    tool_calls=(ToolCall("look", '{"x": 1.0, "y": [true, null]}'), ToolCall("go", "{}")),
+)
+
+
+def trace_of(*said: Message, sampled: bool = True) -> Trace:
+    """A question with several answers."""
+    nodes = [Node(0, -1, user("q"), int32_array([1]), sampled_start=1)]
+    for i, message in enumerate(said, start=1):
+        turn = {
+            "logprobs": float32_array([-1.0]),
+            "versions": (PolicySpan(0, 0, 0, 1),),
+            "finish_reason": "stop",
+        }
+        more = turn if sampled else {}
+        nodes.append(Node(i, 0, message, int32_array([2, 3]), sampled_start=2 - sampled, **more))
+    return Trace(id="t", nodes=nodes)
+
+
+def found(trace: Trace, message: Message) -> tuple[int, list[Message]]:
+    return match_history(trace.nodes, trace.graph, [user("q"), message, user("next")])
+
+
+def with_call(arguments: str, name: str = "look", id: str = "") -> Message:
+    return replace(SAID, tool_calls=(ToolCall(name, arguments, id), SAID.tool_calls[1]))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        SAID,
+        replace(SAID, reasoning=None),
+        replace(SAID, content=()),
+        with_call('{"y":[true,null],"x":1}'),
+        with_call('{"x": 1e0, "y": [true, null]}', id="whatever"),
+        replace(with_call('{ "x":1.0,"y":[true,null] }'), reasoning=None, content=()),
+    ],
+)
+def test_other_words_for_the_same_turn(message: Message) -> None:
+    node, history = found(trace_of(SAID), message)
+    assert node == 1
+    assert history == [user("q"), SAID, user("next")], "the trace's own words are rendered"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        replace(SAID, reasoning="I thought."),
+        replace(SAID, content=text("Hm. ")),
+        replace(SAID, tool_calls=()),
+        replace(SAID, tool_calls=SAID.tool_calls[::-1]),
+        with_call('{"x": 2, "y": [true, null]}'),
+        with_call('{"x": 1.0, "y": [1, null]}'),
+        with_call('{"x": 1.0, "y": [true]}'),
+        with_call('{"x": 1.0}'),
+        with_call('{"x": 1.0, "y": [true, null], "z": null}'),
+        with_call("not JSON"),
+        with_call("[" * 100_000),
+        with_call('{"x": 1.0, "y": [true, null]}', name="peek"),
+        replace(SAID, role="user"),
+    ],
+)
+def test_another_message(message: Message) -> None:
+    node, history = found(trace_of(SAID), message)
+    assert node == 0 and history == [user("q"), message, user("next")]
+
+
+def test_a_content_that_is_gone_was_an_edit_where_nothing_was_called() -> None:
+    assert found(trace_of(assistant("yes")), Message(role="assistant"))[0] == 0
+
+
+def test_only_what_was_sampled_has_other_words() -> None:
+    given_by_user = trace_of(SAID, sampled=False)
+    assert found(given_by_user, SAID)[0] == 1
+    assert found(given_by_user, replace(SAID, reasoning=None))[0] == 0
+
+
+def test_of_answers_alike_the_named_one_wins_then_the_same_then_the_newest() -> None:
+    other = replace(SAID, reasoning="Otherwise.")
+    trace = trace_of(SAID, other, SAID)
+    blunt = replace(SAID, reasoning=None)
+    assert found(trace, blunt)[0] == 3
+    assert found(trace, other)[0] == 2
+    for node in (1, 2, 3):
+        calls = tuple(
+            replace(call, id=make_call_id(node, k)) for k, call in enumerate(SAID.tool_calls)
+        )
+        assert found(trace, replace(blunt, tool_calls=calls))[0] == node
+
+
+NAMES = st.text(max_size=3)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**50), 2**50)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5)
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(NAMES, VALUES, max_size=4), VALUES)
+def test_arguments_written_anew_by_another_library_are_the_same(
+    arguments: dict[str, object], extra: object
+) -> None:
+    trace = trace_of(with_call(json.dumps(arguments, indent=1)))
+    again = msgspec.json.encode(dict(reversed(arguments.items()))).decode()
+    assert found(trace, with_call(again))[0] == 1
+    more = msgspec.json.encode({**arguments, "another": extra}).decode()
+    assert found(trace, with_call(more))[0] == 0

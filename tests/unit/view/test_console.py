@@ -1,0 +1,186 @@
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from sightline.run import RunDir
+from sightline.view.console import LiveView, eval_line, step_line
+from sightline.wire.event import Event
+
+from .synthetic import T0, append, evaluation, state, step, train
+
+
+class Clock:
+    now = T0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    found = RunDir(tmp_path / "demo")
+    found.make()
+    return found
+
+
+def view_of(run_dir, terminal=False, plain=False):
+    file = io.StringIO()
+    clock = Clock()
+    console = Console(file=file, width=80, force_terminal=terminal, color_system=None)
+    return LiveView(run_dir, plain, console=console, clock=clock), file, clock
+
+
+def test_a_step_fits_on_one_line():
+    values = step(12, eta_s=100.0, reward=0.312).values
+    assert step_line(12, values) == (
+        "step  12/150  reward 0.31  lag 0.4/1  1.9k tok/s  mismatch 3.2e-08  left 1:40"
+    )
+
+
+def test_what_was_not_measured_shows_as_a_dash():
+    values = step(3, mismatch_kl=None, eta_s=None, reward=None, lag_max=None).values
+    assert step_line(3, values) == ("step   3/150  reward -  lag -  1.9k tok/s  mismatch -  left -")
+    assert step_line(3, {}) == "step 3  reward -  lag -  - tok/s  mismatch -  left -"
+
+
+def test_lines_come_every_few_seconds_with_the_first_and_the_last(run_dir):
+    view, file, clock = view_of(run_dir)
+    for k in range(1, 13):
+        clock.now += 1.0
+        append(run_dir, step(k, 12))
+        view.update()
+        view.update()
+    view.close()
+    view.close()
+    steps = [line.split("/")[0] for line in file.getvalue().splitlines()]
+    assert steps == ["step  1", "step  6", "step 11", "step 12"]
+
+
+def test_close_prints_a_last_step_that_was_held_back(run_dir):
+    view, file, _ = view_of(run_dir)
+    for k in (1, 2, 3):
+        append(run_dir, step(k))
+        view.update()
+    assert len(file.getvalue().splitlines()) == 1
+    view.close()
+    assert file.getvalue().splitlines()[-1].startswith("step   3/150")
+
+
+def test_evaluations_and_phases_have_lines_of_their_own_in_order(run_dir):
+    view, file, _ = view_of(run_dir)
+    append(run_dir, state("evaluating", T0), evaluation("start", 0.11, T0), step(1, 2))
+    view.update()
+    append(run_dir, step(2, 2), state("busy", T0, "server"))
+    append(run_dir, evaluation("final", 0.9, T0, swapped={"metric": 0.1}))
+    view.close()
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "evaluating"
+    assert lines[1] == "eval start  0.110  letters 0.110  exact 0.001  (256 tasks)"
+    assert [line[:8] for line in lines[2:4]] == ["step 1/2", "step 2/2"]
+    assert lines[4] == (
+        "eval final  0.900  letters 0.900  exact 0.729  with swapped images 0.100  (256 tasks)"
+    )
+    assert len(lines) == 5
+
+
+def test_plain_output_has_no_control_codes_even_of_hostile_text(run_dir):
+    view, file, _ = view_of(run_dir, terminal=True, plain=True)
+    append(run_dir, evaluation("\x1b[2Jstart\r", 0.1, T0), step(1), state("\x07x", T0))
+    view.close()
+    printed = file.getvalue()
+    assert "start" in printed
+    assert all(c.isprintable() or c == "\n" for c in printed)
+
+
+def test_a_torn_line_is_read_when_it_is_whole_and_nothing_is_read_twice(run_dir):
+    view, file, clock = view_of(run_dir)
+    append(run_dir, step(1))
+    whole = run_dir.metrics.read_bytes()
+    run_dir.metrics.write_bytes(whole[:40])
+    view.update()
+    assert file.getvalue() == ""
+    with open(run_dir.metrics, "ab") as out:
+        out.write(whole[40:] + b"not an event\n")
+    clock.now += 10
+    view.update()
+    view.update()
+    assert len(file.getvalue().splitlines()) == 1
+
+
+def test_history_of_a_resumed_run_is_not_announced_again(run_dir):
+    append(run_dir, evaluation("start", 0.1, T0), step(40))
+    view, file, _ = view_of(run_dir)
+    view.update()
+    append(run_dir, step(26))
+    view.close()
+    lines = file.getvalue().splitlines()
+    assert [line[:12] for line in lines] == ["step  40/150", "step  26/150"]
+
+
+def test_the_panel_shows_the_state_of_the_run_in_80_columns(run_dir):
+    view, file, clock = view_of(run_dir, terminal=True)
+    append(run_dir, state("training", T0))
+    for k in range(1, 31):
+        append(run_dir, train(k, loss=-0.0123), step(k, mismatch_kl=None))
+    # Steps that come again after a kill take the place of those that were lost.
+    append(run_dir, step(25, reward=0.77, mismatch_kl=None))
+    clock.now = T0 + 60
+    view.close()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "\n", file.getvalue())
+    assert max(map(len, shown.splitlines())) == 80
+    for text in (
+        "demo", "training", "step 25/150", "reward    0.770", "lag 0.4/1", "tokens/s 1.9k",
+        "loss -0.0123", "mismatch KL -", "train 1.6k", "shown 9.6k", "stored 36", "1:00 gone",
+    ):  # fmt: skip
+        assert text in shown, text
+    assert len(view._state.rewards) == 25
+
+
+def test_an_evaluation_without_numbers_still_has_a_line():
+    assert eval_line({"name": "start"}) == "eval start"
+
+
+def test_the_panel_shows_groups_without_signal_and_what_is_in_flight(run_dir):
+    view, file, _ = view_of(run_dir, terminal=True)
+    append(
+        run_dir,
+        step(
+            4, no_signal_rate=0.25, groups_replaced=3, truncated=2,
+            in_flight=96, waiting=32, bytes_in_flight=5_200_000,
+            envs={"walk": {"reward": 0.5, "rollouts": 8}, "count": {"reward": 0.125}},
+        ),
+    )  # fmt: skip
+    view.update()
+    view.close()
+    shown = file.getvalue()
+    for words in ("no signal 25%", "replaced 3", "truncated 2", "rollouts 96", "waiting 32"):
+        assert words in shown
+    assert "MB 5.2" in shown and "walk 0.500" in shown and "count 0.125" in shown
+
+
+def test_a_worker_that_is_replaced_has_a_line(run_dir):
+    view, file, _ = view_of(run_dir)
+    lost = {"worker": "worker-0", "reason": "leak: it held 3.00 GB"}
+    append(run_dir, Event(time=T0, process="launcher", kind="lost", values=lost))
+    view.update()
+    assert "worker-0 was replaced (leak: it held 3.00 GB)" in file.getvalue()
+
+
+def test_a_run_that_goes_blind_and_a_sink_that_failed_have_a_line(run_dir):
+    view, file, _ = view_of(run_dir)
+    looks = {"is_blind": False, "words": "The model looks."}
+    blind = {"is_blind": True, "words": "Blind: exchanging the images changes nothing."}
+    sink = {"words": "sink wandb: did not end in time"}
+    append(
+        run_dir,
+        Event(time=T0, process="trainer", kind="probe", step=5, values=looks),
+        Event(time=T0, process="trainer", kind="probe", step=10, values=blind),
+        Event(time=T0, process="launcher", kind="sink", values=sink),
+    )
+    view.update()
+    assert file.getvalue().splitlines() == [
+        "step 10: Blind: exchanging the images changes nothing.",
+        "sink wandb: did not end in time",
+    ]

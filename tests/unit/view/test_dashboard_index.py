@@ -1,0 +1,381 @@
+"""The index finds what a run directory holds, keeps up with it, and survives what is broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
+from sightline.run import RunDir
+from sightline.trace import Trace, read_traces, write_traces
+from sightline.view.dashboard import queries
+from sightline.view.dashboard import run_view as run
+from sightline.view.dashboard.index import RolloutIndex
+from sightline.view.dashboard.mismatch import DIMENSIONS
+from sightline.view.dashboard.rollout_page import read_node_scores
+from sightline.view.dashboard.run_view import RunView
+from sightline.wire.score import StepScores
+
+SMALL = SyntheticSize(steps=4, rollouts_per_step=20, images=12, conversations=20, group_size=5)
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "synthetic"
+    write_synthetic_run(path, SMALL)
+    return path
+
+
+@pytest.fixture
+def run_dir(written: Path, tmp_path: Path) -> RunDir:
+    """A copy that a test may break."""
+    shutil.copytree(written, tmp_path / "run")
+    return RunDir(tmp_path / "run")
+
+
+def traces_of(run_dir: RunDir) -> list[tuple[str, int, Trace]]:
+    return [
+        (file.name, number, trace)
+        for file in sorted(run_dir.traces.glob("*.msgpack"))
+        for number, trace in enumerate(read_traces(file))
+    ]
+
+
+def page(index: RolloutIndex, limit: int = 200, offset: int = 0, **wanted: Any) -> dict[str, Any]:
+    with index.connect_readonly() as connection:
+        return queries.list_rollouts(connection, queries.RolloutFilter(**wanted), offset, limit)
+
+
+def places(found: dict[str, Any]) -> set[tuple[str, int]]:
+    return {(row["file"], row["number"]) for row in found["rows"]}
+
+
+def test_every_rollout_is_found_at_its_place(run_dir: RunDir) -> None:
+    index = RolloutIndex(run_dir)
+    index.refresh()
+    traces = traces_of(run_dir)
+    found = page(index)
+    assert found["total"] == len(traces) == 80
+    assert places(found) == {(file, number) for file, number, _ in traces}
+    newest = [row["step"] for row in found["rows"]]
+    assert newest == sorted(newest, reverse=True)
+    with index.connect_readonly() as connection:
+        listed = queries.list_images(connection, "most", 0, 200)
+    shown = Counter(s.item.ref.digest for _, _, t in traces for n in t.nodes for s in n.slots)
+    assert {row["digest"]: row["num_shown"] for row in listed["rows"]} == shown
+    assert listed["shown"] == shown.total()
+
+
+def test_filters_choose_what_the_traces_say(run_dir: RunDir) -> None:
+    index = RolloutIndex(run_dir)
+    index.refresh()
+    traces = traces_of(run_dir)
+    lines = [json.loads(line) for line in run_dir.verdicts.read_text().splitlines()]
+    judged = {
+        (f"step_{line['step']:06d}.msgpack", name): verdict
+        for line in lines for verdict, names in line["verdicts"].items() for name in names
+    }  # fmt: skip
+
+    def chosen(keep: Any) -> set[tuple[str, int]]:
+        return {(file, number) for file, number, trace in traces if keep(file, trace)}
+
+    assert places(page(index, verdict="train")) == chosen(
+        lambda file, trace: judged[file, trace.id] == "train"
+    )
+    assert places(page(index, reward_from=0.3, reward_to=0.6)) == chosen(
+        lambda _, trace: trace.reward is not None and 0.3 <= trace.reward <= 0.6
+    )
+    assert places(page(index, env="forms", step_from=2, step_to=3)) == chosen(
+        lambda file, trace: trace.env == "forms" and "step_000002" < file < "step_000004"
+    )
+    word = traces[3][2].nodes[1].message.text[:20]
+    assert places(page(index, text=word.upper())) == chosen(
+        lambda _, trace: any(word in node.message.text for node in trace.nodes)
+    )
+    digest = traces[7][2].nodes[0].slots[0].item.ref.digest
+    assert places(page(index, image=digest)) == chosen(
+        lambda _, trace: any(s.item.ref.digest == digest for n in trace.nodes for s in n.slots)
+    )
+
+
+@pytest.mark.parametrize("text", ["%", "_", "\\", "'; DROP TABLE rollouts; --", "click%"])
+def test_marks_in_a_search_are_text(run_dir: RunDir, text: str) -> None:
+    index = RolloutIndex(run_dir)
+    index.refresh()
+    assert page(index, text=text)["total"] == 0
+    assert page(index)["total"] == 80
+
+
+def test_pages_hold_each_rollout_once_whatever_the_order(run_dir: RunDir) -> None:
+    index = RolloutIndex(run_dir)
+    index.refresh()
+    for sort in queries.SORT_ORDERS:
+        seen = [
+            (row["file"], row["number"])
+            for offset in range(0, 80, 7)
+            for row in page(index, 7, offset, sort=sort)["rows"]
+        ]
+        assert len(seen) == len(set(seen)) == 80, sort
+
+
+def test_a_step_that_is_written_later_or_anew_is_taken_in(run_dir: RunDir) -> None:
+    later = run_dir.traces_of(4).read_bytes()
+    run_dir.traces_of(4).unlink()
+    index = RolloutIndex(run_dir)
+    assert index.refresh().changed
+    assert page(index)["total"] == 60
+    assert not index.refresh().changed
+    run_dir.traces_of(4).write_bytes(later)
+    assert index.refresh().changed
+    assert page(index)["total"] == 80
+    kept = list(read_traces(run_dir.traces_of(4)))[:3]
+    write_traces(run_dir.traces_of(4), kept)
+    index.refresh()
+    assert page(index, step_from=4)["total"] == 3
+    run_dir.traces_of(4).unlink()
+    index.refresh()
+    assert page(index)["total"] == 60
+    with index.connect_readonly() as connection:
+        listed = queries.list_images(connection, "most", 0, 200)
+    shown = sum(len(n.slots) for _, _, t in traces_of(run_dir) for n in t.nodes)
+    assert listed["shown"] == shown
+
+
+def test_files_are_taken_in_newest_first_and_a_few_at_a_time(run_dir: RunDir) -> None:
+    index = RolloutIndex(run_dir)
+    done = index.refresh(max_files=1)
+    assert done.files_left == 3
+    assert {row["step"] for row in page(index)["rows"]} == {4}
+
+
+def test_scores_that_come_after_the_traces_are_measured(run_dir: RunDir) -> None:
+    scores = run_dir.scores_of(2).read_bytes()
+    run_dir.scores_of(2).unlink()
+    index = RolloutIndex(run_dir)
+    index.refresh()
+    assert all(row["kl"] is None for row in page(index, step_from=2, step_to=2)["rows"])
+    run_dir.scores_of(2).write_bytes(scores)
+    assert index.refresh().changed
+    trained = page(index, step_from=2, step_to=2, verdict="train")["rows"]
+    assert trained and all(row["kl"] > 0 for row in trained)
+
+
+def test_the_mismatch_is_that_of_the_tokens(run_dir: RunDir) -> None:
+    """Against the plainest computation: a loop over tokens."""
+    index = RolloutIndex(run_dir)
+    index.refresh()
+    sums: dict[tuple[str, int], list[float]] = {}
+    kls: list[float] = []
+    for step in range(1, 5):
+        scores = StepScores.from_bytes(run_dir.scores_of(step).read_bytes())
+        traces = {trace.id: trace for trace in read_traces(run_dir.traces_of(step))}
+        for origin in scores.origins:
+            trace = traces[origin.trace_id]
+            path = trace.path(origin.node)
+            node = trace.nodes[origin.node]
+            before: list[tuple[int, Any]] = []
+            at = 0
+            for n in path:
+                before += [(at + s.offset + s.length, s) for s in trace.nodes[n].slots]
+                at += len(trace.nodes[n].token_ids)
+            first = at - node.num_sampled
+            for i in range(node.num_sampled):
+                log = float(scores.logprobs.numpy()[origin.start + i]) - float(
+                    node.logprobs.numpy()[i]
+                )
+                kl = float(np.expm1(log) - log)
+                kls.append(kl)
+                end, slot = before[-1]
+                ref = slot.item.ref
+                buckets = {
+                    "turn": sum(trace.nodes[n].is_turn for n in path) - 1,
+                    "distance": int(np.log2(first + i - end + 1)),
+                    "image_tokens": slot.length.bit_length() - 1,
+                    "image_pixels": (ref.width * ref.height).bit_length() - 1,
+                    "num_images": len(before),
+                    "lag": step - 1 - node.versions[0].version,
+                }
+                for dimension, bucket in buckets.items():
+                    sums.setdefault((dimension, bucket), []).append(kl)
+    with index.connect_readonly() as connection:
+        found = queries.sum_mismatch(connection, None, None, fresh=False)
+    measured = {
+        (dimension, cell["bucket"]): cell
+        for dimension, cells in found["dimensions"].items() for cell in cells
+    }  # fmt: skip
+    assert set(found["dimensions"]) == set(DIMENSIONS)
+    assert measured.keys() == sums.keys()
+    for key, values in sums.items():
+        assert measured[key]["tokens"] == len(values)
+        assert measured[key]["kl"] == pytest.approx(np.mean(values), rel=1e-9)
+        assert measured[key]["worst"] == pytest.approx(max(values), rel=1e-9)
+    assert found["worst"][0]["kl"] == pytest.approx(max(kls), rel=1e-9)
+
+
+def test_a_sample_that_the_trainer_cut_counts_up_to_the_cut(run_dir: RunDir) -> None:
+    def tokens() -> int:
+        index = RolloutIndex(run_dir)
+        index.refresh()
+        with index.connect_readonly() as connection:
+            cells = queries.sum_mismatch(connection, None, None, fresh=False)["dimensions"]["turn"]
+            assert queries.list_problems(connection) == []
+        index.close()
+        return sum(cell["tokens"] for cell in cells)
+
+    whole = tokens()
+    scores = StepScores.from_bytes(run_dir.scores_of(2).read_bytes())
+    cut = replace(scores.origins[0], stop=scores.origins[0].stop - 1)
+    scores = replace(scores, origins=[cut, *scores.origins[1:]])
+    run_dir.scores_of(2).write_bytes(scores.to_bytes())
+    shutil.rmtree(run_dir.path / ".dashboard", ignore_errors=True)
+    assert tokens() == whole - 1
+    view = RunView("run", run_dir)
+    traces = {trace.id: trace for trace in read_traces(run_dir.traces_of(2))}
+    trace = traces[cut.trace_id]
+    found = read_node_scores(view, 2, trace)[cut.node]
+    assert len(found.logprobs) == trace.nodes[cut.node].num_sampled
+    assert np.isfinite(found.logprobs[:-1]).all() and np.isnan(found.logprobs[-1])
+    view.close()
+
+
+def test_a_page_hears_that_a_run_has_ended_and_that_a_log_grew(run_dir: RunDir) -> None:
+    run_dir.summary.unlink(missing_ok=True)
+    view = RunView("run", run_dir)
+    view.refresh_all()
+    view.refresh()
+
+    def moved() -> bool:
+        before = view.revision
+        view.refresh()
+        return view.revision != before
+
+    assert view.state == "live" and not moved()
+    run_dir.logs.mkdir(exist_ok=True)
+    (run_dir.logs / "trainer.log").write_text("stuck for 300 s in step 3\n")
+    assert moved() and not moved()
+    os.utime(run_dir.metrics, (1.0, 1.0))
+    assert view.state == "silent" and moved() and not moved()
+    run_dir.summary.write_text('{"steps": 4}')
+    assert view.state == "finished" and moved() and not moved()
+    view.close()
+
+
+def test_images_that_come_late_are_found_however_many_are_missing(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_IMAGES_PER_REFRESH", 3)
+    away = run_dir.media.rename(run_dir.media.with_name("away"))
+    view = RunView("run", run_dir)
+    view.refresh_all()
+    for _ in range(SMALL.images):
+        view.refresh()
+    num_missing = len(view.missing)
+    assert num_missing > 3
+    shutil.rmtree(run_dir.media, ignore_errors=True)
+    away.rename(run_dir.media)
+    view.__dict__.pop("store", None)
+    for _ in range(num_missing):
+        view.refresh()
+    assert not view.missing
+    view.close()
+
+
+def test_the_worst_token_is_where_the_link_leads(run_dir: RunDir) -> None:
+    index = RolloutIndex(run_dir)
+    index.refresh()
+    with index.connect_readonly() as connection:
+        worst = queries.sum_mismatch(connection, None, None, fresh=True)["worst"]
+    assert worst and all(one["lag"] == 0 for one in worst)
+    for one in worst[:5]:
+        trace = list(read_traces(run_dir.traces / one["file"]))[one["number"]]
+        node = trace.nodes[one["node"]]
+        place = node.sampled_start + one["place"]
+        assert node.token_ids.numpy()[place] == one["token_id"]
+        assert node.logprobs.numpy()[one["place"]] == pytest.approx(one["sampler"])
+
+
+def test_broken_and_foreign_files_cost_themselves_and_are_named(run_dir: RunDir) -> None:
+    whole = run_dir.traces_of(2).read_bytes()
+    run_dir.traces_of(2).write_bytes(whole[:-200])
+    (run_dir.traces / "step_000009.msgpack").write_bytes(b"\x89PNG not traces")
+    (run_dir.traces / "notes.txt").write_text("mine")
+    (run_dir.traces / "step_x.msgpack").write_bytes(b"")
+    (run_dir.traces / "link.msgpack").symlink_to("/etc/passwd")
+    run_dir.scores_of(3).write_bytes(b"\xc1")
+    with open(run_dir.verdicts, "ab") as file:
+        file.write(b'{"step": 77}\nno json\n{"step": 4, "verd')
+    with open(run_dir.metrics, "ab") as file:
+        file.write(b'{"not": "an event"}\n{"time": 17900')
+    view = RunView("run", run_dir)
+    view.refresh_all()
+    # A line that is being written is no problem; one that nobody will end is.
+    assert not any("torn" in problem for problem in view.problems())
+    os.utime(run_dir.metrics, (0, 0))
+    said = "\n".join(view.problems())
+    assert "traces/step_000002.msgpack: ends inside trace 19" in said
+    assert "traces/step_000009.msgpack: not a file of traces" in said
+    assert "scores of step 3:" in said
+    assert "1 lines that are no events" in said and "torn line" in said
+    assert "passwd" not in said and "notes.txt" not in said
+    assert page(view.index)["total"] == 79
+
+
+def test_missing_images_are_counted_and_come_back(run_dir: RunDir) -> None:
+    view = RunView("run", run_dir)
+    view.refresh_all()
+    assert not view.missing
+    ref = next(read_traces(run_dir.traces_of(1))).nodes[0].slots[0].item.ref
+    file = view.store.path(ref.digest)
+    data = file.read_bytes()
+    file.unlink()
+    again = RunView("run", run_dir)
+    again.refresh_all()
+    assert set(again.missing) == {ref.digest}
+    assert "1 images are in no store" in again.problems()
+    file.write_bytes(data)
+    assert again.refresh()
+    assert not again.missing
+
+
+def test_a_damaged_index_is_made_again(run_dir: RunDir) -> None:
+    RolloutIndex(run_dir).refresh()
+    path = run_dir.view / "index.sqlite"
+    for file in run_dir.view.iterdir():
+        file.write_bytes(b"this is no database, and long enough to be looked at" * 40)
+    index = RolloutIndex(run_dir)
+    assert index.path == path
+    index.refresh()
+    assert page(index)["total"] == 80
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 999")
+    connection.close()
+    newer = RolloutIndex(run_dir)
+    newer.refresh()
+    assert page(newer)["total"] == 80
+
+
+def test_a_run_that_cannot_be_written_is_indexed_elsewhere(run_dir: RunDir) -> None:
+    run_dir.view.write_text("a file where the folder would be")
+    index = RolloutIndex(run_dir)
+    assert run_dir.path not in index.path.parents
+    index.refresh()
+    assert page(index)["total"] == 80
+    index.close()
+    assert not index.path.exists()
+
+
+def test_two_processes_may_keep_one_index(run_dir: RunDir) -> None:
+    first, second = RolloutIndex(run_dir), RolloutIndex(run_dir)
+    first.refresh(max_files=2)
+    second.refresh()
+    first.refresh()
+    assert page(first)["total"] == page(second)["total"] == 80

@@ -1,0 +1,198 @@
+"""The dashboard's door: who may ask, and what can be had from it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
+from sightline.errors import ConfigError
+from sightline.media import MediaStore
+from sightline.run import RunDir
+from sightline.trace import read_traces
+from sightline.view.dashboard.run_collection import RunCollection
+from sightline.view.dashboard.server import build_app
+
+SVG = b"<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    path = tmp_path_factory.mktemp("served") / "synthetic"
+    size = SyntheticSize(steps=2, rollouts_per_step=10, images=8, conversations=10, group_size=5)
+    made = write_synthetic_run(path, size)
+    (made.logs / "trainer.log").write_text("first\n" * 20_000 + "last line\n")
+    (path.parent / "secret.log").write_text("not yours")
+    return made
+
+
+@pytest.fixture(scope="module")
+def client(run_dir: RunDir) -> Iterator[TestClient]:
+    runs = RunCollection([run_dir.path])
+    for view in runs.all():
+        view.refresh_all()
+    yield TestClient(build_app(runs), base_url="http://127.0.0.1")
+    runs.close()
+
+
+RUN = {"run": "synthetic"}
+
+
+def test_a_page_of_rollouts_is_a_page(client: TestClient) -> None:
+    answer = client.get("/api/rollouts", params=RUN | {"limit": 3, "offset": 5})
+    found = answer.json()
+    assert found["total"] == 20 and len(found["rows"]) == 3
+    assert client.get("/api/rollouts", params=RUN | {"limit": 10_000}).status_code == 200
+    assert client.get("/api/rollouts", params=RUN | {"colour": "red"}).status_code == 422
+
+
+def test_a_rollout_has_its_messages_tokens_and_scores(client: TestClient, run_dir: RunDir) -> None:
+    where = RUN | {"file": "step_000002.msgpack", "number": 1}
+    trace = list(read_traces(run_dir.traces_of(2)))[1]
+    found = client.get("/api/rollout", params=where).json()
+    assert found["id"] == trace.id and found["branches"] == trace.branches()
+    assert [node["parent"] for node in found["nodes"]] == [node.parent for node in trace.nodes]
+    for node in trace.nodes:
+        tokens = client.get("/api/tokens", params=where | {"node": node.id}).json()
+        assert tokens["ids"] == node.token_ids.numpy().tolist()
+        assert tokens["logprobs"] == pytest.approx(node.logprobs.numpy().tolist())
+        assert tokens["slots"] == [[s.offset, s.length, s.item.ref.digest] for s in node.slots]
+        if found["verdict"] == "train" and node.is_turn:
+            assert len(tokens["trainer"]) == len(tokens["advantages"]) == node.num_sampled
+    assert client.get("/api/tokens", params=where | {"node": 99}).status_code == 404
+    assert client.get("/api/rollout", params=where | {"number": 99}).status_code == 404
+
+
+def test_an_image_is_served_as_what_its_bytes_are(client: TestClient, run_dir: RunDir) -> None:
+    ref = next(read_traces(run_dir.traces_of(1))).nodes[0].slots[0].item.ref
+    whole = client.get(f"/media/synthetic/{ref.digest}")
+    assert whole.content == MediaStore(run_dir.media).get(ref)
+    assert whole.headers["content-type"] == "image/png"
+    assert whole.headers["x-content-type-options"] == "nosniff"
+    assert "sandbox" in whole.headers["content-security-policy"]
+    small = client.get(f"/thumb/synthetic/{ref.digest}", params={"side": 32})
+    assert small.headers["content-type"] == "image/webp" and len(small.content) < 4000
+
+
+def test_svg_that_poses_as_an_image_is_not_served(client: TestClient, run_dir: RunDir) -> None:
+    digest = hashlib.sha256(SVG).hexdigest()
+    path = MediaStore(run_dir.media).path(digest)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(SVG)
+    for place in ("media", "thumb"):
+        answer = client.get(f"/{place}/synthetic/{digest}")
+        assert answer.status_code == 415
+        assert answer.headers["content-type"] == "application/json"
+        assert b"<script" not in answer.content
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/media/synthetic/..%2f..%2fconfig.toml",
+        "/media/synthetic/" + "0" * 64,
+        "/media/..%2fsynthetic/" + "0" * 64,
+        "/thumb/other/" + "0" * 64,
+        "/static/..%2fserver.py",
+        "/static/server.py",
+        "/static/%2e%2e/server.py",
+        "/api/log?run=synthetic&name=../secret",
+        "/api/log?run=synthetic&name=../../secret",
+        "/api/log?run=synthetic&name=%2fetc%2fpasswd",
+        "/api/rollout?run=synthetic&file=../../secret.log&number=0",
+        "/api/tokens?run=synthetic&file=/etc/passwd&number=0&node=0",
+        "/api/settings?run=..",
+        "/api/rollouts?run=/etc",
+    ],
+)
+def test_nothing_outside_the_runs_can_be_had(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code == 404
+    assert b"not yours" not in answer.content and b"root:" not in answer.content
+
+
+def test_a_link_in_the_logs_is_not_followed(client: TestClient, run_dir: RunDir) -> None:
+    (run_dir.logs / "evil.log").symlink_to(run_dir.path.parent / "secret.log")
+    try:
+        answer = client.get("/api/log", params=RUN | {"name": "evil"})
+        assert answer.status_code == 404
+    finally:
+        (run_dir.logs / "evil.log").unlink()
+
+
+def test_a_log_is_read_from_its_end(client: TestClient) -> None:
+    tail = client.get("/api/log", params=RUN | {"name": "trainer"}).json()
+    assert tail["text"].endswith("last line\n") and len(tail["text"]) <= 65_536
+    before = client.get(
+        "/api/log", params=RUN | {"name": "trainer", "before": tail["start"]}
+    ).json()
+    assert before["end"] == tail["start"] and before["text"].startswith("first\n")
+
+
+def test_prometheus_scrapes_the_newest_numbers(client: TestClient) -> None:
+    text = client.get("/metrics").text
+    assert 'sightline_run_step{run="synthetic"} 2\n' in text
+    assert "# TYPE sightline_run_reward gauge\n" in text
+    names = [line.split("{")[0] for line in text.splitlines() if not line.startswith("#")]
+    types = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert sorted(set(names)) == sorted(types)
+
+
+def test_only_reading_is_answered(client: TestClient) -> None:
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert client.request(method, "/api/runs").status_code == 405
+
+
+def test_every_answer_forbids_what_is_not_ours(client: TestClient) -> None:
+    for path in ("/", "/api/runs", "/api/rollout", "/nowhere", "/static/app.js"):
+        headers = client.get(path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "10.0.0.1", ""])
+def test_without_a_token_only_loopback_names_are_answered(client: TestClient, host: str) -> None:
+    assert client.get("/api/runs", headers={"host": host}).status_code == 421
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8700", "localhost", "localhost:1", "[::1]:8700"])
+def test_loopback_has_several_names(client: TestClient, host: str) -> None:
+    assert client.get("/api/runs", headers={"host": host}).status_code == 200
+
+
+def test_bound_elsewhere_a_token_is_needed(run_dir: RunDir) -> None:
+    runs = RunCollection([run_dir.path])
+    client = TestClient(build_app(runs, "s3cret"), base_url="http://machine.example")
+    for path in ("/", "/api/runs", "/static/app.js", "/media/synthetic/" + "0" * 64):
+        assert client.get(path).status_code == 401
+        assert client.get(path, params={"token": "wrong"}).status_code == 401
+    bearer = {"authorization": "Bearer s3cret"}
+    assert client.get("/api/runs", headers=bearer).status_code == 200
+    opened = client.get("/rollouts?run=a&token=s3cret", follow_redirects=False)
+    assert opened.status_code == 303 and opened.headers["location"] == "/rollouts?run=a"
+    cookie = opened.headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie
+    assert client.get("/api/runs").status_code == 200
+    runs.close()
+
+
+def test_two_runs_of_one_name_have_two_keys(tmp_path: Path) -> None:
+    for parent in ("a", "b"):
+        path = tmp_path / parent / "run-001"
+        path.mkdir(parents=True)
+        (path / "config.toml").write_text('[run]\nname = "x"\n')
+    runs = RunCollection([tmp_path / "a", tmp_path / "b" / "run-001"])
+    assert [view.key for view in runs.all()] == ["run-001", "b.run-001"]
+    (tmp_path / "a" / "run-002").mkdir()
+    (tmp_path / "a" / "run-002" / "metrics.jsonl").write_text("")
+    runs.refresh()
+    assert runs.find_run("run-002") is not None
+    runs.close()
+    with pytest.raises(ConfigError, match="no folder"):
+        RunCollection([tmp_path / "nothing"])

@@ -1,0 +1,268 @@
+"""Samples as parquet: what a reader finds in them, what they cost, and how they travel."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
+from sightline.errors import UploadFailed
+from sightline.media import MediaStore
+from sightline.run import RunDir
+from sightline.trace import Trace, read_traces, write_traces
+from sightline.view import samples_export as exports
+from sightline.view.parquet_export import export_step
+from sightline.view.samples_export import export_samples
+from sightline.view.upload import CHUNK_BYTES, upload
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    path = tmp_path_factory.mktemp("export") / "run-001"
+    return write_synthetic_run(
+        path, SyntheticSize(steps=2, rollouts_per_step=20, images=6, conversations=12)
+    )
+
+
+def test_a_row_is_a_rollout_with_each_image_once(run_dir: RunDir) -> None:
+    import pandas
+
+    before = {f: f.read_bytes() for f in run_dir.path.rglob("*.msgpack")}
+    done = dict(export_samples(run_dir))
+    assert set(done) == {"step_000001.parquet", "step_000002.parquet"}
+    frame = pandas.read_parquet(run_dir.samples / "step_000002.parquet")
+    traces = list(read_traces(run_dir.traces_of(2)))
+    assert frame["trace_id"].tolist() == [trace.id for trace in traces]
+    assert set(frame["verdict"]) <= {"train", "no_signal", "stale", "broken"}
+    store = MediaStore(run_dir.media)
+    for trace, row in zip(traces, frame.itertuples(), strict=True):
+        digests = {slot.item.ref.digest for node in trace.nodes for slot in node.slots}
+        assert sorted(image["path"] for image in row.images) == sorted(digests)
+        for image in row.images:
+            assert image["bytes"] == store.get(store.find(image["path"]))
+        path = trace.path(trace.turns[-1].id)
+        assert row.token_ids.tolist() == trace.tokens(path)
+        assert int(np.sum(row.sampled)) == len(row.logprobs)
+        assert json.loads(row.messages)[0]["role"] == "user"
+    assert {f: f.read_bytes() for f in run_dir.path.rglob("*.msgpack")} == before
+
+
+def test_duckdb_opens_it(run_dir: RunDir) -> None:
+    import duckdb
+
+    list(export_samples(run_dir, [1]))
+    file = run_dir.samples / "step_000001.parquet"
+    ((count, width),) = duckdb.sql(
+        f"SELECT count(*), max(octet_length(images[1].bytes)) FROM '{file}'"
+    ).fetchall()
+    assert count == 20 and width > 100
+
+
+@pytest.mark.browser
+def test_datasets_opens_it_with_images(run_dir: RunDir, tmp_path: Path) -> None:
+    list(export_samples(run_dir, [1]))
+    script = (
+        "import sys, datasets\n"
+        "rows = datasets.Dataset.from_parquet(sys.argv[1], cache_dir=sys.argv[2])\n"
+        "assert isinstance(rows.features['images'].feature, datasets.Image), rows.features\n"
+        "print(rows.num_rows, rows[0]['images'][0].size)"
+    )
+    file = run_dir.samples / "step_000001.parquet"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(file), str(tmp_path)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    first = next(read_traces(run_dir.traces_of(1))).nodes[0].slots[0].item.ref
+    assert done.stdout.splitlines()[-1] == f"20 ({first.width}, {first.height})"
+
+
+def test_the_file_says_which_column_holds_images(run_dir: RunDir) -> None:
+    """In the words that the `datasets` library reads."""
+    list(export_samples(run_dir, [1]))
+    schema = pyarrow.parquet.read_schema(run_dir.samples / "step_000001.parquet")
+    features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+    assert list(features) == schema.names
+    assert features["images"] == {"feature": {"_type": "Image"}, "_type": "List"}
+    assert features["reward"] == {"dtype": "float64", "_type": "Value"}
+    kind = schema.field("images").type.value_type
+    assert {field.name: field.type for field in kind} == {
+        "bytes": pyarrow.binary(), "path": pyarrow.string(),
+    }  # fmt: skip
+
+
+def test_images_past_the_cap_stay_references(run_dir: RunDir, tmp_path: Path) -> None:
+    traces = run_dir.traces_of(1)
+    store = MediaStore(run_dir.media)
+    target = tmp_path / "capped.parquet"
+    found = export_step(traces, target, store, max_rollout_bytes=8000)
+    table = pyarrow.parquet.read_table(target).to_pylist()
+    assert found.left_out > 0
+    for row in table:
+        assert sum(len(image["bytes"]) for image in row["images"]) <= 8000
+        assert len(row["image_digests"]) >= len(row["images"])
+
+
+def test_an_image_that_is_missing_is_left_out_and_counted(run_dir: RunDir, tmp_path: Path) -> None:
+    empty = MediaStore(tmp_path / "empty")
+    found = export_step(run_dir.traces_of(1), tmp_path / "x.parquet", empty)
+    assert found.images == 0 and found.left_out > 0 and found.rollouts == 20
+
+
+def test_memory_stays_flat_whatever_the_size(tmp_path: Path) -> None:
+    """Arrow's own peak and Python's: six times the rollouts, about the same memory."""
+    store = MediaStore(tmp_path / "media")
+    noise = np.random.default_rng(0)
+    base = write_synthetic_run(
+        tmp_path / "run", SyntheticSize(steps=1, rollouts_per_step=10, images=4, conversations=4)
+    )
+    template = next(read_traces(base.traces_of(1)))
+    pixels = noise.integers(0, 255, (400, 400, 3), dtype=np.uint8)
+
+    def peak(count: int) -> tuple[int, int]:
+        traces = []
+        for i in range(count):
+            pixels[0, 0] = (i % 256, i // 256, 7)
+            ref = store.put(Image.fromarray(pixels))
+            traces.append(with_image(template, f"t{i}", ref))
+        file = tmp_path / f"step_{count:06d}.msgpack"
+        write_traces(file, traces)
+        pool = pyarrow.system_memory_pool()
+        before = pool.bytes_allocated()
+        pyarrow.set_memory_pool(pool)
+        watcher = Peak(pool)
+        del traces
+        tracemalloc.start()
+        with watcher:
+            export_step(file, tmp_path / f"{count}.parquet", store)
+        _, of_python = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return watcher.most - before, of_python
+
+    small, large = peak(20), peak(120)
+    inlined = sum(f.stat().st_size for f in store.root.rglob("*") if f.is_file())
+    assert inlined > 50_000_000
+    for few, many in zip(small, large, strict=True):
+        assert many < 2 * few + 20_000_000 < inlined
+
+
+class Peak:
+    """The most bytes that a pool held, looked at often."""
+
+    def __init__(self, pool: pyarrow.MemoryPool) -> None:
+        self._pool, self.most, self._over = pool, 0, threading.Event()
+
+    def __enter__(self) -> None:
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.002):
+            self.most = max(self.most, self._pool.bytes_allocated())
+
+
+def with_image(trace: Trace, name: str, ref: object) -> Trace:
+    from msgspec.structs import replace
+
+    from sightline.message import user
+
+    node = trace.nodes[0]
+    item = replace(node.slots[0].item, ref=ref)
+    first = replace(node, message=user(ref), slots=(replace(node.slots[0], item=item),))
+    return replace(trace, id=name, nodes=[first])
+
+
+class Store(BaseHTTPRequestHandler):
+    """An object store that fails as told: `cut` closes in the middle of a body."""
+
+    protocol_version = "HTTP/1.1"
+    script: list[str | int] = []
+    kept: dict[str, bytes] = {}
+    lengths: list[str | None] = []
+
+    def do_PUT(self) -> None:
+        length = self.headers["Content-Length"]
+        Store.lengths.append(length)
+        act = Store.script.pop(0) if Store.script else 200
+        if act == "cut":
+            self.rfile.read(int(length) // 2)
+            self.connection.close()
+            self.close_connection = True
+            return
+        body = io.BytesIO()
+        while body.tell() < int(length):
+            body.write(self.rfile.read(min(65536, int(length) - body.tell())))
+        if act == 200:
+            Store.kept[self.path] = body.getvalue()
+        self.send_response(int(act))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    Store.script, Store.kept, Store.lengths = [], {}, []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Store)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_an_upload_that_breaks_begins_again_at_its_start(address: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.parquet"
+    file.write_bytes(np.random.default_rng(0).bytes(3 * CHUNK_BYTES + 17))
+    Store.script = ["cut", 503, "cut", 200]
+    waits: list[float] = []
+    upload(file, f"{address}/bucket/x?signature=abc", wait=waits.append)
+    assert Store.kept == {"/bucket/x?signature=abc": file.read_bytes()}
+    assert Store.lengths == [str(file.stat().st_size)] * 4
+    assert len(waits) == 3 and waits == sorted(waits)
+
+
+def test_a_refusal_is_not_tried_again_and_shows_no_signature(address: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.parquet"
+    file.write_bytes(b"x")
+    Store.script = [403]
+    with pytest.raises(UploadFailed) as refused:
+        upload(file, f"{address}/x?signature=secret")
+    assert "403" in str(refused.value) and "secret" not in str(refused.value)
+    assert len(Store.lengths) == 1
+    with pytest.raises(UploadFailed, match="in 2 tries"):
+        upload(file, "http://127.0.0.1:9/x", tries=2, wait=lambda _: None)
+
+
+def test_uploads_leave_nothing_behind(
+    address: str, run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exports.tempfile, "tempdir", str(tmp_path))
+    done = dict(export_samples(run_dir, to=f"{address}/bucket/"))
+    assert set(Store.kept) == {f"/bucket/{name}" for name in done}
+    table = pyarrow.parquet.read_table(io.BytesIO(Store.kept["/bucket/step_000001.parquet"]))
+    assert table.num_rows == 20
+    Store.script = [403]
+    with pytest.raises(UploadFailed):
+        list(export_samples(run_dir, [1], to=f"{address}/bucket/"))
+    assert list(tmp_path.iterdir()) == []

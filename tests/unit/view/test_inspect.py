@@ -1,0 +1,99 @@
+"""What a run sent is counted from its files, and what must not be there is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from making import samples
+
+from sightline.cli.main import main
+from sightline.config import RunFile, dump_toml
+from sightline.errors import ConfigError, Misaligned
+from sightline.media import MediaStore
+from sightline.run import RunDir
+from sightline.view.inspect import eager_tensors, inspect_run
+from sightline.wire.array import Array
+from sightline.wire.sample import Batch, digest_batch
+
+
+def write_batch(run_dir: RunDir, raw: bytes, step: int = 1) -> None:
+    run_dir.batch(step).write_bytes(raw)
+    with run_dir.ledger.open("a") as file:
+        file.write(json.dumps({"step": step, "batch": digest_batch(raw)}) + "\n")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, tiny_model: Path) -> RunDir:
+    """A run of one step whose batch is kept."""
+    made = RunDir(tmp_path / "run")
+    made.make()
+    values = {
+        "model": {"path": str(tiny_model)},
+        "env": {"name": "color_codeword"},
+        "trainer": {"micro_batch_tokens": 200},
+    }
+    made.config.write_text(dump_toml(RunFile.model_validate(values)))
+    batch = Batch(1, samples(tiny_model, MediaStore(made.media), count=6))
+    write_batch(made, batch.to_bytes())
+    return made
+
+
+def test_a_clean_run_has_references_and_nothing_else(run_dir: RunDir) -> None:
+    found = inspect_run(run_dir)
+    batch = Batch.from_bytes(run_dir.batch(1).read_bytes())
+    digests = {item.ref.digest for sample in batch.samples for item in sample.items}
+    assert found.is_clean and found.batches_as_sent == 1 and found.batches_rebuilt == 0
+    assert found.samples == 6 and found.distinct_files == len(digests) > 1
+    assert found.slots == sum(len(sample.slots) for sample in batch.samples)
+    assert 1 < found.micro_batches_with_references <= found.micro_batches
+    assert found.descriptors >= found.distinct_files
+
+
+def test_a_missing_file_is_found_and_the_command_says_so(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(run_dir.path)]) == 0
+    assert "missing files" in capsys.readouterr().out
+    item = Batch.from_bytes(run_dir.batch(1).read_bytes()).samples[0].items[0]
+    (gone,) = (path for path in run_dir.media.rglob("*") if item.ref.digest in path.name)
+    gone.unlink()
+    assert main(["inspect", str(run_dir.path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["missing_files"] == 1
+
+
+def test_a_data_url_in_a_log_is_found(run_dir: RunDir) -> None:
+    (run_dir.logs / "worker-0.log").write_text("GET data:image/png;base64,iVBORw0KGgo=\n")
+    found = inspect_run(run_dir)
+    assert found.data_urls >= 1 and not found.is_clean
+
+
+def test_pixels_in_a_batch_are_counted_or_refused(run_dir: RunDir) -> None:
+    raw = msgspec.msgpack.decode(run_dir.batch(1).read_bytes())
+    pixels = msgspec.to_builtins(Array.of(np.zeros((4, 1536)), "float32"), builtin_types=(bytes,))
+    raw["samples"][0]["pixel_values"] = pixels
+    assert list(eager_tensors(raw)) == ["samples[0].pixel_values"]
+    run_dir.ledger.unlink()
+    write_batch(run_dir, msgspec.msgpack.encode(raw))
+    with pytest.raises(Misaligned, match=r"samples\[0\].pixel_values"):
+        inspect_run(run_dir)
+
+
+def test_lists_of_numbers_do_not_hide_pixels() -> None:
+    assert list(eager_tensors({"items": [{"rows": [0.5] * 5000}]})) == ["items[0].rows"]
+    assert list(eager_tensors({"a": b"\0" * 12})) == ["a"]
+
+
+def test_a_batch_that_was_changed_is_refused(run_dir: RunDir) -> None:
+    batch = Batch.from_bytes(run_dir.batch(1).read_bytes())
+    run_dir.batch(1).write_bytes(Batch(1, batch.samples[:-1]).to_bytes())
+    with pytest.raises(Misaligned, match="step 1"):
+        inspect_run(run_dir)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run directory"):
+        inspect_run(RunDir(tmp_path))

@@ -1,0 +1,97 @@
+"""A run in a notebook."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+import sightline
+from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
+from sightline.errors import ConfigError
+from sightline.message import user
+from sightline.run import RunDir
+from sightline.run.events import by_step, read_events
+from sightline.trace import read_traces
+
+ROOT = Path(__file__).resolve().parents[3]
+NOTEBOOK = ROOT / "examples" / "notebook" / "read_a_run.ipynb"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    path = tmp_path_factory.mktemp("notebook") / "runs" / "color_codeword-001"
+    path.parent.mkdir()
+    return write_synthetic_run(
+        path, SyntheticSize(steps=3, rollouts_per_step=20, images=6, conversations=12)
+    )
+
+
+def test_a_run_is_tables_traces_and_pictures(run_dir: RunDir) -> None:
+    run = sightline.open_run(run_dir.path)
+    events = by_step(read_events(run_dir.metrics), "step")
+    assert run.metrics["reward"].to_dict() == {s: e.values["reward"] for s, e in events.items()}
+    assert len(run.rollouts) == 60 and run.problems == []
+    traces = list(run.traces(2))
+    assert [t.id for t in traces] == [t.id for t in read_traces(run_dir.traces_of(2))]
+    digest = run.images["digest"][0]
+    assert run.image(digest).size == tuple(run.images.loc[0, ["width", "height"]])
+    assert set(run.mismatch(fresh=False)["dimension"]) >= {"turn", "distance", "lag"}
+
+
+def test_the_tokens_of_a_rollout_are_those_of_its_trace(run_dir: RunDir) -> None:
+    run = sightline.open_run(run_dir.path)
+    (found,) = run.find(limit=1, verdict="train")
+    tokens = found.tokens
+    ids = [i for node in found.trace.nodes for i in node.token_ids.numpy().tolist()]
+    assert tokens["token_id"].tolist() == ids
+    sampled = tokens[tokens["sampled"]]
+    assert len(sampled) == found.trace.num_sampled
+    ratio = np.exp(sampled["trainer"] - sampled["sampler"])
+    assert np.allclose(sampled["ratio"], ratio, rtol=1e-5)
+    assert tokens[~tokens["sampled"]]["trainer"].isna().all()
+
+
+def test_what_a_notebook_shows_is_escaped_and_has_pictures(run_dir: RunDir) -> None:
+    run = sightline.open_run(run_dir.path)
+    (found,) = run.find(limit=1)
+    shown = found._repr_html_()
+    assert shown.count("<img src='data:image/") == len(found.images)
+    assert "color_codeword-001" in run._repr_html_()
+    harm = user("<script>x</script>")
+    found.trace.nodes[0] = replace(found.trace.nodes[0], message=harm)
+    assert "<script>" not in found._repr_html_()
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run directory"):
+        sightline.open_run(tmp_path)
+
+
+EXECUTE = """
+import json, sys, nbformat, nbclient
+book = nbformat.read(sys.argv[1], as_version=4)
+nbclient.NotebookClient(book, timeout=300, kernel_name="python3").execute()
+print(json.dumps([[list(o.get("data", {})) for o in c.get("outputs", [])] for c in book.cells]))
+"""
+
+
+@pytest.mark.browser
+def test_the_example_notebook_runs_from_its_first_cell_to_its_last(run_dir: RunDir) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EXECUTE, str(NOTEBOOK)],
+        capture_output=True, text=True, timeout=400, cwd=run_dir.path.parent.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    shown = {kind for cell in json.loads(done.stdout.splitlines()[-1]) for o in cell for kind in o}
+    assert {"text/html", "image/png"} <= shown
+
+
+def test_the_example_notebook_is_kept_without_outputs() -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    assert all(not cell.get("outputs") for cell in cells)
