@@ -27,6 +27,8 @@ VLLM_TESTS := tests/contract/test_engine.py tests/contract/test_engine_adapters.
 	tests/vllm/test_server.py
 # What of them serves the tiny checkpoint of a second family, whose layout vLLM does not read.
 VLLM_KIMI_TESTS := tests/vllm/test_exact.py tests/contract/test_engine.py
+# Modules whose annotated shapes are checked while tests run (tests/shape_checks.py).
+SHAPES := --jaxtyping-packages=sightline.algo,sightline.compute.logprobs,shape_checks.check_shapes
 ADAPTERS := gymnasium verifiers openenv
 
 # One wheel cache serves every environment. uv does not read pip's configuration: it is told where
@@ -97,7 +99,7 @@ $(TOKENIZERS)/%:
 	mv $@.part $@
 
 test: $(STAMP) tokenizers ## the quick tests
-	$(BIN)/python -m pytest tests -n auto --dist worksteal -m "not gpu and not loop and not torchvision and not adapters and not ranks and not vllm and not browser"
+	$(BIN)/python -m pytest tests $(SHAPES) -n auto --dist worksteal -m "not gpu and not loop and not torchvision and not adapters and not ranks and not vllm and not browser"
 
 fuzz: $(STAMP) ## 10,000 mutated requests at an inference server (FUZZ=10000)
 	FUZZ=$(FUZZ) $(BIN)/python -m pytest -s tests/contract/test_fuzz.py
