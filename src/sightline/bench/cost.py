@@ -191,7 +191,7 @@ def closing_lines(
             f"{100 * off[-1]:.0f}% at most"
         )
     numbers = ", ".join(f"{part:.4g}" for part in astuple(price))
-    return [*lines, f"[trainer]\nmicro_batch_price = [{numbers}]"]
+    return [*lines, f"[trainer]\nmicro_batch_cost_model = [{numbers}]"]
 
 
 def _tokens_only() -> CostModel:

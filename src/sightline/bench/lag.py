@@ -89,7 +89,7 @@ def make_model(folder: Path) -> Path:
         "run": {"name": "warmup", "dir": str(folder), "steps": WARMUP_STEPS},
         "model": {"path": str(tiny)},
         "env": ENV,
-        "sft": {**WARMUP["sft"], "output": str(warm)},
+        "sft": {**WARMUP["sft"], "output_dir": str(warm)},
     }
     file = config.validate_config(SftFile, values, "warm-up")
     _sightline("sft", folder / "warmup.toml", config.dump_toml(file))

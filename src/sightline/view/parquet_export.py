@@ -23,7 +23,7 @@ import pyarrow.parquet
 from sightline.errors import MediaError, Misaligned
 from sightline.media import MediaStore
 from sightline.trace import Trace
-from sightline.view.dashboard import trace_files as reading
+from sightline.view.dashboard import trace_files
 from sightline.view.trace_export import openai_message
 
 MAX_IMAGE_BYTES = 2_000_000
@@ -143,8 +143,8 @@ def _iterate_rows(
     max_rollout_bytes: int,
     counts: _ExportTally,
 ) -> Iterator[dict[str, Any]]:
-    step = reading.find_step(traces.name)
-    for record in reading.read_records(traces):
+    step = trace_files.find_step(traces.name)
+    for record in trace_files.read_records(traces):
         if isinstance(record, str):
             counts.problems.append(record)
             continue

@@ -23,7 +23,7 @@ from sightline.bench.harness.rehearsal import (
     count_base64_bytes,
     rehearse,
 )
-from sightline.bench.harness.screenshots import Screenshots
+from sightline.bench.harness.screenshots import ENVIRONMENT, Screenshots
 from sightline.bench.harness.scripted_policy import ENCODED_IMAGES, count_encoded_images
 from sightline.bench.rollout import (
     FLAT,
@@ -250,7 +250,7 @@ def test_encoded_images_are_found() -> None:
 
 
 def test_a_page_is_a_new_image_of_a_realistic_size() -> None:
-    env = load_environment("screenshots", {})
+    env = load_environment(ENVIRONMENT, {})
     assert isinstance(env, Screenshots)
     rng = random.Random(0)
     pages = [env.draw(rng) for _ in range(3)]

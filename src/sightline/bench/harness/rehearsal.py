@@ -26,6 +26,7 @@ import msgspec
 
 from sightline import config as config_module
 from sightline.bench.harness.scripted_agent import AGENT_PATH
+from sightline.bench.harness.screenshots import ENVIRONMENT
 from sightline.bench.harness.scripted_policy import COUNTS_PATH, PolicyCounts, count_encoded_images
 from sightline.config import RunFile, dump_toml
 from sightline.errors import ConfigError, ProcessFailed
@@ -179,7 +180,7 @@ def _run_file(plan: RehearsalPlan, model: Path, server: str) -> RunFile:
     values = {
         "run": {"name": "rehearsal", "steps": 1},
         "model": {"path": str(model.resolve())},
-        "env": {"name": "screenshots", "args": args},
+        "env": {"name": ENVIRONMENT, "args": args},
         "rollout": {
             "workers": 1, "max_tokens": plan.max_tokens, "timeout_s": ROLLOUT_LIMIT_S,
         },

@@ -27,6 +27,8 @@ END_BYTES = 12
 """Of the chunk that ends a PNG."""
 PHOTO_FRACTION = 0.05
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ENVIRONMENT = "sightline.bench.harness.screenshots:Screenshots"
+"""What a run file names it by."""
 
 
 class Screenshots(Environment):
@@ -123,6 +125,3 @@ def add_text_chunk(png: bytes, text: str) -> bytes:
     body = b"tEXt" + b"page\0" + text.encode("latin-1")
     chunk = (len(body) - 4).to_bytes(4) + body + zlib.crc32(body).to_bytes(4)
     return png[:-END_BYTES] + chunk + png[-END_BYTES:]
-
-
-ENVIRONMENT = Screenshots

@@ -13,7 +13,7 @@ from sightline.errors import SightlineError
 from sightline.message import ImagePart
 from sightline.trace import Node, NodeSlot, Trace
 from sightline.view.dashboard import queries
-from sightline.view.dashboard import trace_files as reading
+from sightline.view.dashboard import trace_files
 from sightline.view.dashboard.run_view import RunView
 from sightline.wire.score import StepScores
 
@@ -42,7 +42,7 @@ def find_trace(run: RunView, file: str, number: int) -> tuple[dict[str, Any], Tr
         row = queries.find_rollout(connection, file, number)
     if row is None:
         return None
-    return row, reading.read_trace(run.run_dir.traces / row["file"], row["start"], row["size"])
+    return row, trace_files.read_trace(run.run_dir.traces / row["file"], row["start"], row["size"])
 
 
 def describe_rollout(run: RunView, file: str, number: int) -> dict[str, Any] | None:

@@ -18,8 +18,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from sightline.errors import MediaError, MediaMissing, SightlineError
 from sightline.media.ref import is_digest
 from sightline.view.dashboard import processes, queries
-from sightline.view.dashboard import rollout_page as rollout
-from sightline.view.dashboard import thumbnails as pictures
+from sightline.view.dashboard import rollout_page
+from sightline.view.dashboard import thumbnails
 from sightline.view.dashboard.access import AccessMiddleware
 from sightline.view.dashboard.live_updates import RunWatcher
 from sightline.view.dashboard.run_collection import RunCollection
@@ -95,7 +95,7 @@ class Dashboard:
 
     def __init__(self, runs: RunCollection) -> None:
         self._runs = runs
-        self._thumbs = pictures.ThumbnailCache()
+        self._thumbs = thumbnails.ThumbnailCache()
         self._watch: RunWatcher | None = None
         static = resources.files("sightline.view.dashboard").joinpath("static")
         self._files = {file.name: file for file in static.iterdir()} if static.is_dir() else {}
@@ -188,7 +188,7 @@ class Dashboard:
 
     def rollout(self, run: str, file: str, number: int) -> Response:
         view = self._run(run)
-        found = rollout.describe_rollout(view, file, number)
+        found = rollout_page.describe_rollout(view, file, number)
         if found is None:
             left = f": {view.files_left} files are yet to be read" if view.files_left else ""
             raise HTTPException(404, f"there is no such rollout{left}")
@@ -197,7 +197,7 @@ class Dashboard:
     def tokens(
         self, run: str, file: str, number: int, node: int, start: Annotated[int, Query(ge=0)] = 0
     ) -> Response:
-        found = rollout.describe_tokens(self._run(run), file, number, node, start)
+        found = rollout_page.describe_tokens(self._run(run), file, number, node, start)
         if found is None:
             raise HTTPException(404, "there is no such node")
         return _json_response(found)
@@ -224,7 +224,7 @@ class Dashboard:
 
     def media(self, run: str, digest: str) -> Response:
         store = self._run(run).store
-        return _image_response(*pictures.read_image(store, _check_digest(digest)))
+        return _image_response(*thumbnails.read_image(store, _check_digest(digest)))
 
     def thumb(self, run: str, digest: str, side: int = 96) -> Response:
         store = self._run(run).store
