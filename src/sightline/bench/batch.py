@@ -18,13 +18,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from sightline.bench.serve import noise, renderer_of, serving
+from rich.console import Console
+from rich.table import Table
+
+from sightline.bench.harness.plain_generate import TransformersBaseline
+from sightline.bench.harness.workspace import draw_noise, open_renderer, start_server, write_tiny
 from sightline.errors import ConfigError, ProcessFailed
-
-if TYPE_CHECKING:
-    from sightline.wire import Slot
+from sightline.families import load_family
+from sightline.launch.temporary_server import start_sightline
+from sightline.message import user
+from sightline.rollout.client import GenerateClient
+from sightline.wire import Slot
+from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_LEN = 4096
 SIDES = (256, 384, 512, 640)
@@ -46,10 +52,8 @@ class Line:
         return sum(map(len, self.said)) / statistics.median(self.seconds)
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "batch", help="many requests at once, against generate", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
     parser.add_argument("--model", type=Path, help="checkpoint; default: a new random one")
     parser.add_argument("--size", default="tiny", help="of the new one: tiny or 2b")
     parser.add_argument("--requests", type=int, default=64, help="default: %(default)s")
@@ -75,30 +79,21 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps([line.name, line.requests, line.seconds, line.said]))
         return 0
     with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        args.model = args.model or _write(Path(folder) / "model", args.size)
+        args.model = args.model or write_tiny(Path(folder) / "model", args.size)
         lines = [*_baseline(args, Path(folder) / "media"), _engine(args, Path(folder) / "media")]
     _print(lines, args)
     return 0
 
 
-def _write(folder: Path, size: str) -> Path:
-    from sightline.families import registry
-
-    registry.write_tiny(registry.get_default_family(), folder, seed=0, size=size)
-    return folder
-
-
 def _prompts(args: argparse.Namespace, media: Path) -> list[Prompt]:
-    from sightline.message import user
-
-    store, renderer = renderer_of(args.model, media)
+    store, renderer = open_renderer(args.model, media)
     rng = random.Random(0)
     made = []
     for i in range(args.requests):
         side = max(32, int(SIDES[i % len(SIDES)] * args.scale))
         length = max(1, int(rng.randint(*WORDS) * args.scale))
         text = "".join(rng.choices("abcdefgh ", k=length))
-        rendered = renderer.render([user(store.put(noise(rng, side)), text)])
+        rendered = renderer.render([user(store.put(draw_noise(rng, side)), text)])
         made.append((rendered.token_ids, rendered.slots))
     return made
 
@@ -108,11 +103,8 @@ def _prompts(args: argparse.Namespace, media: Path) -> list[Prompt]:
 
 def _measure_baseline(args: argparse.Namespace, media: Path) -> list[Line]:
     """In a process of its own."""
-    from sightline.bench.harness.plain_generate import TransformersBaseline
-    from sightline.families import load_family
-
     family = load_family(args.model)
-    store, renderer = renderer_of(args.model, media)
+    store, renderer = open_renderer(args.model, media)
     plain = TransformersBaseline(
         args.model, family, args.device, args.dtype, renderer.pad_token_ids
     )
@@ -150,7 +142,6 @@ def _baseline(args: argparse.Namespace, media: Path) -> list[Line]:
     words = ["--baseline", str(media), "--model", str(args.model)]
     for name in ("requests", "one_by_one", "max_tokens", "scale", "repeats", "device", "dtype"):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    from sightline.launch.temporary_server import start_sightline
 
     done = start_sightline(["bench", "batch", *words], args.threads)
     out, _ = done.communicate()
@@ -167,14 +158,11 @@ def _engine(args: argparse.Namespace, media: Path) -> Line:
     # Every image goes through the vision tower, and every prompt is computed, in each repeat.
     more = ["--feature-cache-mb", "0", "--no-prefix-caching", "--pixel-cache-mb", "4096"]
     more += ["--max-num-seqs", str(args.requests), "--prefill-chunk-tokens", "2048"]
-    with serving(args, media, MAX_LEN, more) as address:
+    with start_server(args, media, MAX_LEN, more) as address:
         return asyncio.run(_ask(args, address, prompts))
 
 
 async def _ask(args: argparse.Namespace, address: str, prompts: list[Prompt]) -> Line:
-    from sightline.rollout.client import GenerateClient
-    from sightline.wire.generate import GenerateRequest, SamplingParams
-
     client = GenerateClient(address)
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
 
@@ -195,9 +183,6 @@ async def _ask(args: argparse.Namespace, address: str, prompts: list[Prompt]) ->
 
 
 def _print(lines: list[Line], args: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     single, batch, engine = lines
     table = Table(
         title=f"{args.requests} requests with an image each, {args.max_tokens} tokens an answer, "

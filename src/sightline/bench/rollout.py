@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from sightline.bench.harness.rehearsal import RehearsalFigures, RehearsalPlan, rehearse
+from sightline.bench.harness.workspace import work_folder, write_tiny
 from sightline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sightline.bench.harness.rehearsal import RehearsalFigures
+from sightline.view.chart import Series, line_chart
 
 PROGRESS_S = 10.0
 TABLE_WIDTH = 130
@@ -24,13 +23,11 @@ MB = 1e6
 Measure = Callable[["RehearsalFigures"], float]
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "rollout",
-        help="memory and bytes on the wires of long rollouts",
-        description="Plays rollouts that show a screenshot every turn, with one, a tenth, a "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Plays rollouts that show a screenshot every turn, with one, a tenth, a "
         "quarter, half and all of the turns, through the real orchestrator, worker, store and "
-        "renderer. A program without a model answers for the policy.",
+        "renderer. A program without a model answers for the policy."
     )
     parser.add_argument("--rollouts", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=100, help="default: %(default)s")
@@ -59,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
 
         serve(args.serve)
         return 0
-    from rich.console import Console
 
     with work_folder(args.dir) as folder:
         measured = measure(args, folder)
@@ -96,8 +92,6 @@ def measure_door(args: argparse.Namespace, folder: Path) -> list[RehearsalFigure
 def _play(
     args: argparse.Namespace, rollouts: int, turns: int, folder: Path, at_door: bool = False
 ) -> RehearsalFigures:
-    from sightline.bench.harness.rehearsal import RehearsalPlan, rehearse
-
     plan = RehearsalPlan(rollouts, turns, args.width, args.height, at_door=at_door)
     by = " by agents at the door" * at_door
     print(f"{rollouts} rollouts of {turns} turns at {args.width}x{args.height}{by}")
@@ -109,26 +103,6 @@ def _play(
 
 def turn_counts(turns: int) -> list[int]:
     return sorted({1, *(max(1, turns // part) for part in (10, 4, 2, 1))})
-
-
-def write_tiny(folder: Path, size: str = "tiny") -> Path:
-    from sightline.families import registry
-
-    registry.write_tiny(registry.get_default_family(), folder, seed=0, size=size)
-    return folder
-
-
-@contextlib.contextmanager
-def work_folder(kept: Path | None) -> Iterator[Path]:
-    """`kept`, which must be new or empty, or a temporary folder."""
-    if kept is not None:
-        if kept.exists() and any(kept.iterdir()):
-            raise ConfigError(f"{kept} is not empty", "name a new folder")
-        kept.mkdir(parents=True, exist_ok=True)
-        yield kept
-        return
-    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        yield Path(folder)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -246,8 +220,6 @@ def door_table(measured: list[RehearsalFigures]) -> Table:
 
 
 def write_door_plot(measured: list[RehearsalFigures], folder: Path) -> None:
-    from sightline.view.chart import Series, line_chart
-
     points = [(f.plan.turns, (f.from_agents - f.first_sent) / f.plan.num_turns / MB)
               for f in measured]  # fmt: skip
     svg = line_chart(
@@ -259,8 +231,6 @@ def write_door_plot(measured: list[RehearsalFigures], folder: Path) -> None:
 
 def write_plots(measured: list[RehearsalFigures], folder: Path) -> None:
     """One chart for bytes that stay flat, one for those that grow, one each for CPU and memory."""
-    from sightline.view.chart import Series, line_chart
-
     folder.mkdir(parents=True, exist_ok=True)
 
     def chart(name: str, title: str, rows: Sequence[tuple[str, Measure]], unit: float) -> None:
@@ -287,9 +257,6 @@ def _grown(name: str) -> Measure:
 
 
 def _table(title: str, measured: list[RehearsalFigures]) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     for figures in measured:

@@ -17,10 +17,7 @@ from sightline.media import MediaRef
 from sightline.message import ImagePart, Message
 from sightline.trace import Trace
 from sightline.view import formatting
-from sightline.view.dashboard import queries
-from sightline.view.dashboard import rollout_page
-from sightline.view.dashboard import thumbnails
-from sightline.view.dashboard import trace_files
+from sightline.view.dashboard import queries, rollout_page, thumbnails, trace_files
 from sightline.view.dashboard.run_view import RunView
 from sightline.view.run_files import get_run_dir
 from sightline.view.templating import get_template

@@ -35,8 +35,8 @@ def write_report(run_dir: RunDir) -> Path:
         data=data,
         headlines=headlines(data.summary),
         evals=_eval_table(data),
-        verdicts=_meter_rows(numbers_of(data.summary, "verdicts")),
-        drops=_meter_rows(data.drops),
+        verdicts=[row[:2] for row in _meter_rows(numbers_of(data.summary, "verdicts"))],
+        drops=[row[:2] for row in _meter_rows(data.drops)],
         timeline=timeline,
     )
     write_atomic(run_dir.report / "report.md", _utf8(markdown))

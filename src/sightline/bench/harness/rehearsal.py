@@ -25,8 +25,8 @@ from pathlib import Path
 import msgspec
 
 from sightline import config as config_module
-from sightline.bench.harness.scripted_agent import AGENT_PATH
 from sightline.bench.harness.screenshots import ENVIRONMENT
+from sightline.bench.harness.scripted_agent import AGENT_PATH
 from sightline.bench.harness.scripted_policy import COUNTS_PATH, PolicyCounts, count_encoded_images
 from sightline.config import RunFile, dump_toml
 from sightline.errors import ConfigError, ProcessFailed

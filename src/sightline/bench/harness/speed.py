@@ -44,7 +44,7 @@ def measure_peak(device: str, dtype: str, side: int = 0) -> float:
     place = torch.device(pick_device(device))
     side = side or (PEAK_SIDE if place.type == "cuda" else PEAK_SIDE // 8)
     a, b = (torch.randn(side, side, device=place, dtype=MODEL_DTYPES[dtype]) for _ in range(2))
-    times = timed(lambda: torch.mm(a, b), device, repeats=20, warm_up=5)
+    times = measure_time(lambda: torch.mm(a, b), device, repeats=20, warm_up=5)
     return 2 * side**3 / times.median_s
 
 
@@ -53,7 +53,7 @@ def build_stack(device_name: str) -> Callable[[Sequence[np.ndarray]], np.ndarray
     return partial(stack_pinned, device=torch.device(pick_device(device_name)))
 
 
-def timed(work: Callable[[], Any], device_name: str, repeats: int, warm_up: int) -> Timings:
+def measure_time(work: Callable[[], Any], device_name: str, repeats: int, warm_up: int) -> Timings:
     device = torch.device(pick_device(device_name))
     gc.collect()
     if device.type == "cuda":

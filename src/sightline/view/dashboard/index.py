@@ -25,8 +25,7 @@ import msgspec
 from sightline.errors import SightlineError
 from sightline.run.run_dir import RunDir
 from sightline.trace import Trace
-from sightline.view.dashboard import schema
-from sightline.view.dashboard import trace_files
+from sightline.view.dashboard import schema, trace_files
 from sightline.view.dashboard.mismatch import StepMismatch, measure_mismatch
 from sightline.wire.score import StepScores
 

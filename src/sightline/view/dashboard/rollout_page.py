@@ -12,8 +12,7 @@ import numpy as np
 from sightline.errors import SightlineError
 from sightline.message import ImagePart
 from sightline.trace import Node, NodeSlot, Trace
-from sightline.view.dashboard import queries
-from sightline.view.dashboard import trace_files
+from sightline.view.dashboard import queries, trace_files
 from sightline.view.dashboard.run_view import RunView
 from sightline.wire.score import StepScores
 

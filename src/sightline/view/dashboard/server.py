@@ -17,9 +17,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from sightline.errors import MediaError, MediaMissing, SightlineError
 from sightline.media.ref import is_digest
-from sightline.view.dashboard import processes, queries
-from sightline.view.dashboard import rollout_page
-from sightline.view.dashboard import thumbnails
+from sightline.view.dashboard import processes, queries, rollout_page, thumbnails
 from sightline.view.dashboard.access import AccessMiddleware
 from sightline.view.dashboard.live_updates import RunWatcher
 from sightline.view.dashboard.run_collection import RunCollection
