@@ -7,6 +7,7 @@ turn: seconds, bytes of pixels held, and tokens so far. It prints nothing where 
 configuration for the model.
 """
 
+# mypy: disable-error-code="import-not-found,import-untyped"
 from __future__ import annotations
 
 import json

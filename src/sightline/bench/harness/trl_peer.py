@@ -6,6 +6,7 @@ A program for an environment that has TRL, and nothing of this package. FOLDER h
 the images; timings and the first step's tokens are written there.
 """
 
+# mypy: disable-error-code="import-not-found,import-untyped"
 from __future__ import annotations
 
 import json
