@@ -34,7 +34,7 @@ from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_LEN = 4096
 SIDES = (256, 384, 512, 640)
-"""Of images, in pixels; they are taken in turn."""
+"""Pixels along each side of an image; requests take them in turn."""
 WORDS = (16, 768)
 """Fewest and most characters of text in a prompt."""
 Prompt = tuple[list[int], list["Slot"]]
@@ -45,11 +45,11 @@ class Line:
     name: str
     requests: int
     seconds: list[float]
-    said: list[list[int]]
+    sampled: list[list[int]]
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(map(len, self.said)) / statistics.median(self.seconds)
+        return sum(map(len, self.sampled)) / statistics.median(self.seconds)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}", "take 1 or more")
     if args.baseline:
         for line in _measure_baseline(args, args.baseline):
-            print(json.dumps([line.name, line.requests, line.seconds, line.said]))
+            print(json.dumps([line.name, line.requests, line.seconds, line.sampled]))
         return 0
     with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
         args.model = args.model or write_tiny(Path(folder) / "model", args.size)
@@ -102,7 +102,7 @@ def _prompts(args: argparse.Namespace, media: Path) -> list[Prompt]:
 
 
 def _measure_baseline(args: argparse.Namespace, media: Path) -> list[Line]:
-    """In a process of its own."""
+    """The lines of the baseline, measured in this process, which is its own."""
     family = load_family(args.model)
     store, renderer = open_renderer(args.model, media)
     plain = TransformersBaseline(
@@ -129,13 +129,13 @@ def _measure_baseline(args: argparse.Namespace, media: Path) -> list[Line]:
 
 
 def _timed(name: str, requests: int, repeats: int, work: Callable[[], list[list[int]]]) -> Line:
-    """`work` returns what was said, so that the device has finished when it ends."""
-    seconds, said = [], []
+    """`work` returns the answers, so that the device has finished when it ends."""
+    seconds, sampled = [], []
     for _ in range(repeats):
         began = time.perf_counter()
-        said = work()
+        sampled = work()
         seconds.append(time.perf_counter() - began)
-    return Line(name, requests, seconds, said)
+    return Line(name, requests, seconds, sampled)
 
 
 def _baseline(args: argparse.Namespace, media: Path) -> list[Line]:
@@ -170,16 +170,16 @@ async def _ask(args: argparse.Namespace, address: str, prompts: list[Prompt]) ->
         answer = await client.generate(GenerateRequest.of(*prompt, params))
         return answer.choices[0].token_ids
 
-    seconds, said = [], []
+    seconds, sampled = [], []
     try:
         for repeat in range(args.repeats + 1):  # the first makes the pixels, and warms up
             began = time.perf_counter()
-            said = list(await asyncio.gather(*map(one, prompts)))
+            sampled = list(await asyncio.gather(*map(one, prompts)))
             if repeat:
                 seconds.append(time.perf_counter() - began)
     finally:
         await client.close()
-    return Line("engine, all at once", len(prompts), seconds, said)
+    return Line("engine, all at once", len(prompts), seconds, sampled)
 
 
 def _print(lines: list[Line], args: argparse.Namespace) -> None:
@@ -197,9 +197,9 @@ def _print(lines: list[Line], args: argparse.Namespace) -> None:
     console = Console()
     console.width = max(console.width, 100)
     console.print(table)
-    same = sum(one == other for one, other in zip(batch.said, engine.said, strict=True))
+    same = sum(one == other for one, other in zip(batch.sampled, engine.sampled, strict=True))
     console.print(
         f"answers of engine and padded batch that are the same, token for token: {same} of "
-        f"{len(engine.said)}",
+        f"{len(engine.sampled)}",
         highlight=False,
     )

@@ -39,9 +39,9 @@ TRIED = (
 class Row:
     shape: BatchShape
     works: list[MicroBatchWork]
-    """Of its micro-batches."""
+    """The work of each of its micro-batches."""
     seconds: float
-    """Of a step, the median of its repeats."""
+    """Median time of a step."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

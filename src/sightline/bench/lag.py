@@ -39,13 +39,13 @@ WARMUP: dict[str, dict[str, Any]] = {"sft": {"batch_size": 64}, "trainer": {"lr"
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one run, from its first rollout to the end of its last optimizer step."""
+    """Times of one run, from its first rollout to the end of its last optimizer step."""
 
     seconds: float
     server_s: float
     trainer_s: float
     both_s: float
-    """In which server and trainer were busy at once."""
+    """Seconds in which server and trainer were busy at once."""
     lag_mean: float
 
 

@@ -36,7 +36,7 @@ Timed = dict[str, Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one size: medians of repeats that took turns with one another."""
+    """Figures of one image size: medians of repeats that took turns with one another."""
 
     size: str
     is_resized: bool
@@ -44,7 +44,7 @@ class Measured:
     """CPU time of the thread: waiting for a core does not count."""
     wall_ms: dict[str, float]
     sent_mb: float
-    """Bytes to the device: ours, and those of float rows."""
+    """Megabytes that our patches send to the device."""
     float_mb: float
     is_equal: bool
     off: float | None

@@ -34,7 +34,7 @@ PEER_VERSION = "0.1.12"
 class Turn:
     seconds: float
     held_bytes: int
-    """Of the images: pixels, or references."""
+    """Bytes of images that the renderer keeps: pixels, or references."""
     num_tokens: int
     put_s: float = 0.0
 

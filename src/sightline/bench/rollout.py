@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
     with work_folder(args.dir) as folder:
         measured = measure(args, folder)
-        at_door = measure_door(args, folder) if args.agents else []
+        by_agents = measure_agents(args, folder) if args.agents else []
     console = Console()
     # Rows that are cut or folded cannot be compared: a narrow terminal wraps them itself.
     console.width = max(console.width, TABLE_WIDTH)
@@ -67,14 +67,14 @@ def run(args: argparse.Namespace) -> int:
         console.print(table)
     for line in closing_lines(measured):
         console.print(line, highlight=False, soft_wrap=True)
-    if at_door:
-        console.print(door_table(at_door))
+    if by_agents:
+        console.print(agent_table(by_agents))
     if args.plot:
         write_plots(measured, args.plot)
-        if at_door:
-            write_door_plot(at_door, args.plot)
+        if by_agents:
+            write_agent_plot(by_agents, args.plot)
         console.print(f"charts: {args.plot}", highlight=False)
-    return 1 if any(_encoded_images(figures) for figures in (*measured, *at_door)) else 0
+    return 1 if any(_encoded_images(figures) for figures in (*measured, *by_agents)) else 0
 
 
 def measure(args: argparse.Namespace, folder: Path) -> list[RehearsalFigures]:
@@ -84,18 +84,18 @@ def measure(args: argparse.Namespace, folder: Path) -> list[RehearsalFigures]:
     return [_play(args, args.rollouts, turns, folder) for turns in turn_counts(args.turns)]
 
 
-def measure_door(args: argparse.Namespace, folder: Path) -> list[RehearsalFigures]:
-    """The same with programs that play through the door, and send all images every turn."""
+def measure_agents(args: argparse.Namespace, folder: Path) -> list[RehearsalFigures]:
+    """The same with agents that play through the chat endpoint, and send all images every turn."""
     return [_play(args, args.agents, turns, folder, True) for turns in turn_counts(args.turns)]
 
 
 def _play(
-    args: argparse.Namespace, rollouts: int, turns: int, folder: Path, at_door: bool = False
+    args: argparse.Namespace, rollouts: int, turns: int, folder: Path, uses_agents: bool = False
 ) -> RehearsalFigures:
-    plan = RehearsalPlan(rollouts, turns, args.width, args.height, at_door=at_door)
-    by = " by agents at the door" * at_door
+    plan = RehearsalPlan(rollouts, turns, args.width, args.height, uses_agents=uses_agents)
+    by = " by agents at the chat endpoint" * uses_agents
     print(f"{rollouts} rollouts of {turns} turns at {args.width}x{args.height}{by}")
-    place = folder / f"{'door' if at_door else 'turns'}_{turns}"
+    place = folder / f"{'agents' if uses_agents else 'turns'}_{turns}"
     figures = rehearse(plan, args.model, place, _progress(plan.num_turns))
     print(f"  {plan.num_turns:,} turns in {figures.seconds:.0f} s", flush=True)
     return figures
@@ -194,10 +194,10 @@ def cpu_table(measured: list[RehearsalFigures]) -> Table:
     return table
 
 
-AT_DOOR: tuple[tuple[str, Measure, float], ...] = (
-    ("agent -> door, new images, KB", lambda f: f.first_sent, 1e3),
-    ("agent -> door, the history again, KB", lambda f: f.from_agents - f.first_sent, 1e3),
-    ("door -> agent, answers, KB", lambda f: f.to_agents, 1e3),
+AGENT_ROWS: tuple[tuple[str, Measure, float], ...] = (
+    ("agent -> endpoint, new images, KB", lambda f: f.first_sent, 1e3),
+    ("agent -> endpoint, the history again, KB", lambda f: f.from_agents - f.first_sent, 1e3),
+    ("endpoint -> agent, answers, KB", lambda f: f.to_agents, 1e3),
     ("worker -> store, new images, KB", lambda f: f.stored, 1e3),
     ("CPU, receiving what agents send, ms", lambda f: f.receive_cpu_s, 1e-3),
     ("CPU, reading what agents send, ms", lambda f: f.chat_endpoint_cpu_s, 1e-3),
@@ -210,23 +210,24 @@ AT_DOOR: tuple[tuple[str, Measure, float], ...] = (
 )
 
 
-def door_table(measured: list[RehearsalFigures]) -> Table:
-    title = f"{measured[0].plan.rollouts} agents at the door, a turn"
+def agent_table(measured: list[RehearsalFigures]) -> Table:
+    title = f"{measured[0].plan.rollouts} agents at the chat endpoint, a turn"
     table = _table(title, measured)
     table.add_column("growth", justify="right", no_wrap=True)
-    for label, of, unit in AT_DOOR:
+    for label, of, unit in AGENT_ROWS:
         table.add_row(label, *_cells(measured, of, unit))
     return table
 
 
-def write_door_plot(measured: list[RehearsalFigures], folder: Path) -> None:
+def write_agent_plot(measured: list[RehearsalFigures], folder: Path) -> None:
     points = [(f.plan.turns, (f.from_agents - f.first_sent) / f.plan.num_turns / MB)
               for f in measured]  # fmt: skip
     svg = line_chart(
-        "MB a turn that agents send again, by turns", [Series("agent -> door, history", points)],
+        "MB a turn that agents send again, by turns",
+        [Series("agent -> endpoint, history", points)],
         y_range=(0.0, 0.0), width=720, height=300,
     )  # fmt: skip
-    (folder / "bench_rollout_door.svg").write_text(svg)
+    (folder / "bench_rollout_agents.svg").write_text(svg)
 
 
 def write_plots(measured: list[RehearsalFigures], folder: Path) -> None:

@@ -42,10 +42,10 @@ class Line:
     """One batch, on so many ranks."""
 
     at: int
-    """Where on the axis of its table."""
+    """Its place on the axis of the table."""
     samples: int
     found: list[RankMeasurement]
-    """By rank."""
+    """What each rank measured, in order."""
 
     @property
     def wall_s(self) -> float:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def points(what: str) -> list[tuple[int, BatchShape, int]]:
-    """Of an axis: where, what, and on how many ranks."""
+    """The points of an axis: the place, the shape, and how many ranks."""
     match what:
         case "batch":
             return [(n, BatchShape(n, 24, 8, images=1), 1) for n in BATCHES]
@@ -124,13 +124,13 @@ def measure(
         for rank in range(num_ranks)
     ]
     try:
-        said = [process.communicate(timeout=RANK_TIMEOUT_S)[1] for process in started]
+        errors = [process.communicate(timeout=RANK_TIMEOUT_S)[1] for process in started]
     finally:
         for process in started:
             process.kill()
     for rank, process in enumerate(started):
         if process.returncode:
-            problem = said[rank].strip()[-600:]
+            problem = errors[rank].strip()[-600:]
             raise ProcessFailed(f"rank {rank} of {num_ranks}: {problem}", "see what it says")
     return [
         msgspec.json.decode((folder / f"rank{rank}.json").read_bytes(), type=RankMeasurement)

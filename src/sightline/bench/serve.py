@@ -55,8 +55,8 @@ class Work:
 class Line:
     name: str
     tokens_per_s: list[float]
-    said: list[list[int]]
-    """What the rollouts of the first repeat said, to see that all said the same."""
+    sampled: list[list[int]]
+    """Tokens of the rollouts of the first repeat, to see that all sides sampled the same."""
 
     @property
     def median(self) -> float:
@@ -139,7 +139,7 @@ async def _play_baseline(args: argparse.Namespace, media: Path) -> None:
         return plain.generate(token_ids, slots, patches, args.max_tokens)
 
     line = await _repeat(args, media, "transformers generate, one by one", answer, 1)
-    print(json.dumps([line.name, line.tokens_per_s, line.said]))
+    print(json.dumps([line.name, line.tokens_per_s, line.sampled]))
 
 
 def _baseline(args: argparse.Namespace, media: Path) -> Line:
@@ -160,7 +160,7 @@ async def _repeat(
     """Plays the work a few times, with new images each time; the first, unmeasured, warms up."""
     work = Work(max(args.rollouts, concurrency), args.turns, args.max_tokens, args.side)
     store, renderer = open_renderer(args.model, media)
-    speeds, said = [], []
+    speeds, sampled = [], []
     for repeat in range(args.repeats + 1):
         # A seed that no other line has used: no line finds the images of another in a cache.
         shown = _images(store, work, seed=f"{name} {repeat}" if repeat != 1 else "shared")
@@ -169,8 +169,8 @@ async def _repeat(
         if repeat:
             speeds.append(work.num_tokens / (time.perf_counter() - began))
         if repeat == 1:
-            said = answers
-    return Line(name, speeds, said)
+            sampled = answers
+    return Line(name, speeds, sampled)
 
 
 async def _play(
@@ -180,33 +180,33 @@ async def _play(
     answer: Answer,
     concurrency: int,
 ) -> list[list[int]]:
-    """What each rollout said, all turns together."""
-    said: list[list[int]] = [[] for _ in range(work.rollouts)]
+    """The tokens of each rollout, all turns together."""
+    sampled: list[list[int]] = [[] for _ in range(work.rollouts)]
     left = iter(range(work.rollouts))
 
     async def player() -> None:
         for i in left:
-            said[i] = await _rollout(renderer, shown[i], answer)
+            sampled[i] = await _rollout(renderer, shown[i], answer)
 
     await asyncio.gather(*(player() for _ in range(concurrency)))
-    return said
+    return sampled
 
 
 async def _rollout(renderer: Renderer, refs: Sequence[Any], answer: Answer) -> list[int]:
-    """Every answer has all its tokens, stop or not, so the next turn is laid behind it as it is:
+    """Every answer has all its tokens, stop or not, so the next turn is appended to it as it is:
     a renderer would refuse to go on from a stop in the middle."""
 
     token_ids: list[int] = []
     slots: list[Slot] = []
-    said: list[int] = []
+    sampled: list[int] = []
     for ref in refs:
         rendered = renderer.render([user("What do you see?", ref)])
         slots = [*slots, *(slot.moved(len(token_ids)) for slot in rendered.slots)]
         token_ids = [*token_ids, *rendered.token_ids]
         new = await answer(token_ids, slots)
         token_ids += new
-        said += new
-    return said
+        sampled += new
+    return sampled
 
 
 def _images(store: Any, work: Work, seed: str) -> list[list[Any]]:
@@ -240,6 +240,6 @@ def _print(lines: list[Line], args: argparse.Namespace) -> None:
     console.width = max(console.width, 100)
     console.print(table)
     # Longer lines begin with the rollouts of the shorter ones.
-    common = len(lines[0].said)
-    same = all(line.said[:common] == lines[0].said for line in lines)
-    console.print(f"all said the same tokens: {'yes' if same else 'no'}", highlight=False)
+    common = len(lines[0].sampled)
+    same = all(line.sampled[:common] == lines[0].sampled for line in lines)
+    console.print(f"all sampled the same tokens: {'yes' if same else 'no'}", highlight=False)

@@ -64,9 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 @dataclass
 class Measured:
     idle_s: list[float]
-    """By how much each tick came too late."""
+    """By how much each tick came too late in an idle loop."""
     known_s: list[float]
-    """The same while the rollouts show images that the store has already."""
+    """By how much each tick came too late while rollouts show images that the store has already."""
     loaded_s: list[float]
     work_s: list[float]
     """CPU time of the loop's own thread between two ticks, under load."""

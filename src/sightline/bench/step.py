@@ -59,12 +59,12 @@ class Shapes:
     browsers: int = 8
     turns: int = 10
     page: tuple[int, int] = (1280, 720)
-    said: int = 40
+    turn_answer: int = 40
 
 
 TINY = Shapes(
     sequences=4, length=96, images=2, side=64, answer=16, rollouts=4, screen=(96, 64), screens=2,
-    group_answer=12, browsers=3, turns=3, page=(96, 64), said=6,
+    group_answer=12, browsers=3, turns=3, page=(96, 64), turn_answer=6,
 )  # fmt: skip
 ACTIVATIONS = ((False, "activations kept"), (True, "activations computed again"))
 PARTS = ("dense", "group", "browser")
@@ -147,11 +147,11 @@ class Bench:
         first = self._screen(shapes.page)
 
         def talk(i: int, show: Callable[[MediaRef, int], MediaRef]) -> list[Message]:
-            said = []
+            messages: list[Message] = []
             for turn in range(shapes.turns):
                 page = self._screen(shapes.page) if turn else show(first, i)
-                said += [user(page, f"page {turn}"), assistant(self._text(shapes.said))]
-            return said
+                messages += [user(page, f"page {turn}"), assistant(self._text(shapes.turn_answer))]
+            return messages
 
         self._compare("browser", shapes.browsers, talk)
 

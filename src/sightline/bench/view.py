@@ -69,8 +69,8 @@ def measure(path: Path, num: int) -> None:
 @contextmanager
 def timed(name: str) -> Iterator[list[str]]:
     """Prints what was done and what it took; the body may say more."""
-    said: list[str] = []
+    notes: list[str] = []
     began, cpu = time.monotonic(), time.process_time()
-    yield said
+    yield notes
     wall, cpu = time.monotonic() - began, time.process_time() - cpu
-    print(f"{name:24} {''.join(said):28} {wall:8.2f} s  {cpu:8.2f} s of CPU")
+    print(f"{name:24} {''.join(notes):28} {wall:8.2f} s  {cpu:8.2f} s of CPU")

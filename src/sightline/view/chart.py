@@ -1,7 +1,7 @@
 """Line charts as SVG, drawn by hand: no dependency, no script, light and dark.
 
-The look is said by classes and one style sheet, which every picture carries so that it also
-stands alone as a file.
+Classes and one style sheet decide how a picture looks; every picture carries the sheet, so that it
+also stands alone as a file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_HOVERS = 200
 class Series:
     name: str
     points: Sequence[tuple[float, float | None]]
-    """In the order of x. A y that is None or not finite is left out."""
+    """Points in the order of x. A y that is None or not finite is left out."""
     look: Literal["line", "faint", "dots"] = "line"
     colour: int = 0
 

@@ -276,7 +276,7 @@ def _panel_rows(state: _ConsoleState) -> list[tuple[str, RenderableType]]:
         (
             "groups",
             _cells(
-                f"no signal {_format_share(values, 'no_signal_rate')}",
+                f"no signal {formatting.percent(find_number(values, 'no_signal_rate'))}",
                 f"replaced {formatting.count(find_number(values, 'groups_replaced'))}",
                 f"truncated {formatting.count(find_number(values, 'truncated'))}",
             ),
@@ -310,8 +310,8 @@ def _cells(*texts: str) -> Text:
     return Text("".join(set_cell_size(text, 20) for text in texts).rstrip())
 
 
-def _join_table(table: dict[str, Any], spelled: Callable[[Any], str]) -> str:
-    return " · ".join(f"{formatting.clean(name)} {spelled(value)}" for name, value in table.items())
+def _join_table(table: dict[str, Any], how: Callable[[Any], str]) -> str:
+    return " · ".join(f"{formatting.clean(name)} {how(value)}" for name, value in table.items())
 
 
 def _rewards_by_env(values: dict[str, Any]) -> dict[str, float | None]:
@@ -321,18 +321,13 @@ def _rewards_by_env(values: dict[str, Any]) -> dict[str, float | None]:
     return {name: find_number(env, "reward") for name, env in envs.items() if isinstance(env, dict)}
 
 
-def _format_share(values: dict[str, Any], name: str) -> str:
-    share = find_number(values, name)
-    return formatting.NOTHING if share is None else f"{100 * share:.0f}%"
-
-
 def _format_megabytes(values: dict[str, Any], name: str) -> str:
     size = find_number(values, name)
     return formatting.NOTHING if size is None else f"{size / 1e6:.1f}"
 
 
 def _format_lag(values: dict[str, Any]) -> str:
-    """Mean and greatest."""
+    """Mean and greatest lag of the trained tokens."""
     greatest = find_number(values, "lag_max")
     if greatest is None:
         return formatting.NOTHING

@@ -26,7 +26,7 @@ _EXTENSIONS = {
 class GalleryImage:
     ref: MediaRef
     file: str
-    """Its name in the gallery's folder; empty when the image could not be read."""
+    """File name in the gallery's folder; empty when the image could not be read."""
     url: str
     """A data url of the same bytes."""
     problem: str = ""

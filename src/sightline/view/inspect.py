@@ -202,9 +202,9 @@ def _decode_batch(raw: bytes, file: Path) -> Batch:
     try:
         return Batch.from_bytes(raw)
     except msgspec.MsgspecError as error:
-        held = ", ".join(find_eager_tensors(msgspec.msgpack.decode(raw))) or "none"
+        tensors = ", ".join(find_eager_tensors(msgspec.msgpack.decode(raw))) or "none"
         raise WireError(
-            f"{file} is not a batch: {error}; tensors in it: {held}",
+            f"{file} is not a batch: {error}; tensors in it: {tensors}",
             "send samples with references; the trainer makes the pixels",
         ) from error
 

@@ -58,13 +58,9 @@ def build_summary(events: Iterable[Event], **extra: Any) -> dict[str, Any]:
 def summarize(run_dir: RunDir, **extra: Any) -> dict[str, Any]:
     """Builds the summary from the run's own events and writes it."""
     summary = build_summary(read_events(run_dir.metrics), **extra)
-    write_summary(run_dir, summary)
-    return summary
-
-
-def write_summary(run_dir: RunDir, values: dict[str, Any]) -> None:
-    data = msgspec.json.format(msgspec.json.encode(values), indent=2)
+    data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     write_atomic(run_dir.summary, data + b"\n")
+    return summary
 
 
 def evals_by_name(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
@@ -166,7 +162,7 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if forks := _counts(summary, "forks"):
         rows.append(("forked turns", forks))
     if number("door_errors"):
-        rows.append(("refused at the door", formatting.whole(number("door_errors"))))
+        rows.append(("requests refused", formatting.whole(number("door_errors"))))
     if summary.get("stopped_by"):
         rows.append(("stopped by", str(summary["stopped_by"])))
     return rows

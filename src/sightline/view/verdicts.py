@@ -9,7 +9,7 @@ from sightline.wire.file import read_lines
 
 
 def read_verdicts(run_dir: RunDir, stem: str) -> dict[str, str]:
-    """By rollout; the last line of a step holds."""
+    """The verdict of each rollout of a step; of several lines for one step the last one counts."""
     found: dict[str, str] = {}
     for line in read_lines(run_dir.verdicts):
         try:

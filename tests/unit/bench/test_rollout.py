@@ -28,13 +28,13 @@ from sightline.bench.harness.scripted_policy import ENCODED_IMAGES, count_encode
 from sightline.bench.rollout import (
     FLAT,
     GROWING,
+    agent_table,
     closing_lines,
     cpu_table,
-    door_table,
     memory_table,
     turn_counts,
     wire_table,
-    write_door_plot,
+    write_agent_plot,
     write_plots,
 )
 from sightline.cli.main import main
@@ -179,7 +179,7 @@ def test_the_plots_show_every_figure_by_turns(figures: RehearsalFigures, tmp_pat
 def test_an_agent_sends_its_history_again_and_only_its_new_images_are_stored(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    plan = RehearsalPlan(2, TURNS, 96, 64, max_tokens=4, at_door=True)
+    plan = RehearsalPlan(2, TURNS, 96, 64, max_tokens=4, uses_agents=True)
     figures = rehearse(plan, tiny_model, tmp_path / "run")
     assert figures.policy.requests == 2 * TURNS
     assert figures.stored_images == 2 * TURNS, "each page once, however often it came"
@@ -190,11 +190,11 @@ def test_an_agent_sends_its_history_again_and_only_its_new_images_are_stored(
     assert figures.chat_endpoint_cpu_s + figures.receive_cpu_s < figures.cpu_s[WORKER]
     assert figures.encoded_images == figures.policy.encoded_images == 0
     out = io.StringIO()
-    Console(file=out, width=200).print(door_table([figures]))
+    Console(file=out, width=200).print(agent_table([figures]))
     for words in ("the history again", "receiving what agents send", "reading what agents send"):
         assert words in out.getvalue()
-    write_door_plot([figures, figures], tmp_path)
-    assert (tmp_path / "bench_rollout_door.svg").read_text().startswith("<svg")
+    write_agent_plot([figures, figures], tmp_path)
+    assert (tmp_path / "bench_rollout_agents.svg").read_text().startswith("<svg")
 
 
 def test_a_turn_of_a_long_rollout_costs_what_one_of_a_short_rollout_costs(

@@ -66,8 +66,8 @@ class RehearsalPlan:
     width: int
     height: int
     max_tokens: int = 32
-    at_door: bool = False
-    """Whether a program elsewhere plays, which sends its whole history with every request."""
+    uses_agents: bool = False
+    """Whether agents in another process play, which send all their history with each request."""
 
     @property
     def group_size(self) -> int:
@@ -125,11 +125,11 @@ class RehearsalFigures:
     cpu_s: dict[str, float] = field(default_factory=dict)
     """CPU time of each process from the first rollout to the end of the step."""
     request_cpu_s: float = 0.0
-    """Of the worker's, what it took to make the generate requests."""
+    """CPU time of the worker that went into making generate requests."""
     chat_endpoint_cpu_s: float = 0.0
-    """Of the worker's, what it took to read the requests of agents."""
+    """CPU time of the worker that went into parsing the requests of agents."""
     receive_cpu_s: float = 0.0
-    """Of the worker's, what it took to receive them."""
+    """CPU time of the worker that went into receiving the requests of agents."""
     from_agents: int = 0
     to_agents: int = 0
     policy: PolicyCounts = field(default_factory=PolicyCounts)
@@ -141,7 +141,7 @@ class RehearsalFigures:
     stored_images: int = 0
     samples: int = 0
     slots: int = 0
-    """Of the samples."""
+    """Places of images in all samples."""
     encoded_images: int = 0
     """Found in messages and files outside the store; there must be none."""
     resent: ResentBytes = field(default_factory=ResentBytes)
@@ -149,7 +149,7 @@ class RehearsalFigures:
 
     @property
     def first_sent(self) -> int:
-        """Of what agents sent, the images that were new, in base64."""
+        """Bytes of new images, in base64, in what agents sent."""
         return count_base64_bytes(self.stored)
 
 
@@ -174,7 +174,7 @@ def rehearse(
 def _run_file(plan: RehearsalPlan, model: Path, server: str) -> RunFile:
     args: dict[str, object] = {
         "turns": plan.turns, "width": plan.width, "height": plan.height,
-        "agent": server + AGENT_PATH if plan.at_door else "",
+        "agent": server + AGENT_PATH if plan.uses_agents else "",
     }  # fmt: skip
     size = plan.group_size
     values = {

@@ -24,7 +24,7 @@ NUM_BLOCKS = 40
 NUM_LINES = 40
 NUM_TEXTS = 64
 END_BYTES = 12
-"""Of the chunk that ends a PNG."""
+"""Bytes of the chunk that ends a PNG."""
 PHOTO_FRACTION = 0.05
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ENVIRONMENT = "sightline.bench.harness.screenshots:Screenshots"

@@ -49,7 +49,7 @@ def measure_peak(device: str, dtype: str, side: int = 0) -> float:
 
 
 def build_stack(device_name: str) -> Callable[[Sequence[np.ndarray]], np.ndarray]:
-    """Where the trainer would stack the patches of a micro-batch."""
+    """A function that stacks patches in memory of the kind that the trainer stacks them in."""
     return partial(stack_pinned, device=torch.device(pick_device(device_name)))
 
 
@@ -79,7 +79,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def step_flops(learner: Learner, batch: ReadyBatch) -> float:
-    """Of one step, by what runs: one is run for it."""
+    """FLOPs of one step, counted while one is run."""
     rows = _FlopCounter()
     handles = [
         module.register_forward_hook(rows.count)
@@ -123,7 +123,7 @@ def attention_flops(learner: Learner, batch: ReadyBatch) -> float:
 
 
 class PlainStep:
-    """The same step as people write it: transformers' model, padded rows, sdpa."""
+    """The same step as people write it with transformers: its model, padded rows, sdpa."""
 
     def __init__(
         self, learner_like: Learner, path: str, family: Family, checkpointing: bool

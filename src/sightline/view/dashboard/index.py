@@ -205,7 +205,7 @@ class RolloutIndex:
                 "INSERT INTO files VALUES (?, ?, ?, ?, ?)",
                 (name, stat.st_size, stat.st_mtime_ns, len(traces), "; ".join(problems[:3])),
             )
-            # While the traces are at hand: most often the step has been trained long ago.
+            # While the traces are in memory: most often the step has been trained long ago.
             scores = _find_stat(self._run_dir.scores / name)
             if scores is not None:
                 stamp = _format_stamp(scores, stat.st_size, stat.st_mtime_ns)

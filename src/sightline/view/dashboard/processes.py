@@ -10,7 +10,7 @@ from typing import Any
 from sightline.view.dashboard.run_view import RunView
 
 LOG_BYTES = 65_536
-"""Of a log in one answer."""
+"""The most bytes of a log in one answer."""
 _QUEUES = ("groups_ahead", "in_flight", "waiting", "bytes_in_flight")
 
 
@@ -51,7 +51,7 @@ def describe_processes(run: RunView) -> dict[str, Any]:
 
 
 def _last_activity(run: RunView, name: str) -> float | None:
-    """Its last event, beat or line of its log, whichever came last; seconds since 1970."""
+    """When a process last wrote an event, a heartbeat or a log line, in seconds since 1970."""
     signs = [run.history.last_seen.get(name)]
     for file in (run.run_dir.beat(name), run.run_dir.logs / f"{name}.log"):
         with contextlib.suppress(OSError):

@@ -38,7 +38,7 @@ class RolloutFilter:
     group: str = ""
     file: str = ""
     text: str = ""
-    """Anywhere in what was said, in a tool call or in the name of the rollout."""
+    """A text to look for in messages, in tool calls and in the name of the rollout."""
     image: str = ""
     """A digest."""
     sort: str = "newest"

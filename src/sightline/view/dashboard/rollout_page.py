@@ -17,9 +17,9 @@ from sightline.view.dashboard.run_view import RunView
 from sightline.wire.score import StepScores
 
 MAX_TOKENS = 4096
-"""Of one node, in one answer."""
+"""The most tokens of a node in one answer."""
 MAX_CHARS = 200_000
-"""Of one text."""
+"""The most characters of a text in one answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def find_image_cover(run: RunView, slot: NodeSlot) -> tuple[float, float]:
 
 
 def read_node_scores(run: RunView, step: int | None, trace: Trace) -> dict[int, NodeScores]:
-    """By node; empty while the step has not trained, and where its scores do not line up."""
+    """Scores by node; empty while the step has not trained, and where they do not align."""
     if step is None:
         return {}
     try:
@@ -168,7 +168,7 @@ def read_node_scores(run: RunView, step: int | None, trace: Trace) -> dict[int, 
 
 
 def _pad_with_nan(values: np.ndarray, cut: int) -> np.ndarray:
-    """With no number for the last `cut` tokens, which the trainer cut off."""
+    """The values, and NaN for the last `cut` tokens, which the trainer cut off."""
     return np.concatenate([values, np.full(cut, np.nan, values.dtype)])
 
 

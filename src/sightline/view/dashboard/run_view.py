@@ -14,7 +14,7 @@ from sightline.view.dashboard.index import RefreshResult, RolloutIndex
 from sightline.view.run_files import RunFiles
 
 SILENT_AFTER_S = 120.0
-"""A run that has written nothing for so long, and has not finished, is said to be silent."""
+"""A run that has not finished, and has written nothing for so long, is shown as silent."""
 _FILES_PER_REFRESH = 8
 IMAGES_PER_REFRESH = 5000
 

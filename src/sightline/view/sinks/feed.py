@@ -162,7 +162,7 @@ def build_sample_table(run_dir: RunDir, store: MediaStore, step: int) -> list[Ro
                 continue
             trace = record.trace
             groups.add(trace.group_id)
-            said = "\n".join(f"{node.message.role}: {node.message.text}" for node in trace.nodes)
+            text = "\n".join(f"{node.message.role}: {node.message.text}" for node in trace.nodes)
             digests = dict.fromkeys(
                 slot.item.ref.digest for node in trace.nodes for slot in node.slots
             )
@@ -173,7 +173,7 @@ def build_sample_table(run_dir: RunDir, store: MediaStore, step: int) -> list[Ro
             ]
             found.append(
                 RolloutRow(
-                    trace.id, verdicts.get(trace.id, ""), trace.reward, said[:MAX_CHARS],
+                    trace.id, verdicts.get(trace.id, ""), trace.reward, text[:MAX_CHARS],
                     tuple(thumbs),
                 )
             )  # fmt: skip

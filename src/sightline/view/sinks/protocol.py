@@ -28,7 +28,7 @@ class Thumbnail:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """One rollout, for a table."""
+    """One rollout, as a row of a table."""
 
     trace_id: str
     verdict: str
@@ -38,7 +38,7 @@ class RolloutRow:
 
 
 class Sink(Protocol):
-    """Its methods are called by one thread, and may take as long as they like."""
+    """Somewhere that numbers go to. One thread calls it; a method may take as long as it likes."""
 
     def numbers(self, step: int, values: dict[str, float]) -> None: ...
 
