@@ -13,7 +13,7 @@ from rich.table import Table
 
 from sightline import config as config_module
 from sightline.bench.harness.recorded import RecordingSpec, record_traces, train_recorded
-from sightline.bench.harness.screenshots import ENVIRONMENT
+from sightline.bench.harness.screenshots import SCREENSHOTS
 from sightline.bench.harness.workspace import work_folder, write_tiny
 from sightline.config import RunFile
 from sightline.config.load import apply_overrides
@@ -85,7 +85,7 @@ def run_file(args: argparse.Namespace, model: Path) -> RunFile:
     values: dict[str, Any] = {
         "run": {"name": "bench", "steps": args.steps},
         "model": {"path": str(model.resolve()), "dtype": args.dtype},
-        "env": {"name": ENVIRONMENT},
+        "env": {"name": SCREENSHOTS},
         "rollout": {"workers": 1},
         "orchestrator": {"group_size": size, "groups_per_step": args.rollouts // size},
         "trainer": {"lr": 1e-6, "checkpoint_every": 1_000_000, "stall_timeout_s": 900},

@@ -27,8 +27,8 @@ END_BYTES = 12
 """Bytes of the chunk that ends a PNG."""
 PHOTO_FRACTION = 0.05
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-ENVIRONMENT = "sightline.bench.harness.screenshots:Screenshots"
-"""What a run file names it by."""
+SCREENSHOTS = "sightline.bench.harness.screenshots:Screenshots"
+"""The name of the environment in a run file."""
 
 
 class Screenshots(Environment):
