@@ -27,6 +27,7 @@ from sightline.run.run_dir import RunDir
 from sightline.trace import Trace
 from sightline.view.dashboard import schema, trace_files
 from sightline.view.dashboard.mismatch import StepMismatch, measure_mismatch
+from sightline.view.verdicts import parse_verdicts
 from sightline.wire.score import StepScores
 
 BUSY_TIMEOUT_S = 30.0
@@ -131,7 +132,7 @@ class RolloutIndex:
             return RefreshResult(changed, max(0, len(stale) - max_files))
 
     def _index_verdicts(self) -> bool:
-        """The whole lines that were appended to the list of verdicts."""
+        """Takes in the complete lines that were appended to the list of verdicts."""
         with self.connect_readonly() as connection:
             seen = int(_find_note(connection, "verdicts") or 0)
         try:
@@ -142,21 +143,17 @@ class RolloutIndex:
                 data = file.read()
         except OSError:
             return False
-        whole = data[: data.rfind(b"\n") + 1]
-        if not whole:
+        lines = data[: data.rfind(b"\n") + 1]
+        if not lines:
             return False
         with self._transaction() as connection:
-            for line in whole.splitlines():
-                try:
-                    found = json.loads(line)
-                    table = {name: v for v, names in found["verdicts"].items() for name in names}
-                    step = int(found["step"])
-                except (ValueError, TypeError, KeyError, AttributeError):
-                    continue
-                connection.execute(
-                    "INSERT OR REPLACE INTO judged VALUES (?, ?)", (step, json.dumps(table))
-                )
-            _set_note(connection, "verdicts", str(seen + len(whole)))
+            for parsed in map(parse_verdicts, lines.splitlines()):
+                if parsed is not None:
+                    step, verdicts = parsed
+                    connection.execute(
+                        "INSERT OR REPLACE INTO judged VALUES (?, ?)", (step, json.dumps(verdicts))
+                    )
+            _set_note(connection, "verdicts", str(seen + len(lines)))
         return True
 
     def _stale_files(self) -> list[tuple[str, os.stat_result]]:

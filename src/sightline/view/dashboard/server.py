@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Query
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -36,24 +35,12 @@ CACHE_FOREVER = "private, max-age=31536000, immutable"
 """What is named by its digest never changes."""
 
 
-class RolloutQuery(BaseModel, extra="forbid"):
-    """A page of rollouts, as an address asks for it; the filters are those of `queries`."""
+class RolloutQuery(queries.RolloutFilter):
+    """A page of rollouts, as an address asks for it."""
 
     run: str
     offset: int = 0
     limit: int = 50
-    step_from: int | None = None
-    step_to: int | None = None
-    reward_from: float | None = None
-    reward_to: float | None = None
-    verdict: str = ""
-    env: str = ""
-    split: str = ""
-    group: str = ""
-    file: str = ""
-    text: str = ""
-    image: str = ""
-    sort: str = "newest"
 
 
 def build_app(runs: RunCollection, token: str | None = None) -> FastAPI:
@@ -176,13 +163,9 @@ class Dashboard:
             return _json_response(queries.count_facets(connection))
 
     def rollouts(self, wanted: Annotated[RolloutQuery, Query()]) -> Response:
-        filters = wanted.model_dump(exclude={"run", "offset", "limit"})
         with self._run(wanted.run).index.connect_readonly() as connection:
-            return _json_response(
-                queries.list_rollouts(
-                    connection, queries.RolloutFilter(**filters), wanted.offset, wanted.limit
-                )
-            )
+            found = queries.list_rollouts(connection, wanted, wanted.offset, wanted.limit)
+        return _json_response(found)
 
     def rollout(self, run: str, file: str, number: int) -> Response:
         view = self._run(run)

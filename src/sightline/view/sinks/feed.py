@@ -133,7 +133,7 @@ def feed_sinks(
         over = is_over()
         for event in tail.read():
             if event.kind in STEP_EVENT_KINDS or event.kind == "eval":
-                prefix = f"{event.kind}." if event.kind in ("eval", "probe") else ""
+                prefix = f"{event.kind}." if event.kind in ("eval", "probe", "sft_eval") else ""
                 for feeder in feeders:
                     feeder.enqueue((event.step, flatten_numbers(event.values, prefix)))
             if event.kind == "step" and samples_every and event.step % samples_every == 0:
