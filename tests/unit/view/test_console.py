@@ -8,7 +8,7 @@ from sightline.run import RunDir
 from sightline.view.console import LiveView, eval_line, step_line
 from sightline.wire.event import Event
 
-from .synthetic import T0, append, evaluation, state, step, train
+from .event_fixtures import T0, append, evaluation, state, step, train
 
 
 class Clock:

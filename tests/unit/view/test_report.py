@@ -18,7 +18,7 @@ from sightline.view.summary import summarize
 from sightline.view.templating import escape_markdown, fence_text
 from sightline.wire.event import Event
 
-from .synthetic import HOSTILE, T0, append, step, trace_of, write_run
+from .event_fixtures import HOSTILE, T0, append, step, trace_of, write_run
 
 
 class Tags(HTMLParser):
