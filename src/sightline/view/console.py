@@ -6,6 +6,7 @@ elsewhere          a line a step, at most one every few seconds, without control
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -35,7 +36,10 @@ _PHASE_PROCESSES = ("orchestrator", "launcher")
 
 
 class LiveView:
-    """Call `update` a few times a second, `note` for a line of your own, `close` at the end."""
+    """Call `update` a few times a second, `note` for a line of your own, `close` at the end.
+
+    None of the three raises when the terminal or the file is gone: the run goes on unseen.
+    """
 
     def __init__(
         self,
@@ -59,6 +63,11 @@ class LiveView:
             self._live.start()
 
     def update(self) -> None:
+        """Shows what the run has written since."""
+        with contextlib.suppress(OSError):
+            self._update()
+
+    def _update(self) -> None:
         for event in self._tail.read():
             line = self._state.add_event(event)
             if not line:
@@ -76,18 +85,20 @@ class LiveView:
     def note(self, text: str) -> None:
         """Prints a line: above the panel, or among the lines."""
         text = formatting.clean(text)
-        if self._live:
-            self._console.print(Text(text))
-        else:
-            encoding = self._console.encoding
-            text = text.encode(encoding, errors="replace").decode(encoding)
-            print(text, file=self._console.file, flush=True)
+        with contextlib.suppress(OSError):
+            if self._live:
+                self._console.print(Text(text))
+            else:
+                encoding = self._console.encoding
+                text = text.encode(encoding, errors="replace").decode(encoding)
+                print(text, file=self._console.file, flush=True)
 
     def close(self) -> None:
         """Shows the newest state a last time. May be called more than once."""
         self.update()
         if self._live:
-            self._live.stop()
+            with contextlib.suppress(OSError):
+                self._live.stop()
             self._live = None
             # The panel stays as it is on the screen: the step in it is not to be repeated.
             self._printed_step = self._state.step
