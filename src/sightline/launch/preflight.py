@@ -20,7 +20,7 @@ from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.run.otel import check_otel
 from sightline.trainer.conversations import check_rows_for_images
-from sightline.view.sinks.feed import check_sinks
+from sightline.view.sinks.protocol import check_sinks
 
 STATES_PER_CHECKPOINT = 3
 """Weights and the two moments of AdamW."""

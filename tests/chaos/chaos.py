@@ -1,6 +1,6 @@
 """Kills the processes of a run on two ranks, again and again, and counts what was lost.
 
-    make chaos KILLS=50            python bench/chaos.py --kills 50 --seed 0
+    make chaos KILLS=50            python tests/chaos/chaos.py --kills 50 --seed 0
 
 Each life of the run ends by SIGKILL to one process; some moments are waited for: inside the writing
 of a checkpoint, or of published weights. The next life resumes. The seed deals: every five kills
@@ -31,7 +31,7 @@ from watching import find_child, names_of
 from sightline.run import RunDir, read_events
 from sightline.run.events import by_step
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 MAX_S = 10.0
 """No rank may live longer than this after the failure of another process."""
 MANY_STEPS = 1_000_000

@@ -1,6 +1,6 @@
 """Kills one process of the demo in the middle, resumes, and prints what came of it.
 
-    .venv/bin/python bench/kill_demo.py [trainer server orchestrator ...] [--at 60]
+    .venv/bin/python tests/chaos/kill_demo.py [trainer server orchestrator ...] [--at 60]
 
 Needs `models/warm`, which `make demo` leaves.
 """

@@ -1,6 +1,4 @@
-"""The demo's training step beside the same step by TRL's GRPOTrainer, on one thread each.
-
-    make bench-trl    (builds .venv-trl, an environment of TRL's own)
+"""`sightline bench trl`: the demo's training step beside TRL's GRPOTrainer, on one thread each.
 
 One model, the same images, groups of 8, one turn, one visual token an image, the clipped loss over
 tokens, 128 samples a step. TRL samples the answers; its first step is taken again by our trainer on
@@ -12,22 +10,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from PIL import Image
 
+from sightline.bench.harness.workspace import work_folder, write_tiny
 from sightline.config import ModelConfig, TrainerConfig
+from sightline.errors import ProcessFailed
 from sightline.families import load_renderer
-from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.pack import PackSize
@@ -45,21 +42,28 @@ SAME_WITHIN = 1e-4
 """Relative difference of two gradient norms in float32."""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--python", default=".venv-trl/bin/python", help="TRL's interpreter")
-    parser.add_argument("--steps", type=int, default=10, help="of each side, after one to warm up")
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
+    parser.add_argument(
+        "--python",
+        default=".venv-trl/bin/python",
+        help="interpreter with TRL; default: %(default)s",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10,
+        help="measured steps of each side, after one to warm up; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+
+
+def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as name:
-        folder = Path(name)
-        model = folder / "model"
-        write_tiny("qwen_vl", model, seed=0)
+    with work_folder(None) as folder:
+        model = write_tiny(folder / "model")
         store = MediaStore(folder / "media")
         prompts = write_task(folder, load_renderer(model, store).pad_token_ids)
         theirs = run_peer(args, model, folder)
-        ours = Ours(model, store, folder, prompts, theirs["first"])
+        ours = SightlineStep(model, store, folder, prompts, theirs["first"])
         ours.run(args.steps)
     norm, other = ours.norm, theirs["grad_norm"]
     print(f"{SAMPLES} samples a step, groups of {GROUP}, {args.threads} thread(s), float32")
@@ -92,21 +96,22 @@ def write_task(folder: Path, pads: tuple[int, ...]) -> list[dict[str, str]]:
 
 
 def run_peer(args: argparse.Namespace, model: Path, folder: Path) -> dict[str, Any]:
-    program = Path(__file__).with_name("trl_peer.py")
+    program = Path(__file__).parent / "harness" / "trl_peer.py"
     words = [str(model), str(folder), str(args.steps + 1), str(args.threads)]
+    settings = [f"OMP_NUM_THREADS={args.threads}", "HF_HUB_OFFLINE=1"]
     done = subprocess.run(
-        [args.python, str(program), *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"},
+        ["env", *settings, args.python, "-P", str(program), *words], capture_output=True, text=True
     )
     if done.returncode:
-        sys.exit(f"{args.python}: {done.stderr[-3000:]}\n  fix: make bench-trl")
+        raise ProcessFailed(
+            f"{args.python} failed: {done.stderr[-3000:]}",
+            "install TRL there: `make bench-trl` builds .venv-trl and runs this",
+        )
     found: dict[str, Any] = json.loads((folder / "trl.json").read_text())
     return found
 
 
-class Ours:
+class SightlineStep:
     """The trainer's parts on the tokens that TRL sampled."""
 
     def __init__(
@@ -118,7 +123,10 @@ class Ours:
         first: dict[str, Any],
     ) -> None:
         settings = TrainerConfig(
-            device="cpu", lr=1e-9, max_grad_norm=0.5, clip_low=0.2, clip_high=0.28
+            device="cpu",
+            lr=1e-9,
+            max_grad_norm=0.5,
+            loss_args={"clip_low": 0.2, "clip_high": 0.28},
         )
         self.learner = build_learner(ModelConfig(path=str(model)), settings, store, steps=1 << 30)
         # TRL's logprobs are over the whole vocabulary.
@@ -129,6 +137,8 @@ class Ours:
             build_materializer(self.learner, store),
             PackSize(settings.micro_batch_tokens, settings.micro_batch_patches),
             max_bad_fraction=0.0,
+            # TRL says nothing of the pixels that it saw.
+            allows_unverified_pixels=True,
         )
         refs = {one["image"]: store.put(folder / one["image"]) for one in prompts}
         texts = {one["image"]: one["text"] for one in prompts}
@@ -184,8 +194,6 @@ def with_own_logprobs(
     samples: list[Sample], learner: Learner, preparer: BatchPreparer
 ) -> list[Sample]:
     """The same samples with the logprobs of the weights as they are: every ratio is 1, as TRL's."""
-    import msgspec
-
     scores = learner.step(preparer.prepare(Batch(1, samples), "")).scores
     logprobs = scores.logprobs.numpy()
     by_trace = {o.trace_id: logprobs[o.start : o.stop] for o in scores.origins}
@@ -216,7 +224,3 @@ def print_table(ours: list[tuple[float, float]], theirs: dict[str, Any]) -> None
     print(
         f"{peer[0] / mine[0]:.1f} times as many by wall clock, {peer[1] / mine[1]:.1f} by CPU time"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
