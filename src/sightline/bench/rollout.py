@@ -206,10 +206,9 @@ def wire_table(measured: list[RehearsalFigures]) -> Table:
 
 CPU: tuple[tuple[str, Measure], ...] = (
     ("orchestrator", lambda f: f.cpu_s["orchestrator"]),
-    ("worker, all else", lambda f: f.cpu_s["worker-0"] - f.request_cpu_s),
-    ("worker, making the requests", lambda f: f.request_cpu_s),
+    ("worker", lambda f: f.cpu_s["worker-0"]),
 )
-"""The last grows with the ids and references that a request repeats."""
+"""The worker's grows with the ids and references that a request repeats."""
 
 
 def cpu_table(measured: list[RehearsalFigures]) -> Table:
@@ -225,14 +224,7 @@ AT_DOOR: tuple[tuple[str, Measure, float], ...] = (
     ("agent -> door, the history again, KB", lambda f: f.from_agents - f.first_sent, 1e3),
     ("door -> agent, answers, KB", lambda f: f.to_agents, 1e3),
     ("worker -> store, new images, KB", lambda f: f.stored, 1e3),
-    ("CPU, receiving what agents send, ms", lambda f: f.receive_cpu_s, 1e-3),
-    ("CPU, reading what agents send, ms", lambda f: f.chat_endpoint_cpu_s, 1e-3),
-    ("CPU, making the requests, ms", lambda f: f.request_cpu_s, 1e-3),
-    (
-        "CPU, all else of the worker, ms",
-        lambda f: f.cpu_s["worker-0"] - f.request_cpu_s - f.chat_endpoint_cpu_s - f.receive_cpu_s,
-        1e-3,
-    ),
+    ("CPU of the worker, ms", lambda f: f.cpu_s["worker-0"], 1e-3),
 )
 
 

@@ -18,8 +18,7 @@ from sightline.errors import ConfigError
 
 if TYPE_CHECKING:
     from sightline.bench.harness.stall_meter import StallMeter
-    from sightline.rollout.player import RolloutPlayer
-    from sightline.wire.control import RolloutResult
+    from sightline.rollout.player import PlayedRollout, RolloutPlayer
 
 HOST = "127.0.0.1"
 TARGET_MS = 50.0
@@ -94,14 +93,14 @@ async def measure(args: argparse.Namespace, folder: Path) -> Measured:
     processes.start(ProcessSpec("policy", ["bench", "rollout", "--serve", server], threads=1))
     player = _player(args, model, run_dir.media, server, pages)
     try:
-        await player.client.wait_healthy()
+        await player.chats.client.wait_healthy()  # type: ignore[attr-defined]
         idle, _ = await _metered(asyncio.sleep(args.idle_s))
         known, _ = await _metered(_play_all(player, args.rollouts, "known"))
         began = time.monotonic()
         loaded, played = await _metered(_play_all(player, args.rollouts, "new"))
         seconds = time.monotonic() - began
         broken = _errors(played)
-        num_images = player.store.count() - len(pages)
+        num_images = player.chats.store.count() - len(pages)
     finally:
         await player.close()
         processes.kill()
@@ -139,6 +138,7 @@ def _player(
     from sightline.families import load_family, load_renderer
     from sightline.media import MediaStore
     from sightline.message import Message, user
+    from sightline.rollout.chat_sources import PolicyChats
     from sightline.rollout.client import GenerateClient
     from sightline.rollout.player import RolloutPlayer
     from sightline.rollout.worker import tune_interpreter
@@ -179,18 +179,17 @@ def _player(
                 chat.send([self.message(task, turn, self.page(task, turn), chat)])
             return 1.0
 
-    return RolloutPlayer(
-        env=Sync() if args.sync else Async(),
+    chats = PolicyChats(
         renderer=load_renderer(model, store, family),
         store=store,
         client=GenerateClient(server),
         modality=family.modality,
         max_tokens=32,
-        timeout_s=3600.0,
     )
+    return RolloutPlayer(Sync() if args.sync else Async(), chats, timeout_s=3600.0)
 
 
-async def _play_all(player: RolloutPlayer, rollouts: int, split: str) -> list[RolloutResult]:
+async def _play_all(player: RolloutPlayer, rollouts: int, split: str) -> list[PlayedRollout]:
     from sightline.wire.control import RolloutRequest
 
     playing = []
@@ -202,10 +201,8 @@ async def _play_all(player: RolloutPlayer, rollouts: int, split: str) -> list[Ro
     return await asyncio.gather(*playing)
 
 
-def _errors(played: list[RolloutResult]) -> list[str]:
-    from sightline.trace import decode_trace
-
-    return [trace.error for one in played if (trace := decode_trace(one.trace)).error]
+def _errors(played: list[PlayedRollout]) -> list[str]:
+    return [one.trace.error for one in played if one.trace.error]
 
 
 async def _metered(work: Any) -> tuple[StallMeter, Any]:

@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 def run_file(args: argparse.Namespace, model: Path) -> RunFile:
     from sightline import config as config_module
+    from sightline.bench.harness.screenshots import SCREENSHOTS
     from sightline.config import RunFile
     from sightline.config.load import apply_overrides
 
@@ -87,7 +88,7 @@ def run_file(args: argparse.Namespace, model: Path) -> RunFile:
     values: dict[str, Any] = {
         "run": {"name": "bench", "steps": args.steps},
         "model": {"path": str(model.resolve()), "dtype": args.dtype},
-        "env": {"name": "screenshots"},
+        "env": {"name": SCREENSHOTS},
         "rollout": {"workers": 1},
         "orchestrator": {"group_size": size, "groups_per_step": args.rollouts // size},
         "trainer": {"lr": 1e-6, "checkpoint_every": 1_000_000, "stall_timeout_s": 900},

@@ -106,8 +106,8 @@ class PendingPuts:
                     self._waiting.pop(future, None)
 
     @property
-    def held_bytes(self) -> int:
-        """Of images that wait to be written; those of PIL images are counted uncompressed."""
+    def memory_bytes(self) -> int:
+        """Bytes of images that wait to be written; PIL images are counted uncompressed."""
         return sum(self._waiting.values())
 
 

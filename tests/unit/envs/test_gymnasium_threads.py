@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.rollout.test_limit import until
+from unit.rollout.test_timeout import until
 from unit.rollout.test_many import playing
 
 from sightline.envs.gymnasium import GymnasiumEnvironment

@@ -126,14 +126,14 @@ def test_what_is_held_is_counted_until_the_store_has_it(play: Trial) -> None:
 
     async def rollout(task: Task, chat: Any) -> float:
         chat.put(picture())
-        held.append(play.player.held_bytes)
+        held.append(play.player.memory_bytes)
         await chat.send([user("hello")])
-        held.append(play.player.held_bytes)
+        held.append(play.player.memory_bytes)
         return 1.0
 
     assert not play(rollout).error
     assert held[0] == 3 * 64 * 64 and 0 < held[1] < held[0]
-    assert play.player.held_bytes == 0
+    assert play.player.memory_bytes == 0
 
 
 # --- plain functions

@@ -20,6 +20,7 @@ from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore
 from sightline.message import Message, user
 from sightline.render import Renderer
+from sightline.rollout.chat_sources import PolicyChats
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.player import RolloutPlayer
 from sightline.trace import Trace, decode_trace
@@ -59,7 +60,10 @@ async def playing(
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     client = GenerateClient(site.name)
-    yield RolloutPlayer(env, renderer, store, client, "image", max_tokens=6, timeout_s=100)
+    chats = PolicyChats(
+        renderer=renderer, store=store, client=client, modality="image", max_tokens=6
+    )
+    yield RolloutPlayer(env, chats, timeout_s=100)
     await client.close()
     await runner.cleanup()
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from sightline import config as config_module
+from sightline.bench.harness.screenshots import SCREENSHOTS
 from sightline.bench.harness.scripted_agent import AGENT_PATH
 from sightline.bench.harness.scripted_policy import COUNTS_PATH, PolicyCounts, count_encoded_images
 from sightline.config import RunFile, dump_toml
@@ -123,12 +124,6 @@ class RehearsalFigures:
     memory: dict[str, MemoryUse] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
     """CPU time of each process from the first rollout to the end of the step."""
-    request_cpu_s: float = 0.0
-    """Of the worker's, what it took to make the generate requests."""
-    chat_endpoint_cpu_s: float = 0.0
-    """Of the worker's, what it took to read the requests of agents."""
-    receive_cpu_s: float = 0.0
-    """Of the worker's, what it took to receive them."""
     from_agents: int = 0
     to_agents: int = 0
     policy: PolicyCounts = field(default_factory=PolicyCounts)
@@ -179,7 +174,7 @@ def _run_file(plan: RehearsalPlan, model: Path, server: str) -> RunFile:
     values = {
         "run": {"name": "rehearsal", "steps": 1},
         "model": {"path": str(model.resolve())},
-        "env": {"name": "screenshots", "args": args},
+        "env": {"name": SCREENSHOTS, "args": args},
         "rollout": {
             "workers": 1, "max_tokens": plan.max_tokens, "timeout_s": ROLLOUT_LIMIT_S,
         },
@@ -287,9 +282,6 @@ class _Rehearsal:
             if not isinstance(message, MemoryReport):  # those go by the clock, not by the rollouts
                 self.figures.to_orchestrator += len(data)
             if isinstance(message, RolloutResult):
-                self.figures.request_cpu_s = message.wire["request_cpu_us"] / 1e6
-                self.figures.chat_endpoint_cpu_s = message.wire["agent_cpu_us"] / 1e6
-                self.figures.receive_cpu_s = message.wire["agent_receive_cpu_us"] / 1e6
                 self.figures.from_agents = message.wire["agent_sent_bytes"]
                 self.figures.to_agents = message.wire["agent_received_bytes"]
             self.figures.encoded_images += count_encoded_images(data)
