@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_settings(args: argparse.Namespace) -> RunFile:
-    """The settings of a run, the given one's or the usual ones, with the options in their places."""
+    """The settings of the given run, or the usual ones, with the options in their places."""
     from sightline.config import RunFile, load_stored_config, validate_config
 
     values: dict[str, Any] = {"model": {"path": ""}}

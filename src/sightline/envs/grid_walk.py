@@ -44,39 +44,36 @@ class Maze:
     walls: frozenset[Cell]
 
 
+@dataclass(eq=False)
 class GridWalk(Environment):
+    """`cells` x `cells` fields, of which `walls` are walls."""
+
     name = "grid_walk"
 
-    def __init__(
-        self,
-        cells: int = 4,
-        side: int = 64,
-        walls: int = 0,
-        max_turns: int = 8,
-        actions: str = "text",
-        hint: str = "",
-        malformed_penalty: float = 0.3,
-        expert_share: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        if cells < 2 or side < 2 * cells or not 0 <= walls <= cells * cells // 3:
+    cells: int = 4
+    side: int = 64
+    walls: int = 0
+    max_turns: int = 8
+    actions: str = "text"
+    hint: str = ""
+    malformed_penalty: float = 0.3
+    expert_share: float = 0.0
+    """Fraction of demonstrations that go the shortest way."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        fields = self.cells * self.cells
+        if self.cells < 2 or self.side < 2 * self.cells or not 0 <= self.walls <= fields // 3:
             raise ConfigError(
-                f"grid_walk: {walls} walls on {cells} x {cells} fields in {side} pixels",
+                f"grid_walk: {self.walls} walls on {self.cells} x {self.cells} fields in "
+                f"{self.side} pixels",
                 "take 2 fields a side or more, 2 pixels a field, a third of them walls at the most",
             )
-        self.cells = cells
-        self.side = side
-        self.walls = walls
-        self.max_turns = max_turns
-        self.hint = hint
-        self.malformed_penalty = malformed_penalty
-        self.expert_share = expert_share
-        self.seed = seed
-        self.action_format = choose_action_format(actions, self.name, LETTERS, TOOL)
+        self.action_format = choose_action_format(self.actions, self.name, LETTERS, TOOL)
         self.tools = self.action_format.tools
 
     def task(self, index: int, split: str) -> Task:
-        rng = random.Random(f"{self.seed}:{split}:{index}")
+        rng = self.task_rng(index, split)
         fields = [(row, column) for row in range(self.cells) for column in range(self.cells)]
         while True:
             start, goal, *walls = rng.sample(fields, 2 + self.walls)
@@ -116,7 +113,7 @@ class GridWalk(Environment):
         )
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
-        """Walks by random moves, which teaches the format alone; a share goes the shortest way."""
+        """Walks by random moves, which teaches the format alone; a few go the shortest way."""
         maze: Maze = task.data
         left = self.distances(maze)
         expert = rng.random() < self.expert_share

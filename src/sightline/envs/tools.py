@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from sightline.errors import ConfigError
+from sightline.errors import ConfigError, EnvironmentFailed
 from sightline.media import MediaRef
 from sightline.message import AssistantMessage, ImagePart, Message, Part, TextPart, ToolCall
 from sightline.message import join_texts as joined
@@ -180,7 +180,7 @@ def _result_part(result: Any, put: Put) -> Part:
     try:
         return TextPart(msgspec.json.encode(result).decode())
     except TypeError as error:
-        raise ConfigError(
+        raise EnvironmentFailed(
             f"a tool returned a {type(result).__name__}",
             "return text, an image, what JSON can say, or a tuple of those",
         ) from error

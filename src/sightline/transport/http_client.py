@@ -1,9 +1,9 @@
 """Asks one HTTP server, and again where that may heal: the one retry loop of all clients.
 
-    request --> server --answer--> bytes
-                  |--refusal that may heal, or no answer--> pause --> request
-      a request waits for: the answer, for as long as it takes      unblocked by: the server
-      a retry waits for: its pause, or what the server asks for     unblocked by: a clock
+request --> server --answer--> bytes
+              |--refusal that may heal, or no answer--> pause --> request
+  a request waits for: the answer, for as long as it takes      unblocked by: the server
+  a retry waits for: its pause, or what the server asks for     unblocked by: a clock
 """
 
 from __future__ import annotations

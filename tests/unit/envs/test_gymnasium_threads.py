@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.rollout.test_timeout import until
 from unit.rollout.test_many import playing
+from unit.rollout.test_timeout import until
 
 from sightline.envs.gymnasium import GymnasiumEnvironment
 from sightline.families import load_renderer

@@ -125,4 +125,3 @@ def add_text_chunk(png: bytes, text: str) -> bytes:
     body = b"tEXt" + b"page\0" + text.encode("latin-1")
     chunk = (len(body) - 4).to_bytes(4) + body + zlib.crc32(body).to_bytes(4)
     return png[:-END_BYTES] + chunk + png[-END_BYTES:]
-
