@@ -1,6 +1,6 @@
 """Episodes of somebody else's environment: what a model says becomes an action.
 
-A parser is any class with `parse(said) -> action or None`. `NamedActions` is one for actions that
+A parser is any class with `parse(answer) -> action or None`. `NamedActions` is one for actions that
 have names; run files name others as 'module:Class'.
 """
 
@@ -22,7 +22,7 @@ ON_MALFORMED = ("random", "skip", "end")
 class ActionParser(Protocol):
     """Reads an action from an answer."""
 
-    def parse(self, said: Message) -> Any | None:
+    def parse(self, answer: Message) -> Any | None:
         """The action; None when the answer is none. An action is never None."""
         ...
 
@@ -33,8 +33,8 @@ class NamedActions:
 
     actions: Mapping[str, Any]
 
-    def parse(self, said: Message) -> Any | None:
-        return self.actions.get(said.text.strip())
+    def parse(self, answer: Message) -> Any | None:
+        return self.actions.get(answer.text.strip())
 
 
 def build_parser(
@@ -51,7 +51,7 @@ def build_parser(
         if not num_actions:
             raise ConfigError(
                 f"{where}: its actions are not a few, and [env.args] actions is not set",
-                "name a parser, 'module:Class', with a method parse(said)",
+                "name a parser, 'module:Class', with a method parse(answer)",
             )
         actions = [str(number) for number in range(num_actions)]
     if not isinstance(actions, Mapping):
@@ -74,7 +74,7 @@ def _load_parser(path: str, where: str) -> ActionParser:
             "name a class that can be made without arguments",
         ) from error
     if not callable(getattr(parser, "parse", None)):
-        raise ConfigError(f"{where}: {path!r} has no method parse", "give it parse(said)")
+        raise ConfigError(f"{where}: {path!r} has no method parse", "give it parse(answer)")
     return cast(ActionParser, parser)
 
 
@@ -119,8 +119,8 @@ class EpisodeRules:
         total, num_malformed, gave_up = 0.0, 0, False
         per_turn: list[float] = []
         while not (episode.is_over or gave_up) and len(per_turn) < self.max_turns:
-            said = await chat.send([await episode.observe(chat, is_first=not per_turn)])
-            action = self.parser.parse(said)
+            answer = await chat.send([await episode.observe(chat, is_first=not per_turn)])
+            action = self.parser.parse(answer)
             malformed = action is None
             num_malformed += malformed
             gave_up = malformed and self.on_malformed == "end"

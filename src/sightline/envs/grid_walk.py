@@ -84,14 +84,14 @@ class GridWalk(Environment):
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
         maze: Maze = task.data
         left = self.distances(maze)
-        at, said, num_malformed = maze.start, None, 0
+        at, answer, num_malformed = maze.start, None, 0
         per_turn: list[float] = []
         while at != maze.goal and len(per_turn) < self.max_turns:
             picture = chat.put(self.draw(maze, at))
-            said = await chat.send(
-                self.action_format.reply(said, picture, self.hint), tools=self.tools
+            answer = await chat.send(
+                self.action_format.reply(answer, picture, self.hint), tools=self.tools
             )
-            action = self.action_format.read(said)
+            action = self.action_format.read(answer)
             before = at
             if action is None:
                 num_malformed += 1
@@ -117,7 +117,7 @@ class GridWalk(Environment):
         maze: Maze = task.data
         left = self.distances(maze)
         expert = rng.random() < self.expert_share
-        at, said = maze.start, None
+        at, answer = maze.start, None
         messages: list[Message] = []
         for _ in range(self.max_turns):
             if at == maze.goal:
@@ -126,9 +126,9 @@ class GridWalk(Environment):
             if expert:
                 moves = [m for m in moves if left[self.step(maze, at, m)] < left[at]]
             move = rng.choice(moves)
-            messages += self.action_format.reply(said, put(self.draw(maze, at)), self.hint)
-            said = self.action_format.write((move if self.tools is None else word_of(move),))
-            messages.append(said)
+            messages += self.action_format.reply(answer, put(self.draw(maze, at)), self.hint)
+            answer = self.action_format.write((move if self.tools is None else word_of(move),))
+            messages.append(answer)
             at = self.step(maze, at, move)
         return messages
 

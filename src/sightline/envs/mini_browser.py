@@ -115,14 +115,14 @@ class MiniBrowser(Environment):
         return outcome
 
     async def _play(self, tab: Tab, chat: Chat) -> Outcome:
-        passed, num_malformed, said = 0, 0, None
+        passed, num_malformed, answer = 0, 0, None
         per_turn: list[float] = []
         while passed < self.pages and len(per_turn) < self.max_turns:
             picture = chat.put(await asyncio.to_thread(tab.screenshot))
-            said = await chat.send(
-                self.action_format.reply(said, picture, self.hint), tools=self.tools
+            answer = await chat.send(
+                self.action_format.reply(answer, picture, self.hint), tools=self.tools
             )
-            action = self.action_format.read(said)
+            action = self.action_format.read(answer)
             before = passed
             if action is None:
                 num_malformed += 1

@@ -129,7 +129,7 @@ def _folder(path: Path, dataset_split: str) -> tuple[TaskRows, Path]:
 
 
 class JsonlRows:
-    """A line a row; the file stays on disk, only where its lines begin is kept."""
+    """Rows of a JSONL file, which stays on disk: only the offsets of its lines are in memory."""
 
     image_columns: frozenset[str] = frozenset()
 
@@ -162,7 +162,7 @@ class JsonlRows:
 
 
 class ParquetRows:
-    """Read by row group; the last one is kept, for rows that are asked for in a row."""
+    """Rows of a parquet file, read by row group; the last group is cached for its neighbours."""
 
     def __init__(self, path: Path) -> None:
         self._file = import_extra("pyarrow.parquet", "data").ParquetFile(path, memory_map=True)
@@ -170,7 +170,7 @@ class ParquetRows:
             self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)
         ]
         self._stops = list(itertools.accumulate(sizes))
-        self._kept: tuple[int, Any] = (-1, None)
+        self._cached: tuple[int, Any] = (-1, None)
         self.image_columns = image_columns(self._file.schema_arrow)
 
     def __len__(self) -> int:
@@ -178,10 +178,10 @@ class ParquetRows:
 
     def row(self, number: int) -> dict[str, Any]:
         group = bisect.bisect_right(self._stops, number)
-        kept, table = self._kept
-        if kept != group:
+        cached, table = self._cached
+        if cached != group:
             table = self._file.read_row_group(group)
-            self._kept = (group, table)
+            self._cached = (group, table)
         first = self._stops[group - 1] if group else 0
         return _read_row(table, number - first)
 

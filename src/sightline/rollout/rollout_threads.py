@@ -150,7 +150,7 @@ class RolloutThreads:
 
     @contextlib.contextmanager
     def track_rollout(self) -> Iterator[None]:
-        """What threads are given to do meanwhile, in this context, belongs to one rollout."""
+        """Counts what threads are given to do meanwhile, in this context, as one rollout's."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             # What user code gives to `asyncio.to_thread` starts at once, and is counted.

@@ -37,7 +37,7 @@ class StockVLLMResponse(msgspec.Struct, frozen=True):
     request_id: str
     choices: list[Choice]
     prompt_token_ids: list[int]
-    """As vLLM expanded them."""
+    """Ids of the prompt as vLLM expanded it."""
     mm_placeholders: dict[str, list[Placeholder]] | None = None
 
 
@@ -153,6 +153,7 @@ def check_expansion(token_ids: list[int], slots: Sequence[Slot], answer: StockVL
 
 
 def _expansion_error(what: str) -> EngineError:
+    # Not Misaligned, which costs one sample: every prompt of this server would differ.
     return EngineError(
         f"vLLM expanded the prompt in another way than the renderer: {what}",
         "serve the checkpoint that the renderer was loaded from, with the same pixel limits",

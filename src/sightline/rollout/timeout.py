@@ -17,7 +17,7 @@ from sightline.rollout.rollout_threads import RolloutThreads, guard_user_code
 T = TypeVar("T")
 
 CLEANUP_GRACE_S = 5.0
-"""For a rollout that is cancelled to clean up after itself."""
+"""Time for a cancelled rollout to clean up after itself."""
 
 
 class RolloutTimeout(TimeoutError):

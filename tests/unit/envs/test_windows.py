@@ -21,7 +21,7 @@ from sightline.message import Message, ToolCall, assistant, system, text, user
 from sightline.rollout.chat import RolloutChat
 from sightline.rollout.chat_sources import PolicyChats
 from sightline.rollout.player import RolloutPlayer
-from sightline.trace import Trace, decode_trace, flatten
+from sightline.trace import Trace, flatten
 from sightline.wire.control import RolloutRequest
 from tests.logged_chat import LoggingPolicy, line_of, talking
 from tests.unit.trace.toy import picture
@@ -243,9 +243,7 @@ def test_the_example_of_the_docs_runs(tiny_model: Path, store: MediaStore) -> No
                 renderer=renderer, store=store, client=chat.client, modality="image", max_tokens=64
             )
             player = RolloutPlayer(env, chats, timeout_s=60)
-            return decode_trace(
-                (await player.play(RolloutRequest("r", "g", 3, "train", 1, 1.0))).trace
-            )
+            return (await player.play(RolloutRequest("r", "g", 3, "train", 1, 1.0))).trace
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error

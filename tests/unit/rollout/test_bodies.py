@@ -21,7 +21,7 @@ from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.envs import Chat
 from sightline.media import ImageIngestor, MediaRef
 from sightline.rollout.player import RolloutPlayer
-from sightline.trace import Trace, decode_trace
+from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
 
 NUM_TURNS = 4
@@ -170,7 +170,7 @@ def test_a_body_counts_as_held_from_its_arrival_until_refs_stand_for_it(
                 played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
                 await player.close()
         assert player.memory_bytes == 0
-        return decode_trace(played.trace)
+        return played.trace
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error
@@ -242,7 +242,7 @@ def test_a_body_that_is_under_way_when_its_rollout_ends_leaves_nothing(
                 assert (status, told["error"]["code"]) == (401, "rollout_over")
                 await player.close()
         assert policy.counts.requests == 0
-        return decode_trace(played.trace)
+        return played.trace
 
     trace = asyncio.run(main())
     assert not trace.error and not trace.nodes and store.num_put == 0
@@ -278,7 +278,7 @@ def test_a_body_above_the_limit_is_a_413_that_the_trace_keeps(
             with Worker(tiny_model, store, address).player(rollout) as player:
                 played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
                 await player.close()
-        return decode_trace(played.trace)
+        return played.trace
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error

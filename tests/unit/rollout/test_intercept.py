@@ -20,7 +20,7 @@ from sightline.errors import MediaRefused, MessageError
 from sightline.families import load_renderer, registry
 from sightline.media import MediaStore
 from sightline.message import Message, assistant, user
-from sightline.trace import Trace, decode_trace
+from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
 from tests.unit.rollout.test_many import Slow
 
@@ -289,7 +289,7 @@ def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaSto
                     )
                 )
                 await player.close()
-        traces = [decode_trace(played.trace) for played in both]
+        traces = [played.trace for played in both]
         last = max(both, key=lambda played: played.wire["agent_requests"])
         assert last.wire["agent_requests"] == last.wire["requests"] == 6
         assert last.wire["agent_sent_bytes"] > 0 < last.wire["agent_received_bytes"]
@@ -302,19 +302,6 @@ def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaSto
         assert {t.nodes[0].message.text for t in traces} == {name for name, _ in keys}
 
     asyncio.run(main())
-
-
-def test_prometheus_scrapes_the_door_without_a_key(tiny_model: Path, store: MediaStore) -> None:
-    async def rollout(chat: Chat) -> float:
-        root = chat.base_url.removesuffix("/v1")
-        async with aiohttp.ClientSession() as session, session.get(f"{root}/metrics") as answer:
-            assert answer.headers["content-type"].startswith("text/plain")
-            text = await answer.text()
-        assert "# TYPE sightline_agent_requests_total counter\n" in text
-        assert "sightline_agent_rollouts 1\n" in text and chat.api_key not in text
-        return 1.0
-
-    assert not play(tiny_model, store, rollout).error
 
 
 def test_a_key_that_no_rollout_has_opens_nothing(tiny_model: Path, store: MediaStore) -> None:
@@ -371,7 +358,7 @@ def test_a_request_that_outlives_its_rollout_is_cancelled_and_leaves_nothing(
                     await client.chat.completions.create(model="m", messages=[shown(0)])
                 await client.close()
                 await player.close()
-        trace = decode_trace(played.trace)
+        trace = played.trace
         assert trace.reward == 1.0 and not trace.nodes
 
     asyncio.run(main())
@@ -442,11 +429,11 @@ def test_the_event_loop_turns_while_images_are_taken_in_and_messages_rendered(
         async with listening(ScriptedPolicy().app()) as address:
             worker = Worker(tiny_model, Watched(store.root), address)
             with worker.player(rollout) as player:
-                player.renderer = slow = Slow(player.renderer, loop)
+                player.chats.renderer = slow = Slow(player.chats.renderer, loop)
                 played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
                 await player.close()
             assert slow.calls == ["render", "parse"] and len(taken) == 2
-            return decode_trace(played.trace)
+            return played.trace
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error

@@ -23,7 +23,7 @@ from sightline.render import Renderer
 from sightline.rollout.chat_sources import PolicyChats
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.player import RolloutPlayer
-from sightline.trace import Trace, decode_trace
+from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
 
 NUM_ROLLOUTS = 2000
@@ -70,7 +70,7 @@ async def playing(
 
 async def play(one: RolloutPlayer, index: int) -> Trace:
     played = await one.play(RolloutRequest(f"r{index}", "g", index, "train", index, 1.0))
-    return decode_trace(played.trace)
+    return played.trace
 
 
 def test_rollouts_that_share_a_renderer_say_what_each_says_alone(

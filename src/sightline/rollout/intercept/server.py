@@ -55,7 +55,7 @@ _CLOSE_S = 1.0
 _BACKLOG = 1024
 
 _Reply = tuple[ChatRequest, CompletedTurn] | OpenAIErrorResponse
-"""What an agent asked for and was told."""
+"""What an agent asked for, and the turn that answers it; or why there is none."""
 
 
 @dataclass
@@ -174,20 +174,20 @@ class InterceptionServer:
         done = await _run_until_over(session, self._receive_request(session, http))
         if isinstance(done, OpenAIErrorResponse):
             return _error_response(done)
-        asked, answered = done
-        name = f"chatcmpl-{session.chat.trace.id}-{answered.node.id}"
-        answer = _build_completion(answered, name, asked.model or MODEL_NAME)
-        if not asked.stream:
-            whole = _json_response(completion_body(answer))
-            self.counts.agent_received_bytes += len(whole.body)  # type: ignore[arg-type]
-            return whole
+        request, turn = done
+        name = f"chatcmpl-{session.chat.trace.id}-{turn.node.id}"
+        answer = _build_completion(turn, name, request.model or MODEL_NAME)
+        if not request.stream:
+            response = _json_response(completion_body(answer))
+            self.counts.agent_received_bytes += len(response.body)  # type: ignore[arg-type]
+            return response
         stream = web.StreamResponse(
             headers={"content-type": "text/event-stream", "cache-control": "no-cache"}
         )
         # The turn is in the trace: an agent that hangs up now has the rest of its rollout for it.
         with suppress(ConnectionError):
             await stream.prepare(http)
-            for chunk in stream_events(answer, asked.include_usage):
+            for chunk in stream_events(answer, request.include_usage):
                 self.counts.agent_received_bytes += len(chunk)
                 await stream.write(chunk)
             await stream.write_eof()
@@ -214,17 +214,17 @@ class InterceptionServer:
             self._bodies.discard(body)
 
     async def _answer_request(self, session: _AgentSession, body: RequestBody) -> _Reply:
-        """What an agent asked for and was told; whatever goes wrong is answered, and kept."""
+        """Answers a request; whatever goes wrong is answered too, and kept on the trace."""
         chat = session.chat
         try:
-            asked, messages = await chat.run_in_pool(self._read_request, session, body)
+            request, messages = await chat.run_in_pool(self._read_request, session, body)
         except SightlineError as error:
             chat.record_refusal(error)
             return OpenAIErrorResponse.of(error)
         self._bodies.discard(body)
         try:
-            max_tokens = asked.max_tokens if asked.max_tokens is not None else chat.max_tokens
-            return asked, await chat.answer(messages, asked.tools, max_tokens)
+            max_tokens = request.max_tokens if request.max_tokens is not None else chat.max_tokens
+            return request, await chat.answer(messages, request.tools, max_tokens)
         except SightlineError as error:
             refusal = OpenAIErrorResponse.of(error)
             if refusal.status == 500:
@@ -233,7 +233,7 @@ class InterceptionServer:
             elif isinstance(error, EngineError):
                 chat.record_refusal(error)
             return refusal
-        except Exception as error:  # a server's door: the agent is told, and the rollout ends
+        except Exception as error:  # an endpoint: the agent is told, and the rollout ends
             chat.failure = chat.failure or EnvironmentFailed(
                 f"a request of the agent failed: {traceback.format_exc()}",
                 "this is a bug of the endpoint; report it",
@@ -244,13 +244,13 @@ class InterceptionServer:
         self, session: _AgentSession, body: RequestBody
     ) -> tuple[ChatRequest, list[Message]]:
         """In a thread: base64 is decoded, images are written, and the body is let go."""
-        asked = read_chat_request(body.take())
+        request = read_chat_request(body.take())
 
         def take(url: str, path: str) -> MediaRef:
             return session.chat.substitute_image(url, session.urls.resolve(url, path))
 
-        messages = session.chat.renderer.read(resolve_images(asked.messages, take))
-        return replace(asked, messages=[]), messages
+        messages = session.chat.renderer.read(resolve_images(request.messages, take))
+        return replace(request, messages=[]), messages
 
 
 async def _run_until_over(session: _AgentSession, work: Coroutine[Any, Any, Any]) -> Any:
@@ -268,9 +268,9 @@ async def _run_until_over(session: _AgentSession, work: Coroutine[Any, Any, Any]
         session.requests.discard(task)
 
 
-def _build_completion(answered: CompletedTurn, name: str, model: str) -> ChatCompletion:
-    node, message = answered.node, answered.message
-    said = ChatChoice(
+def _build_completion(turn: CompletedTurn, name: str, model: str) -> ChatCompletion:
+    node, message = turn.node, turn.message
+    choice = ChatChoice(
         message,
         call_ids=[make_call_id(node.id, k) for k in range(len(message.tool_calls))],
         stopped=node.finish_reason == "stop",
@@ -280,9 +280,9 @@ def _build_completion(answered: CompletedTurn, name: str, model: str) -> ChatCom
         name,
         model,
         int(time.time()),
-        [said],
-        answered.num_prompt_tokens,
-        answered.num_cached_tokens,
+        [choice],
+        turn.num_prompt_tokens,
+        turn.num_cached_tokens,
     )
 
 
