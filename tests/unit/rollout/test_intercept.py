@@ -288,11 +288,11 @@ def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaSto
                         for i in range(2)
                     )
                 )
+                wire = player.chats.wire_counts
                 await player.close()
         traces = [played.trace for played in both]
-        last = max(both, key=lambda played: played.wire["agent_requests"])
-        assert last.wire["agent_requests"] == last.wire["requests"] == 6
-        assert last.wire["agent_sent_bytes"] > 0 < last.wire["agent_received_bytes"]
+        assert wire["agent_requests"] == wire["requests"] == 6
+        assert wire["agent_sent_bytes"] > 0 < wire["agent_received_bytes"]
         assert len({key for _, key in keys}) == 2
         assert len(ports) == 1, "one port a worker"
         for trace in traces:
@@ -527,9 +527,9 @@ def test_the_rollouts_own_sampling_wins(tiny_model: Path, store: MediaStore) -> 
     asked: list[Any] = []
 
     class Watching(ScriptedPolicy):
-        def _answer(self, request: Any, digests: Any) -> Any:  # type: ignore[override]
+        def answer(self, request: Any, digests: Any) -> Any:
             asked.append(request.sampling_params)
-            return ScriptedPolicy._answer(request, digests)
+            return super().answer(request, digests)
 
     async def rollout(chat: Chat) -> float:
         async with agent(chat) as client:
@@ -593,7 +593,7 @@ def test_another_route_is_refused_in_the_same_shape(tiny_model: Path, store: Med
     assert not play(tiny_model, store, rollout).error
 
 
-def test_messages_that_the_environment_adds_pass_the_same_door(
+def test_messages_that_the_environment_adds_pass_the_same_checks(
     tiny_model: Path, store: MediaStore
 ) -> None:
     bad = with_part(type="image_url", image_url={"url": BAD_URL})
@@ -617,7 +617,7 @@ def test_messages_that_the_environment_adds_pass_the_same_door(
     assert len(trace.door_errors) == 4 and len(trace.turns) == 2 and trace.forks == {}
 
 
-# --- failures behind the door
+# --- failures behind the endpoint
 
 
 def test_what_breaks_a_promise_drops_the_rollout_whatever_the_agent_makes_of_it(
@@ -628,9 +628,9 @@ def test_what_breaks_a_promise_drops_the_rollout_whatever_the_agent_makes_of_it(
 
         turn = 0
 
-        def _answer(self, request: Any, digests: Any) -> Any:  # type: ignore[override]
+        def answer(self, request: Any, digests: Any) -> Any:
             self.turn += 1
-            return ScriptedPolicy._answer(request, [f"{self.turn:032x}"] * len(digests))
+            return super().answer(request, [f"{self.turn:032x}"] * len(digests))
 
     async def rollout(chat: Chat) -> float:
         async with agent(chat) as client:

@@ -286,14 +286,16 @@ def _build_completion(turn: CompletedTurn, name: str, model: str) -> ChatComplet
     )
 
 
-def _json_response(body: dict[str, Any]) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
-
-
-def _error_response(refusal: OpenAIErrorResponse) -> web.Response:
+def _json_response(
+    body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
     return web.Response(
-        body=msgspec.json.encode(refusal.body),
-        status=refusal.status,
-        headers=refusal.headers,
+        body=msgspec.json.encode(body),
+        status=status,
+        headers=headers,
         content_type="application/json",
     )
+
+
+def _error_response(error: OpenAIErrorResponse) -> web.Response:
+    return _json_response(error.body, error.status, error.headers)
