@@ -137,21 +137,23 @@ class Untouchable:
 
 
 class TextFamily:
-    """A family of which nothing may be asked that concerns images."""
+    """A family of which nothing may be asked that concerns images, once its renderer is loaded."""
 
     IMAGES = {"layout", "item", "check_item", "num_tokens", "patches", "positions", "rows"}
 
     def __init__(self, family: Any) -> None:
         self._family = family
+        self.is_loaded = False
 
     def __getattr__(self, name: str) -> Any:
-        assert name not in self.IMAGES, f"a turn of text asked for {name}"
+        assert not (self.is_loaded and name in self.IMAGES), f"a turn of text asked for {name}"
         return getattr(self._family, name)
 
 
 def test_a_turn_of_text_pays_nothing_for_images(tiny_model: Path, store: MediaStore) -> None:
     family: Any = TextFamily(load_family(tiny_model))
     renderer = load_renderer(tiny_model, store, family, cast(Any, Untouchable()))
+    family.is_loaded = True
     asked: list[Message] = [user("hello")]
     prompt = renderer.render(asked).token_ids
     said = [*renderer.render([user("well")]).token_ids[3:5], renderer.stop_token_ids[0]]
