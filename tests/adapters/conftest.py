@@ -42,7 +42,7 @@ def command(*words: str | Path) -> list[str]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that answers with a digit from 1 to 5, as warmed up for `counting`."""
     home = tmp_path_factory.mktemp("home")
-    words = ["run.steps=60", "env.args.spelled_share=0.0", "sft.output_dir=models/warm"]
+    words = ["run.steps=60", "env.args.spelled_fraction=0.0", "sft.output_dir=models/warm"]
     for line in (command("model", "tiny", "models/tiny"), command("sft", WARM_UP, *words)):
         done = subprocess.run(line, cwd=home, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr

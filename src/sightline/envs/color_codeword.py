@@ -57,7 +57,7 @@ class ColorCodeword(Environment):
     jitter: int = 12
     shades: int = 4
     malformed_penalty: float = 0.3
-    spelled_share: float = 0.75
+    spelled_fraction: float = 0.75
     """Fraction of demonstrations that show pictures of letters."""
     seed: int = 0
 
@@ -96,7 +96,7 @@ class ColorCodeword(Environment):
         In a fraction of the conversations pictures of letters, black on white, stand where the
         squares would be: that teaches to answer with what is shown, and says nothing of colours.
         """
-        spelled = rng.random() < self.spelled_share
+        spelled = rng.random() < self.spelled_fraction
         said = ""
         messages: list[Message] = []
         for turn in range(self.turns):

@@ -35,7 +35,7 @@ class Counting(Environment):
     side: int = 32
     cells: int = 3
     malformed_penalty: float = 0.3
-    spelled_share: float = 0.75
+    spelled_fraction: float = 0.75
     """Fraction of demonstrations that show pictures of digits."""
     seed: int = 0
 
@@ -73,7 +73,7 @@ class Counting(Environment):
         with what is shown.
         """
         digit = rng.choice(self.answers)
-        if rng.random() < self.spelled_share:
+        if rng.random() < self.spelled_fraction:
             shown = encode_png(draw_glyph(DIGITS[digit], self.side))
         else:
             shown = self.draw(task.data)

@@ -57,7 +57,7 @@ class GridWalk(Environment):
     actions: str = "text"
     hint: str = ""
     malformed_penalty: float = 0.3
-    expert_share: float = 0.0
+    expert_fraction: float = 0.0
     """Fraction of demonstrations that go the shortest way."""
     seed: int = 0
 
@@ -116,7 +116,7 @@ class GridWalk(Environment):
         """Walks by random moves, which teaches the format alone; a few go the shortest way."""
         maze: Maze = task.data
         left = self.distances(maze)
-        expert = rng.random() < self.expert_share
+        expert = rng.random() < self.expert_fraction
         at, answer = maze.start, None
         messages: list[Message] = []
         for _ in range(self.max_turns):

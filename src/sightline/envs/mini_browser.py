@@ -68,7 +68,7 @@ class MiniBrowser(Environment):
     actions: str = "text"
     hint: str = ""
     malformed_penalty: float = 0.1
-    expert_share: float = 0.5
+    expert_fraction: float = 0.5
     """Fraction of demonstrations that click on the right button."""
     seed: int = 0
 
@@ -147,7 +147,7 @@ class MiniBrowser(Environment):
         The picture is Chromium's own.
         """
         page: Page = task.data[0]
-        which = page.wanted if rng.random() < self.expert_share else rng.randrange(self.buttons)
+        which = page.wanted if rng.random() < self.expert_fraction else rng.randrange(self.buttons)
         tab = self.open(task)
         picture = put(tab.screenshot())
         self._idle.append(tab)

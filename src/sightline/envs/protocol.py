@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import random
 from collections.abc import Awaitable, Sequence
@@ -197,8 +198,13 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
         )
     name = path if ":" in path else f"sightline.envs.{path}:ENVIRONMENT"
     make = load_object(name, "[env] name")
+    signature = inspect.signature(make)
     try:
-        inspect.signature(make).bind(**args)
+        signature.bind(**args)
     except TypeError as error:
-        raise ConfigError(f"[env.args] do not fit {path!r}: {error}", "see its docs") from error
+        fix = "see its docs"
+        for name in args.keys() - signature.parameters.keys():
+            if near := difflib.get_close_matches(name, signature.parameters, cutoff=0.5):
+                fix = f"is `{name}` meant to be `{near[0]}`?"
+        raise ConfigError(f"[env.args] do not fit {path!r}: {error}", fix) from error
     return cast(Environment, make(**args))
