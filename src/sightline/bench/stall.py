@@ -27,12 +27,12 @@ from sightline.families import load_family, load_renderer
 from sightline.launch.processes import Processes, ProcessSpec, find_port
 from sightline.media import MediaStore
 from sightline.message import Message, user
+from sightline.rollout.chat_sources import PolicyChats
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.player import RolloutPlayer
+from sightline.rollout.player import PlayedRollout, RolloutPlayer
 from sightline.rollout.worker import tune_interpreter
 from sightline.run import RunDir
-from sightline.trace import decode_trace
-from sightline.wire.control import RolloutRequest, RolloutResult
+from sightline.wire.control import RolloutRequest
 
 HOST = "127.0.0.1"
 TARGET_MS = 50.0
@@ -100,14 +100,14 @@ async def measure(args: argparse.Namespace, folder: Path) -> Measured:
     processes.start(ProcessSpec("policy", ["bench", "rollout", "--serve", server], threads=1))
     player = _player(args, model, run_dir.media, server, pages)
     try:
-        await player.client.wait_healthy()
+        await player.chats.client.wait_healthy()  # type: ignore[attr-defined]
         idle, _ = await _metered(asyncio.sleep(args.idle_s))
         known, _ = await _metered(_play_all(player, args.rollouts, "known"))
         began = time.monotonic()
         loaded, played = await _metered(_play_all(player, args.rollouts, "new"))
         seconds = time.monotonic() - began
         broken = _errors(played)
-        num_images = player.store.count() - len(pages)
+        num_images = player.chats.store.count() - len(pages)
     finally:
         await player.close()
         processes.kill()
@@ -174,18 +174,17 @@ def _player(
                 chat.send([self.message(task, turn, self.page(task, turn), chat)])
             return 1.0
 
-    return RolloutPlayer(
-        env=Sync() if args.sync else Async(),
+    chats = PolicyChats(
         renderer=load_renderer(model, store, family),
         store=store,
         client=GenerateClient(server),
         modality=family.modality,
         max_tokens=32,
-        timeout_s=3600.0,
     )
+    return RolloutPlayer(Sync() if args.sync else Async(), chats, timeout_s=3600.0)
 
 
-async def _play_all(player: RolloutPlayer, rollouts: int, split: str) -> list[RolloutResult]:
+async def _play_all(player: RolloutPlayer, rollouts: int, split: str) -> list[PlayedRollout]:
     playing = []
     for i in range(rollouts):
         playing.append(
@@ -195,8 +194,8 @@ async def _play_all(player: RolloutPlayer, rollouts: int, split: str) -> list[Ro
     return await asyncio.gather(*playing)
 
 
-def _errors(played: list[RolloutResult]) -> list[str]:
-    return [trace.error for one in played if (trace := decode_trace(one.trace)).error]
+def _errors(played: list[PlayedRollout]) -> list[str]:
+    return [one.trace.error for one in played if one.trace.error]
 
 
 async def _metered(work: Any) -> tuple[StallMeter, Any]:

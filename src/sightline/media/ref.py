@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from hashlib import sha256
 
@@ -41,6 +42,10 @@ class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def url(self) -> str:
         """The form a ref takes as an image url in a message."""
         return URL_PREFIX + self.digest
+
+    def data_url(self, data: bytes) -> str:
+        """The image itself as a url, for a server that cannot read the store."""
+        return f"data:{self.mime};base64,{base64.b64encode(data).decode()}"
 
     def verify(self, data: bytes) -> bytes:
         """Return `data` if it is the image this ref names; raise `MediaCorrupt` if not."""

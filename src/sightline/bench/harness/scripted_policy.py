@@ -80,13 +80,13 @@ class ScriptedPolicy:
         digests = [
             hashlib.blake2b(slot.item.key.encode(), digest_size=16).hexdigest() for slot in slots
         ]
-        answer = _encoder.encode(self._answer(request, digests))
+        answer = _encoder.encode(self.answer(request, digests))
         self.counts.sent_bytes += len(answer)
         self.counts.digest_bytes += len(_encoder.encode(digests))
         return web.Response(body=answer, content_type="application/json")
 
-    @staticmethod
-    def _answer(request: GenerateRequest, digests: list[str]) -> GenerateResponse:
+    def answer(self, request: GenerateRequest, digests: list[str]) -> GenerateResponse:
+        """Random text, by the seed of the request; other policies override this."""
         params = request.sampling_params
         rng = random.Random(params.seed)
         sampled = [rng.randrange(NUM_TEXT_IDS) for _ in range(params.max_tokens)]

@@ -13,6 +13,7 @@ GetImageUrl = Callable[[MediaRef], str]
 
 
 def to_openai_message(message: Message, url_of: GetImageUrl) -> dict[str, Any]:
+    """A message as OpenAI's endpoints take it; `url_of` says how an image is shown there."""
     sent: dict[str, Any] = {"role": message.role, "content": _to_openai_content(message, url_of)}
     if message.reasoning is not None:
         sent["reasoning_content"] = message.reasoning
@@ -62,6 +63,6 @@ def read_completion(answer: dict[str, Any]) -> AssistantMessage:
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise EngineError(
             f"the endpoint answered with no chat completion: {str(answer)[:200]}",
-            "point --endpoint at the base url of an OpenAI-compatible server, such as .../v1",
+            "ask at the base url of an OpenAI-compatible server, such as .../v1",
             kind="foreign",
         ) from error
