@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sightline.compute.transfer import copy_to_device
+from sightline.families.device_copy import copy_to_device
 
 MIN_SHAPE_REPEATS = 3
 """The micro-batch with a shape from which on it has a plan."""

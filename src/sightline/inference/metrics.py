@@ -10,7 +10,7 @@ import msgspec
 from sightline.wire.prometheus import format_prometheus
 
 if TYPE_CHECKING:
-    from sightline.inference.engine import Engine
+    from sightline.inference.engine import AnyEngine
 
 
 class ServerStats(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class ServerStats(msgspec.Struct, frozen=True):
     """[start, end] in which the engine computed, gaps under 20 ms bridged."""
 
 
-def collect_stats(engine: Engine, since: float) -> ServerStats:
+def collect_stats(engine: AnyEngine, since: float) -> ServerStats:
     manifest = engine.manifest
     return ServerStats(
         time.time(),
@@ -37,7 +37,7 @@ def collect_stats(engine: Engine, since: float) -> ServerStats:
     )
 
 
-def render_prometheus(engine: Engine) -> str:
+def render_prometheus(engine: AnyEngine) -> str:
     return format_prometheus(
         (kind, name, {}, value)
         for kind, values in (("counter", engine.totals()), ("gauge", engine.now()))

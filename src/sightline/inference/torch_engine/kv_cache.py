@@ -1,4 +1,4 @@
-"""Keys and values of the rows, and the attention over them.
+"""The KV cache: keys and values of the rows, and the attention over them.
 
 A forward pass gets its tokens in one flat run, so that the linear layers compute no padding.
 Attention writes the run's keys and values into their rows, then lets rows of like shape attend
@@ -72,7 +72,7 @@ class KVCache:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token in all layers."""
+        """Memory of one token in all layers."""
         held = [*self._keys.values(), *self._values.values()]
         return sum(table.stride(1) * table.element_size() for table in held)
 
@@ -101,24 +101,36 @@ class KVCache:
             for held in (*self._keys.values(), *self._values.values()):
                 held[row].zero_()
 
-    def layer(
-        self, index: int, k: torch.Tensor, v: torch.Tensor
+    def write(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows + 1, tokens, K, D) of keys and of values; made when a layer is first seen."""
-        if index not in self._keys:
-            self._keys[index] = self._zeros(self._size, k.shape[1:])
-            self._values[index] = self._zeros(self._size, v.shape[1:])
-        return self._keys[index], self._values[index]
+        """Writes a run to `places`; returns the layer's keys and values (rows + 1, tokens, K, D)."""
+        if layer not in self._keys:
+            self._keys[layer] = self._zeros(self._size, k.shape[1:])
+            self._values[layer] = self._zeros(self._size, v.shape[1:])
+        keys, values = self._keys[layer], self._values[layer]
+        keys.flatten(0, 1).index_copy_(0, places, k)
+        values.flatten(0, 1).index_copy_(0, places, v)
+        return keys, values
 
     def _zeros(self, size: tuple[int, int], heads: torch.Size) -> torch.Tensor:
         return torch.zeros(size[0] + 1, size[1], *heads, device=self._device, dtype=self._dtype)
 
-    def pattern(self, plan: StepPlan) -> KVCachePattern:
+    def build_pattern(self, plan: StepPlan) -> KVCachePattern:
         self.reserve(int(plan.rows.max()) + 1, int(plan.ends.max()))
         rows, index = plan.flat()
-        slots = torch.from_numpy(rows * self._size[1] + index).to(self._device)
+        places = self._index(rows * self._size[1] + index)
         groups = [self._group(plan, part) for part in _group_by_length(plan)]
-        return KVCachePattern(self, slots, groups)
+        return KVCachePattern(self, places, groups)
+
+    def build_decode_pattern(
+        self, places: torch.Tensor, num_seen: torch.Tensor, width: int
+    ) -> KVCachePattern:
+        """Token i of the run belongs to row i, goes to `places` and sees `num_seen` keys (R,)."""
+        num_rows, mask = len(places), self.mask(num_seen[:, None], width)
+        rows = slice(0, num_rows)
+        group = _AttentionGroup(rows, num_rows, 1, width, mask, None, None, None)
+        return KVCachePattern(self, places, [group])
 
     def _group(self, plan: StepPlan, part: np.ndarray) -> _AttentionGroup:
         rows, starts, counts = plan.rows[part], plan.starts[part], plan.counts[part]
@@ -126,8 +138,7 @@ class KVCache:
         width = int(ends.max())
         column = np.arange(num_queries)
         within = np.minimum(column[None, :], counts[:, None] - 1)
-        first = (np.cumsum(plan.counts) - plan.counts)[part]
-        places = (first[:, None] + within).reshape(-1)
+        places = (plan.offsets[part, None] + within).reshape(-1)
         is_real = (column[None, :] < counts[:, None]).reshape(-1)
         in_order = len(places) == plan.num_tokens and bool(is_real.all())
         return _AttentionGroup(
@@ -162,9 +173,9 @@ class KVCachePattern:
 
     state = None
 
-    def __init__(self, kv: KVCache, slots: torch.Tensor, groups: list[_AttentionGroup]) -> None:
+    def __init__(self, kv: KVCache, places: torch.Tensor, groups: list[_AttentionGroup]) -> None:
         self._kv = kv
-        self._slots = slots
+        self._places = places
         self._groups = groups
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -172,9 +183,7 @@ class KVCachePattern:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
-        keys, values = self._kv.layer(layer, run_k, run_v)
-        keys.flatten(0, 1).index_copy_(0, self._slots, run_k)
-        values.flatten(0, 1).index_copy_(0, self._slots, run_v)
+        keys, values = self._kv.write(layer, run_k, run_v, self._places)
         if len(self._groups) == 1 and self._groups[0].places is None:
             out = self._attend(0, run_q, keys, values, scaling)
         else:

@@ -23,7 +23,6 @@ def score_prompts(
     running: dict[int, TorchRequest],
 ) -> None:
     """Fills in what this step has computed of the prompts. A token predicts the next one."""
-    first = np.cumsum(plan.counts) - plan.counts
     for i in np.flatnonzero(plan.starts < table.prompt_length[plan.rows]).tolist():
         row = int(plan.rows[i])
         request = running[row]
@@ -35,7 +34,7 @@ def score_prompts(
         count = min(int(plan.ends[i]), size - 1) - start
         if count <= 0:
             continue
-        at = int(first[i])
+        at = int(plan.offsets[i])
         following = table.tokens[row, start + 1 : start + 1 + count]
         request.prompt_logprobs[start + 1 : start + 1 + count] = runner.logprobs(
             hidden[at : at + count],

@@ -77,6 +77,7 @@ class RowTable:
         self.top_k[row] = max(params.top_k, 0)
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
+        assert request.seed is not None
         self.seed[row] = splitmix64_int(request.seed)
         self._fill_stops(row, params.stop_token_ids)
         self.banned.pop(row, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sightline.inference.vllm_plugin import BANNED_IDS_KEY
+from sightline.inference.vllm_plugin.names import BANNED_IDS_KEY
 from sightline.inference.vllm_plugin.request import VllmRequest
 from sightline.inference.vllm_plugin.symbols import RequestOutputKind
 from sightline.inference.vllm_plugin.symbols import SamplingParams as VllmParams

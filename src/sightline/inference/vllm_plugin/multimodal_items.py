@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 
 from sightline.families import Family
 from sightline.families.protocol import EngineField, ServingSpec
@@ -60,13 +60,13 @@ class MultiModalItems:
     """vLLM's own processor cache, which knows what its engine holds; None when it is off."""
     num_cache_misses: int = 0
     """Times that vLLM's engine did not hold what its cache said."""
-    _digests: OrderedDict[str, str] = field(default_factory=OrderedDict)
-    """By engine key, which binds all that a digest rests on."""
+    _digests: LRUCache[str, str] = field(default_factory=lambda: LRUCache(MAX_DIGESTS))
+    """Pixel digests by engine key, which binds all that a digest rests on."""
 
     async def prepare(
         self, slots: list[Slot], keys: list[str], bypass_cache: bool
     ) -> PreparedItems:
-        """The items of a request, under engine keys `keys`; `bypass_cache` trusts no cache of vLLM's."""
+        """The items of a request, under engine keys; `bypass_cache` trusts no cache of vLLM's."""
         made: dict[str, MultiModalKwargsItem] = {}
         while lacking := {
             key: slot.item
@@ -80,7 +80,7 @@ class MultiModalItems:
                 made[key] = await asyncio.get_running_loop().run_in_executor(
                     self.pool, self._build_item, item, found
                 )
-                self._remember_digest(key, found.digest)
+                self._digests[key] = found.digest
         return PreparedItems(made, [self._digests[key] for key in keys])
 
     def hand_over(
@@ -118,12 +118,6 @@ class MultiModalItems:
     def _build_item(self, item: MediaItem, pixels: Pixels) -> MultiModalKwargsItem:
         fields = self.serving.fields(self.family, item, pixels.patches, self.normalizes)
         return build_mm_item(self.family.modality, fields)
-
-    def _remember_digest(self, key: str, digest: str) -> None:
-        self._digests[key] = digest
-        self._digests.move_to_end(key)
-        while len(self._digests) > MAX_DIGESTS:
-            self._digests.popitem(last=False)
 
 
 @dataclass(frozen=True)

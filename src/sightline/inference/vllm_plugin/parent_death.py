@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from sightline.inference.vllm_plugin import MIDDLEWARE
+from sightline.inference.vllm_plugin.names import MIDDLEWARE
 
 PR_SET_PDEATHSIG = 1
 
