@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -95,24 +95,18 @@ class EngineCounters:
     """Requests whose KV cache a weight update threw away."""
 
 
-class WeightUpdate(Protocol):
-    """Weights that were read and found whole and fitting."""
-
-    @property
-    def manifest(self) -> Manifest: ...
-
-
-AnyRequest = TypeVar("AnyRequest", bound=EngineRequest)
-AnyCounters = TypeVar("AnyCounters", bound=EngineCounters)
-AnyUpdate = TypeVar("AnyUpdate", bound=WeightUpdate)
 Deliver = Callable[[list[Any]], None]
 """Takes requests that are done, on whatever thread the engine has."""
 
 
-class Engine(ABC, Generic[AnyRequest, AnyCounters, AnyUpdate]):
-    request_class: type[AnyRequest]
+class Engine(ABC):
+    """Engines submit and deliver requests of a class of their own, which `build_requests` makes."""
 
-    def __init__(self, spec: ServerSpec, materializer: Materializer, counters: AnyCounters) -> None:
+    request_class: type[EngineRequest]
+
+    def __init__(
+        self, spec: ServerSpec, materializer: Materializer, counters: EngineCounters
+    ) -> None:
         self.busy = BusyIntervals()
         self.counters = counters
         self.materializer = materializer
@@ -153,12 +147,12 @@ class Engine(ABC, Generic[AnyRequest, AnyCounters, AnyUpdate]):
         self.materializer.close()
 
     @abstractmethod
-    def submit(self, requests: list[AnyRequest]) -> None: ...
+    def submit(self, requests: list[Any]) -> None: ...
 
     @abstractmethod
-    def cancel(self, request: AnyRequest) -> None: ...
+    def cancel(self, request: Any) -> None: ...
 
-    def build_requests(self, checked: ValidatedRequest) -> list[AnyRequest]:
+    def build_requests(self, checked: ValidatedRequest) -> list[EngineRequest]:
         """The engine's own requests for a checked one, one for each choice."""
         params = self._prepare_params(checked.params)
         return [
@@ -180,7 +174,7 @@ class Engine(ABC, Generic[AnyRequest, AnyCounters, AnyUpdate]):
         """Requests that would wait if `num_more` were submitted."""
         return self.num_waiting + num_more
 
-    def _check_accepts(self, requests: Sequence[AnyRequest]) -> None:
+    def _check_accepts(self, requests: Sequence[EngineRequest]) -> None:
         """Raises where the engine ends or is full; a request that would wait alone is taken."""
         if self._is_stopping:
             raise stopping_error()
@@ -215,11 +209,11 @@ class Engine(ABC, Generic[AnyRequest, AnyCounters, AnyUpdate]):
         return update.manifest
 
     @abstractmethod
-    def _read_update(self, path: Path) -> AnyUpdate:
-        """Reads and checks the weights of a manifest."""
+    def _read_update(self, path: Path) -> Any:
+        """Reads and checks the weights of a manifest; what it returns has a `manifest`."""
 
     @abstractmethod
-    def _take_update(self, update: AnyUpdate) -> None:
+    def _take_update(self, update: Any) -> None:
         """Returns when the engine computes with the new weights."""
 
     def totals(self) -> dict[str, float]:
@@ -241,8 +235,16 @@ class Engine(ABC, Generic[AnyRequest, AnyCounters, AnyUpdate]):
             "vision_version": self.manifest.vision_version,
         }
 
-
-AnyEngine = Engine[Any, Any, Any]
+    def stats(self, since: float) -> dict[str, Any]:
+        """What the server tells a run: counters, gauges, and when it was busy after `since`."""
+        return {
+            "time": time.time(),
+            "version": self.manifest.label,
+            "vision_version": self.manifest.vision_version,
+            "totals": self.totals(),
+            "now": self.now(),
+            "busy": self.busy.since(since),
+        }
 
 
 def derive_choice_seed(seed: int, choice: int) -> int:

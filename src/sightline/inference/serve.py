@@ -17,7 +17,7 @@ import uvicorn
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family, load_renderer
 from sightline.inference.chat_endpoint import ChatEndpoint
-from sightline.inference.engine import AnyEngine
+from sightline.inference.engine import Engine
 from sightline.inference.server import InferenceServer
 from sightline.inference.server_spec import ServerSpec, describe_prefix_reuse
 from sightline.inference.validator import RequestValidator
@@ -63,7 +63,7 @@ class ServerComponents:
         materializer.warm_up()
         return materializer
 
-    def build_server(self, name: str, engine: AnyEngine) -> InferenceServer:
+    def build_server(self, name: str, engine: Engine) -> InferenceServer:
         """The HTTP side of `engine`, which /health calls `name`."""
         spec, family, renderer = self.spec, self.family, self.renderer
         path, max_model_len = spec.model_path, spec.inference.max_model_len

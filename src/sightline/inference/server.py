@@ -19,7 +19,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sightline.inference import metrics
 from sightline.inference.chat_endpoint import ChatEndpoint
 from sightline.inference.errors import build_engine_error
 from sightline.inference.responses import answer_errors, json_response, read_body
@@ -36,10 +35,10 @@ from sightline.wire.generate import (
     TokenLogprob,
     join_version_labels,
 )
-from sightline.wire.prometheus import CONTENT_TYPE
+from sightline.wire.prometheus import CONTENT_TYPE, format_prometheus
 
 if TYPE_CHECKING:
-    from sightline.inference.engine import AnyEngine, EngineRequest
+    from sightline.inference.engine import Engine, EngineRequest
 
 DISCONNECT_CHECK_S = 0.25
 
@@ -60,7 +59,7 @@ class _PendingCall:
 class InferenceServer:
     def __init__(
         self,
-        engine: AnyEngine,
+        engine: Engine,
         validator: RequestValidator,
         chat: ChatEndpoint,
         identity: dict[str, Any],
@@ -179,7 +178,7 @@ class InferenceServer:
             raise build_engine_error(
                 "schema", f"since: {text!r}", "send seconds since 1970"
             ) from None
-        return json_response(metrics.collect_stats(self.engine, since))
+        return json_response(self.engine.stats(since))
 
     async def _health(self, http: Request) -> Response:
         manifest = self.engine.manifest
@@ -195,7 +194,11 @@ class InferenceServer:
         )
 
     async def _metrics(self, http: Request) -> Response:
-        return Response(metrics.render_prometheus(self.engine), media_type=CONTENT_TYPE)
+        groups = (("counter", self.engine.totals()), ("gauge", self.engine.now()))
+        text = format_prometheus(
+            (kind, name, {}, value) for kind, values in groups for name, value in values.items()
+        )
+        return Response(text, media_type=CONTENT_TYPE)
 
 
 def _note_stage(stage: Stage, checked: ValidatedRequest, requests: Sequence[EngineRequest]) -> None:

@@ -20,8 +20,9 @@ from sightline.inference.vllm_plugin.names import (
     MIDDLEWARE,
     WEIGHT_TRANSFER_BACKEND,
 )
-from sightline.launch.processes import die_with_parent, find_port
+from sightline.launch.processes import find_port
 from sightline.media import MediaStore
+from sightline.run.parent_death import die_with_parent
 
 GIBIBYTE = 2**30
 VERSION_CHECK = (

@@ -34,7 +34,6 @@ from sightline.inference.engine import Deliver, Engine
 from sightline.inference.errors import not_finite_error, stopping_error, to_engine_error
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.model_runner import ModelRunner
-from sightline.inference.torch_engine.prompt_scoring import score_prompts
 from sightline.inference.torch_engine.recurrent_runner import RecurrentModelRunner
 from sightline.inference.torch_engine.request import TorchCounters, TorchRequest
 from sightline.inference.torch_engine.row_table import RowTable
@@ -52,10 +51,11 @@ class _WeightSwap:
     done: Future[None]
 
 
-class TorchEngine(Engine[TorchRequest, TorchCounters, _WeightSwap]):
+class TorchEngine(Engine):
     """The methods without an underscore are for other threads."""
 
     request_class = TorchRequest
+    counters: TorchCounters
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class TorchEngine(Engine[TorchRequest, TorchCounters, _WeightSwap]):
     def _step(self, plan: StepPlan) -> None:
         table, running = self.scheduler.rows, self.scheduler.running
         hidden = self.runner.hidden(plan, running)
-        score_prompts(self.runner, plan, hidden, table, running)
+        self.runner.score_prompts(plan, hidden, running)
         is_prompt = plan.starts < table.prompt_length[plan.rows]
         table.computed[plan.rows] = plan.ends
         self.counters.steps += 1

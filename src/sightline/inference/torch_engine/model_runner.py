@@ -1,6 +1,6 @@
 """One step on the device: encode the images that it shows, forward, sample.
 
-Letters: T tokens of the step, H hidden size.
+Letters: T tokens of the step, S scored tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sightline.inference.torch_engine.row_table import RowTable
 from sightline.inference.torch_engine.step_plan import StepPlan
 from sightline.pixels import Pixels
 from sightline.wire import MediaItem
+from sightline.wire.generate import SamplingParams
 
 # On ARM, oneDNN spends 60 microseconds on every matrix product, however small; below this many
 # rows OpenBLAS is faster.
@@ -164,18 +165,38 @@ class ModelRunner:
             for (key, (_, pixels)), part in zip(images.items(), parts, strict=True)
         }
 
-    def logprobs(
-        self,
-        hidden: torch.Tensor,
-        token_ids: np.ndarray,
-        temperature: float,
-        bans: tuple[int, ...] = (),
+    def score_prompts(
+        self, plan: StepPlan, hidden: torch.Tensor, running: dict[int, TorchRequest]
+    ) -> None:
+        """Fills in the prompt logprobs that this step has computed, where they are asked for.
+
+        They are those of the distribution that a sampled token would come from: banned ids leave
+        the softmax, then the temperature divides (1 where it is 0). Filters have no part.
+        """
+        for i in np.flatnonzero(plan.starts < self._rows.prompt_length[plan.rows]).tolist():
+            row, start = int(plan.rows[i]), int(plan.starts[i])
+            request = running[row]
+            if request.params.prompt_logprobs is None:
+                continue
+            size = len(request.prompt)
+            if request.prompt_logprobs is None:
+                request.prompt_logprobs = np.full(size, np.nan, dtype=np.float32)
+            # A token predicts the next one; the last of the prompt predicts none of it.
+            count = min(int(plan.ends[i]), size - 1) - start
+            if count > 0:
+                at, scored = int(plan.offsets[i]), slice(start + 1, start + 1 + count)
+                tokens = self._rows.tokens[row, scored]
+                request.prompt_logprobs[scored] = self._logprobs(
+                    hidden[at : at + count], tokens, request.params
+                )
+
+    def _logprobs(
+        self, hidden: torch.Tensor, token_ids: np.ndarray, params: SamplingParams
     ) -> np.ndarray:
         """float32 (S,) of hidden (S, H) and the tokens that follow; -inf for banned ids."""
         chosen = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
-        banned = self._banned
-        if bans:
-            banned = torch.cat([banned, torch.tensor(bans, device=self._device)])
+        bans = torch.tensor(params.banned_token_ids, dtype=torch.long, device=self._device)
+        banned, temperature = torch.cat([self._banned, bans]), params.temperature or 1.0
         found = chosen_logprobs(self.forward, hidden, chosen, banned, temperature)
         on_host: np.ndarray = found.cpu().numpy()
         return on_host

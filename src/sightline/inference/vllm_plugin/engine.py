@@ -26,9 +26,8 @@ from sightline.inference.errors import (
     to_engine_error,
 )
 from sightline.inference.server_spec import ServerSpec
-from sightline.inference.vllm_plugin.conversion import read_output, to_vllm_params
 from sightline.inference.vllm_plugin.multimodal_items import MultiModalItems, engine_key
-from sightline.inference.vllm_plugin.request import VllmRequest
+from sightline.inference.vllm_plugin.request import VllmRequest, read_output, to_vllm_params
 from sightline.inference.vllm_plugin.symbols import (
     MIN_TEMPERATURE,
     EngineDeadError,
@@ -49,7 +48,7 @@ from sightline.wire.weights import Manifest
 MAX_ATTEMPTS = 3
 
 
-class VllmEngine(Engine[VllmRequest, EngineCounters, CheckedWeights]):
+class VllmEngine(Engine):
     request_class = VllmRequest
 
     def __init__(

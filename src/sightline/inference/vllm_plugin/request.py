@@ -1,12 +1,20 @@
-"""One request on its way through vLLM."""
+"""One request on its way through vLLM: its parameters in vLLM's form, and vLLM's output in ours."""
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect
 from dataclasses import dataclass
+from typing import Any
 
 from sightline.inference.engine import EngineRequest
+from sightline.inference.vllm_plugin.names import BANNED_IDS_KEY
+from sightline.inference.vllm_plugin.symbols import RequestOutputKind
+from sightline.inference.vllm_plugin.symbols import SamplingParams as VllmParams
+from sightline.wire.generate import SamplingParams, VersionSpan
+
+MAX_VLLM_SEED = 2**63
+"""vLLM's seeds are below this: seeds of ours that differ by it draw alike there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,3 +36,40 @@ class VllmRequest(EngineRequest):
         began_at = self.submitted_at if self.cached_tokens else self.scheduled_at
         is_old = bisect(updates, began_at) < bisect(updates, self.first_token_at)
         return len(self.tokens) - (0 if is_old else self.spans[0].end)
+
+
+def to_vllm_params(params: SamplingParams, seed: int | None) -> VllmParams:
+    return VllmParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(0, params.top_k),
+        min_p=params.min_p,
+        seed=None if seed is None else seed % MAX_VLLM_SEED,
+        stop_token_ids=list(params.stop_token_ids),
+        # Only what the request names may end an answer, not what the checkpoint adds to it.
+        ignore_eos=True,
+        max_tokens=params.max_tokens,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_reading_prefix_cache=params.skip_reading_prefix_cache,
+        extra_args={BANNED_IDS_KEY: list(params.banned_token_ids)}
+        if params.banned_token_ids
+        else None,
+    )
+
+
+def read_output(request: VllmRequest, final: Any) -> None:
+    output = final.outputs[0]
+    request.tokens = list(output.token_ids)
+    request.logprobs = [
+        entry[token].logprob
+        for token, entry in zip(request.tokens, output.logprobs or [], strict=True)
+    ]
+    request.spans = [
+        VersionSpan(span.version, span.start, span.end) for span in output.weight_versions or []
+    ]
+    request.finish_reason = output.finish_reason
+    request.cached_tokens = final.num_cached_tokens or 0
+    request.scheduled_at = final.metrics.scheduled_ts
+    request.first_token_at = final.metrics.first_token_ts
