@@ -27,8 +27,8 @@ COMPILABLE_PATTERNS = (attention_cuda.FlexTreePattern, attention_cuda.VarlenPatt
 
 class AttentionPattern(Protocol):
     state: Any
-    """What recurrent layers have carried along so far, in a cache of transformers that they
-    update; None: they begin here, and what they carry is not kept."""
+    """State of recurrent layers so far, in a cache of transformers that they update; None where
+    they begin here and nobody needs their state afterwards."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
@@ -241,7 +241,7 @@ def find_trees(subtree_end: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _group_by_size(trees: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """By size, none under three quarters of the largest of its part."""
+    """Trees in groups by size, none under three quarters of the largest of its group."""
     parts: list[list[tuple[int, int]]] = []
     for tree in sorted(trees, key=lambda tree: (tree[0] - tree[1], tree[0])):
         largest = parts[-1][0][1] - parts[-1][0][0] if parts else 0

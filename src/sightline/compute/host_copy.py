@@ -50,8 +50,8 @@ class HostCopy:
         return self._buffers
 
     def _buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        held = self._buffers.get(name)
-        if held is None or held.shape != like.shape or held.dtype != like.dtype:
-            held = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-            self._buffers[name] = held
-        return held
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
+            buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            self._buffers[name] = buffer
+        return buffer

@@ -1,7 +1,7 @@
 """Versions that are adapters: small matrices A and B, and a base whose W they make W + s B A.
 
     tensors of a version: W.lora_A (r, in), W.lora_B (out, r) for each W that is adapted,
-                          and whole those parameters that train without
+                          and those parameters that train without adapters
 
 An engine that takes them keeps to the checkpoint that it was started with, and merges anew for each
 version: what it computes with is what it would have been sent merged.
@@ -36,7 +36,7 @@ def resolve_parameter(
     scales: Mapping[str, float],
     tensors: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """One parameter of a version: merged, trained whole, or the base's."""
+    """One parameter of a version: merged, trained itself, or the base's."""
     if name in scales:
         return merge_lora(base[name], tensors[name + LORA_A], tensors[name + LORA_B], scales[name])
     return tensors[name] if name in tensors else base[name]
@@ -66,7 +66,7 @@ class AdapterBase:
     def merge(
         self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Every parameter of a version. One of whole weights comes back as it is."""
+        """Every parameter of a version. One without adapters comes back as it is."""
         adapter = manifest.adapter
         if adapter is None:
             return dict(tensors)

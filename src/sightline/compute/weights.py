@@ -49,9 +49,12 @@ def write_weights(
     part.mkdir(parents=True)
     stem = "model" if adapter is None else "adapter"
     shares = _split_into_files(tensors, stem, dtype, max_file_bytes)
-    write = partial(_write, part, dtype)
+
+    def write(name: str) -> WeightFile:
+        return write_tensors(part / name, shares[name], dtype=dtype, durable=False)
+
     with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
-        files = list(pool.map(write, shares, shares.values()))
+        files = list(pool.map(write, shares))
     epoch = record_epoch(root, version, _digest_files(files))
     manifest = Manifest(version, vision_version, files, epoch, adapter=adapter)
     target = get_version_folder(root, version, epoch)
@@ -86,12 +89,6 @@ def _split_into_files(
     }
 
 
-def _write(
-    folder: Path, dtype: torch.dtype | None, name: str, share: Mapping[str, torch.Tensor]
-) -> WeightFile:
-    return write_tensors(folder / name, share, dtype=dtype, durable=False)
-
-
 def _digest_files(files: list[WeightFile]) -> str:
     if len(files) == 1:
         return files[0].sha256
@@ -115,7 +112,7 @@ def read_manifest(path: Path) -> Manifest:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise WireError(
-            f"no whole manifest at {path}: {error}", "publish the version again"
+            f"no complete manifest at {path}: {error}", "publish the version again"
         ) from error
 
 

@@ -76,7 +76,7 @@ class ServerSpec(ConfigSection):
 
     @property
     def num_threads(self) -> int:
-        """Compute threads; where the setting leaves them to the launcher and none has said, one."""
+        """Compute threads; one where the setting leaves them to a launcher and there is none."""
         return self.inference.threads or 1
 
     @property

@@ -73,13 +73,14 @@ class KVCache:
     @property
     def token_bytes(self) -> int:
         """Memory of one token in all layers."""
-        held = [*self._keys.values(), *self._values.values()]
-        return sum(table.stride(1) * table.element_size() for table in held)
+        return sum(table.stride(1) * table.element_size() for table in self._tables())
 
     @property
     def nbytes(self) -> int:
-        held = [*self._keys.values(), *self._values.values()]
-        return sum(tensor.nbytes for tensor in held)
+        return sum(table.nbytes for table in self._tables())
+
+    def _tables(self) -> list[torch.Tensor]:
+        return [*self._keys.values(), *self._values.values()]
 
     def reserve(self, rows: int, length: int) -> None:
         """Room for `rows` rows of `length` tokens."""
@@ -88,9 +89,9 @@ class KVCache:
             grow_size(self._size[1], length, INITIAL_LEN, self._max[1]),
         )
         if size != self._size:
-            for held in (self._keys, self._values):
-                for layer, old in held.items():
-                    held[layer] = new = self._zeros(size, old.shape[2:])
+            for tables in (self._keys, self._values):
+                for layer, old in tables.items():
+                    tables[layer] = new = self._zeros(size, old.shape[2:])
                     new[: self._size[0], : self._size[1]] = old[:-1]
             self._size = size
             self.generation += 1
@@ -98,13 +99,13 @@ class KVCache:
     def zero_row(self, row: int) -> None:
         """Zeroes a row that holds something other than numbers: masked keys must be finite."""
         if row < self._size[0]:
-            for held in (*self._keys.values(), *self._values.values()):
-                held[row].zero_()
+            for table in self._tables():
+                table[row].zero_()
 
     def write(
         self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes a run to `places`; returns the layer's keys and values (rows + 1, tokens, K, D)."""
+        """Writes a run to `places`; returns the layer's keys and values (rows+1, tokens, K, D)."""
         if layer not in self._keys:
             self._keys[layer] = self._zeros(self._size, k.shape[1:])
             self._values[layer] = self._zeros(self._size, v.shape[1:])
@@ -224,8 +225,8 @@ class KVCachePattern:
         return self._masks[i, shared]
 
 
-def _select_rows(held: torch.Tensor, group: _AttentionGroup) -> torch.Tensor:
-    part = held[:, : group.width]
+def _select_rows(table: torch.Tensor, group: _AttentionGroup) -> torch.Tensor:
+    part = table[:, : group.width]
     rows = part[group.rows] if isinstance(group.rows, slice) else part.index_select(0, group.rows)
     return rows.transpose(1, 2)
 

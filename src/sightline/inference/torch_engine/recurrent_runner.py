@@ -34,7 +34,7 @@ class RecurrentModelRunner(ModelRunner):
         return super().nbytes + self._states.nbytes
 
     def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> torch.Tensor:
-        """(T, H) of the plan's tokens; their keys, values and states are kept afterwards."""
+        """(T, H) of the plan's tokens; KV cache and states hold them afterwards."""
         # Before the parts: an image goes through the tower once.
         self._encode_missing(self._find_image_parts(plan, running))
         done, places = [], []
@@ -109,7 +109,7 @@ class RecurrentStates:
     def put(self, rows: np.ndarray, state: RecurrentCache) -> None:
         index = torch.from_numpy(rows).to(self._device)
         for layer, carried in enumerate(state.layers):
-            if isinstance(carried, LinearAttentionLayer):  # the others keep keys and values
+            if isinstance(carried, LinearAttentionLayer):  # the others have a KV cache
                 new = (carried.conv_states[0], carried.recurrent_states[0])
                 old = self._tables.get(layer, (new[0][:0], new[1][:0]))
                 inputs, memory = (self._grow_table(table, int(rows.max()) + 1) for table in old)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import numpy as np
 
@@ -15,7 +14,7 @@ from sightline.inference.errors import to_engine_error
 from sightline.inference.torch_engine.prefix_cache import CachedPrefix, PrefixCache, PrefixHash
 from sightline.inference.torch_engine.request import TorchCounters, TorchRequest
 from sightline.inference.torch_engine.row_table import RowTable
-from sightline.pixels import Materializer, Pixels
+from sightline.pixels import Materializer
 
 
 class Scheduler:
@@ -36,7 +35,7 @@ class Scheduler:
         self.waiting: deque[TorchRequest] = deque()
         self.loading: list[TorchRequest] = []
         self.running: dict[int, TorchRequest] = {}
-        """By row, in the order in which they began."""
+        """Requests that run, by row, in the order in which they began."""
         self.done: list[TorchRequest] = []
         self.started_bytes = 0
         """Bytes of the requests that have waited and wait no more, since the start."""
@@ -79,7 +78,7 @@ class Scheduler:
             self._load_images(request)
 
     def _assign_row(self, request: TorchRequest) -> bool:
-        """Finds a row: one that holds the prompt's beginning, a free one, or the oldest kept."""
+        """Finds a row: one that holds the prompt's beginning, a free one, or the oldest cached."""
         hashes = self._hash.prefixes(request.prompt, request.slots, request.keys)
         request.prompt_hash = int(hashes[-1])
         start = next_position = 0
@@ -134,10 +133,7 @@ class Scheduler:
             return
         self.loading.append(request)
         for flight in list(request.pending.values()):
-            flight.add_done_callback(self._on_pixels_ready)
-
-    def _on_pixels_ready(self, _: Future[Pixels]) -> None:
-        self._wake_engine()
+            flight.add_done_callback(lambda _: self._wake_engine())
 
     def start_loaded(self) -> None:
         """Lets those run whose pixels are all there."""
@@ -233,7 +229,7 @@ class Scheduler:
     # --- new weights
 
     def invalidate_after_update(self, old_version: str, keep_kv: bool, is_vision_new: bool) -> None:
-        """After an update: what was computed under the old weights goes, unless it is kept."""
+        """After a weight update: drops what the old weights computed, unless `keep_kv`."""
         unfinished = [*self.running.values(), *self.loading]
         self.running, self.loading, self._active = {}, [], None
         if keep_kv:

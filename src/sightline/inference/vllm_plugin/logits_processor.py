@@ -19,7 +19,7 @@ class BannedIdsProcessor(LogitsProcessor):
         banned = vllm_config.additional_config[CONFIG_KEY]["banned"]
         self._banned = torch.tensor(banned, dtype=torch.long, device=device)
         self._own: dict[int, list[int]] = {}
-        """By row of the batch, what its request bans; most ban nothing."""
+        """Ids that a request bans itself, by its row of the batch; most ban nothing."""
         self._rows = self._ids = self._banned[:0]
 
     def is_argmax_invariant(self) -> bool:

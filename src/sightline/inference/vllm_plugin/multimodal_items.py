@@ -59,7 +59,7 @@ class MultiModalItems:
     cache: Any
     """vLLM's own processor cache, which knows what its engine holds; None when it is off."""
     num_cache_misses: int = 0
-    """Times that vLLM's engine did not hold what its cache said."""
+    """Times that vLLM's engine lacked an image which its cache had promised."""
     _digests: LRUCache[str, str] = field(default_factory=lambda: LRUCache(MAX_DIGESTS))
     """Pixel digests by engine key, which binds all that a digest rests on."""
 
@@ -112,8 +112,8 @@ class MultiModalItems:
         return handed
 
     def _is_cached(self, key: str) -> bool:
-        held = self.cache is not None and self.cache.is_cached_item(key)
-        return held and key in self._digests
+        is_held = self.cache is not None and self.cache.is_cached_item(key)
+        return is_held and key in self._digests
 
     def _build_item(self, item: MediaItem, pixels: Pixels) -> MultiModalKwargsItem:
         fields = self.serving.fields(self.family, item, pixels.patches, self.normalizes)
