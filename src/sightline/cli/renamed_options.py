@@ -6,18 +6,36 @@ from collections.abc import Sequence
 
 from sightline.errors import ConfigError
 
-RENAMED_OPTIONS = {
-    "--max-len": "--max-model-len",
-    "--max-rows": "--max-num-seqs",
-    "--prefill-chunk": "--prefill-chunk-tokens",
-    "--no-kv-reuse": "--no-enable-prefix-caching",
+RENAMED_OPTIONS: dict[str, dict[str, str]] = {
+    "serve": {
+        "--max-len": "--max-model-len",
+        "--max-rows": "--max-num-seqs",
+        "--prefill-chunk": "--prefill-chunk-tokens",
+        "--no-kv-reuse": "--no-enable-prefix-caching",
+    },
+    "eval": {
+        "--max-len": "--max-model-len",
+        "--at-once": "--max-concurrent",
+        "--args": "--env-args",
+    },
+    "inspect": {"--shows-images": "--require-images"},
+    "samples": {"--max-mb": "--max-image-mb"},
+    "trace": {"--out": "--output"},
 }
-"""The old option of any command, and what it is called now."""
+"""For each command its old options, and what they are called now."""
+
+
+def find_renamed_option(words: Sequence[str]) -> tuple[str, str] | None:
+    """The first option of a command line that has its old name, with the new one."""
+    command = next((word for word in words if not word.startswith("-")), "")
+    for word in words:
+        option = word.partition("=")[0]
+        if new := RENAMED_OPTIONS.get(command, {}).get(option):
+            return option, new
+    return None
 
 
 def check_option_names(words: Sequence[str]) -> None:
-    """Raises if a word of a command line is an option under an old name."""
-    for word in words:
-        option = word.partition("=")[0]
-        if (new := RENAMED_OPTIONS.get(option)) is not None:
-            raise ConfigError(f"{option} is now called {new}", f"write {new}")
+    """Refuses an option under its old name, with the new one."""
+    if found := find_renamed_option(words):
+        raise ConfigError(f"{found[0]} is now called {found[1]}", f"write {found[1]}")

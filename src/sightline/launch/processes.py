@@ -9,6 +9,7 @@ ends the run in order, a second one at once.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -30,6 +31,8 @@ SECRET_VARIABLE = "SIGHTLINE_SECRET"
 """The variable in which the ranks of a trainer get what they know one another by."""
 POLL_S = 0.2
 STOP_TIMEOUT_S = 10.0
+PR_SET_PDEATHSIG = 1
+"""How long a process may take to end after it was told to."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +223,12 @@ def _get_error_file(run_dir: RunDir, name: str) -> Path:
 def write_error_file(run_dir: RunDir, name: str, problem: str, fix: str) -> None:
     """Called in a process that fails: the launcher quotes it."""
     _get_error_file(run_dir, name).write_text(json.dumps({"problem": problem, "fix": fix}))
+
+
+def die_with_parent() -> None:
+    """Has the kernel end this process with the one that started it, whatever this one is doing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class SignalCounter:

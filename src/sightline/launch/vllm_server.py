@@ -20,7 +20,7 @@ from sightline.inference.vllm_plugin.names import (
     MIDDLEWARE,
     WEIGHT_TRANSFER_BACKEND,
 )
-from sightline.launch.processes import find_port
+from sightline.launch.processes import build_environ, find_port
 from sightline.media import MediaStore
 from sightline.run.parent_death import die_with_parent
 
@@ -92,20 +92,17 @@ def runs_on_cpu(device: str) -> bool:
 
 
 def build_vllm_environ(device: str, threads: int) -> dict[str, str]:
-    given = dict(os.environ)
+    given = build_environ(threads)
     # Compiling its sampler costs more than half a minute at the first request of a CPU.
     given.setdefault("TORCHDYNAMO_DISABLE", str(int(runs_on_cpu(device))))
     given.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     # Threads tied to cores would stand in the way of trainer and workers on the same ones.
     given.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return given | {
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         # The logits processor that bans pads is of the first model runner's kind.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "PYTHONUNBUFFERED": "1",
     }
 
 
