@@ -142,7 +142,7 @@ def playing(
         stages = open_stages(target, "worker-0", "run-001")
         try:
             address = f"http://{client.host}:{client.port}"
-            yield Worker(served.model, media, address, max_tokens=6, stages=stages)
+            yield Worker(Path(served.model.path), media, address, max_tokens=6, stages=stages)
         finally:
             stages.close()
 
