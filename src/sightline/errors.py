@@ -14,6 +14,7 @@
     ├── PixelMismatch             sampler and trainer made different pixels
     ├── PixelsUnproven            a sampler that cannot say which pixels it saw
     ├── Misaligned                data that must line up does not (tokens, slots, arrays, versions)
+    ├── WeightsError              published weights that are torn, or are not those of the model
     ├── WireError                 a message of another schema, or with unknown fields
     ├── EngineError               an inference server refused or failed a request
     ├── EnvironmentFailed         user code of an environment failed
@@ -118,6 +119,10 @@ class PixelsUnproven(SightlineError):
 
 class Misaligned(SightlineError, ValueError):
     """Data that must line up does not. Never repaired: the sample is dropped and counted."""
+
+
+class WeightsError(SightlineError, ValueError):
+    """Published weights are torn, or do not fit the model. An engine keeps those that it has."""
 
 
 class WireError(SightlineError, ValueError):

@@ -21,7 +21,7 @@ from serving import Client, live
 
 from sightline.envs import Chat
 from sightline.families import load_renderer
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.render import Renderer
 
@@ -35,7 +35,7 @@ CALLED = {
 
 
 @pytest.fixture(scope="module")
-def client(settings: ServeSettings) -> Iterator[Client]:
+def client(settings: ServerSpec) -> Iterator[Client]:
     with live(settings) as made:
         yield made
 

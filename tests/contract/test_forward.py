@@ -26,7 +26,7 @@ from sightline.compute.attention import PackedPattern, TreePattern
 from sightline.compute.model import load_model
 from sightline.families import Forward, PlacedSlot
 from sightline.families.registry import write_tiny
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.message import user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
@@ -205,8 +205,8 @@ def test_the_vision_parameters_are_all_that_features_depend_on(
 
 def test_the_engine_says_the_logprobs_of_one_forward_pass(computing: Any, forward: Forward) -> None:
     renderer, refs = computing.renderer, computing.refs
-    settings = ServeSettings(
-        model=computing.path,
+    settings = ServerSpec.of(
+        path=computing.path,
         media_roots=(computing.store.root,),
         device="cpu",
         max_num_seqs=4,

@@ -17,10 +17,10 @@ import torch
 from sightline.algo.losses import LossFunction, LossInputs, mismatch_kl
 from sightline.compute.attention import build_attention_pattern
 from sightline.compute.logprobs import chosen_logprobs
-from sightline.compute.transfer import copy_to_device
 from sightline.config import TrainerConfig
 from sightline.errors import TrainingDiverged
 from sightline.families import Family, Forward
+from sightline.families.device_copy import copy_to_device
 from sightline.pixels import PixelCacheStats
 from sightline.trainer.alignment_checks import check_features, check_micro_batch, check_patches
 from sightline.trainer.blocks import count_compiled_graphs

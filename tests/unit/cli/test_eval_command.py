@@ -15,7 +15,7 @@ from serving import Client, live
 
 from sightline.cli.main import main
 from sightline.errors import EngineError
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.rollout.openai_client import OpenAIClient
 
@@ -24,8 +24,8 @@ WORDS = ["eval", "color_codeword", "--tasks", "6", "--max-tokens", "12", "--temp
 
 @pytest.fixture
 def server(tiny_model: Path, store: MediaStore) -> Iterator[Client]:
-    settings = ServeSettings(
-        model=tiny_model, media_roots=(store.root,), device="cpu", max_model_len=1024
+    settings = ServerSpec.of(
+        path=tiny_model, media_roots=(store.root,), device="cpu", max_model_len=1024
     )
     with live(settings) as made:
         yield made

@@ -15,7 +15,7 @@ import torch
 
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny
-from sightline.inference.settings import describe_prefix_reuse
+from sightline.inference.server_spec import describe_prefix_reuse
 from sightline.media import MediaStore
 from sightline.message import assistant, user
 from sightline.pack import PackSize, pack
@@ -223,7 +223,7 @@ def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
 
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from sightline.inference.settings import ServeSettings
+    from sightline.inference.server_spec import ServerSpec
     from sightline.inference.torch_engine.build import build_engine
     from sightline.inference.torch_engine.request import TorchRequest
     from sightline.wire.generate import SamplingParams
@@ -233,8 +233,8 @@ def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
     family = learner.family
     shown = [store.put(making.image(random.Random(3), 120, 90))] if family.shows_images else []
     rendered = renderer.render([user("see ", *shown)])
-    settings = ServeSettings(
-        model=model,
+    settings = ServerSpec.of(
+        path=model,
         media_roots=(Path(store.root),),
         device="cpu",
         max_num_seqs=4,

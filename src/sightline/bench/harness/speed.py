@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from sightline.compute.model import MODEL_DTYPES, pick_device
-from sightline.compute.transfer import stack_pinned
 from sightline.families import Family
+from sightline.families.device_copy import stack_pinned
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner
 

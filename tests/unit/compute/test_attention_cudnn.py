@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sightline.compute import attention_cudnn as attention_dense
+from sightline.compute import attention_cudnn
 from sightline.compute.attention import PackedPattern
 from sightline.compute.attention_cudnn import (
     MAX_GROUPS,
@@ -34,7 +34,7 @@ def no_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
             q, k, v, is_causal=causal, scale=scaling, enable_gqa=gqa
         )
 
-    monkeypatch.setattr(attention_dense, "_cudnn", plain)
+    monkeypatch.setattr(attention_cudnn, "_cudnn", plain)
 
 
 def seen_often(lengths: list[int]) -> ShapeCounter:
@@ -119,7 +119,7 @@ def test_plans_forget_what_was_not_asked_for_lately() -> None:
 
 
 def test_images_are_decided_on_once_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_dense, "SHAPES", ShapeCounter())
+    monkeypatch.setattr(attention_cudnn, "SHAPES", ShapeCounter())
 
     def layers(ends: list[int], longest: int) -> list[bool]:
         bounds = torch.tensor(ends, dtype=torch.int32)
@@ -135,6 +135,6 @@ def test_images_are_decided_on_once_a_micro_batch(monkeypatch: pytest.MonkeyPatc
     with torch.no_grad():
         assert layers(even, 1024) == [False] * 5
     gc.collect()
-    assert len(attention_dense._decision_by_bounds) == 0, (
+    assert len(attention_cudnn._decision_by_bounds) == 0, (
         "what is decided goes with the micro-batch"
     )

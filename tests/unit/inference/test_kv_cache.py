@@ -41,7 +41,7 @@ def test_chunks_and_single_tokens_attend_as_whole_sequences_do(rows: list[int]) 
         )
         parts = [[x[:, done[i] : done[i] + step[i]] for x in whole[i]] for i in live]
         q, k, v = (torch.cat([part[j] for part in parts], dim=1)[None] for j in range(3))
-        out = kv.pattern(plan).attend(0, q, k, v, 0.3)[0]
+        out = kv.build_pattern(plan).attend(0, q, k, v, 0.3)[0]
         at = 0
         for i in live:
             outs[i].append(out[:, at : at + step[i]])
