@@ -69,7 +69,9 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) -> ConfigError:
-    first = error.errors()[0]
+    errors = error.errors()
+    # A key by its old name is missing under its new one: that it is unknown says more.
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     names = [str(part) for part in first["loc"]]
     message = first["msg"].removeprefix("Value error, ")
     if not names:  # settings that each are well, and do not go together
