@@ -22,7 +22,7 @@ from rich.table import Table
 
 from sightline import config
 from sightline.config import RunFile
-from sightline.errors import ConfigError, Misaligned
+from sightline.errors import ConfigError, Misaligned, WireError
 from sightline.families import Family, load_family
 from sightline.media import MediaRef, MediaStore
 from sightline.pack import PackSize, pack
@@ -203,7 +203,7 @@ def _read_batches(run_dir: RunDir, digests: dict[int, str]) -> Iterator[tuple[Ba
 def _decode_batch(raw: bytes, file: Path) -> Batch:
     try:
         return Batch.from_bytes(raw)
-    except msgspec.MsgspecError as error:
+    except WireError as error:
         held = ", ".join(eager_tensors(msgspec.msgpack.decode(raw))) or "none"
         raise Misaligned(
             f"{file} is not a batch: {error}; tensors in it: {held}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sightline.media import MediaRef
+from sightline.wire.codec import Codec
 
 
 class BatchReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="announce"):
@@ -106,13 +107,5 @@ ControlMessage = (
     | QuitRequest
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(ControlMessage)
-
-
-def encode(message: ControlMessage) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode(data: bytes) -> ControlMessage:
-    return _decoder.decode(data)
+_codec = Codec[ControlMessage](ControlMessage, "a message between the processes of a run")
+encode, decode = _codec.encode, _codec.decode

@@ -88,8 +88,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
             counts = (len(hashes[modality]), len(places[modality]), len(raws[modality]))
             if len(set(counts)) != 1:
                 raise Misaligned(
-                    f"{_find_odd_list(counts, modality)}: the lists of hashes, places and items hold "
-                    f"{counts} entries",
+                    f"{_find_odd_list(counts, modality)}: the lists of hashes, places and items "
+                    f"hold {counts} entries",
                     "send one entry a slot in each",
                 )
             for i, (key, place, raw) in enumerate(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sightline.wire.codec import Codec
 from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.weights import WeightFile
 
@@ -103,13 +104,5 @@ RankMessage = (
     | NoMoreWork
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(RankMessage)
-
-
-def encode(message: RankMessage) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode(data: bytes) -> RankMessage:
-    return _decoder.decode(data)
+_codec = Codec[RankMessage](RankMessage, "a message between ranks")
+encode, decode = _codec.encode, _codec.decode

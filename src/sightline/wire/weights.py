@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from sightline.errors import WireError
+from sightline.wire.codec import check_schema
 
 WEIGHTS_SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -63,11 +63,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: int = WEIGHTS_SCHEMA
 
     def __post_init__(self) -> None:
-        if self.schema != WEIGHTS_SCHEMA:
-            raise WireError(
-                f"weights of schema {self.schema}, this is {WEIGHTS_SCHEMA}",
-                "run the same version of sightline in trainer and server",
-            )
+        check_schema(self.schema, WEIGHTS_SCHEMA, "weights")
 
     @property
     def label(self) -> str:

@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from sightline.families import PlacedSlot, load_family
+from sightline.families import load_family
 from sightline.media import MediaStore
 from sightline.pack import PackSize, pack
 from sightline.pack.tree import build_units, measure_unit, order_depth_first
+from sightline.wire import Slot
 from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.sample import Sample
 
@@ -54,7 +55,7 @@ def test_every_path_is_its_sample(
             seen = np.flatnonzero((index <= path[-1]) & (path[-1] < ends))
             assert seen.tolist() == path, "its path, and nothing of its siblings"
             placed = [
-                PlacedSlot(s.offset, s.length, sample.items[s.item].grid) for s in sample.slots
+                Slot(s.offset, s.length, sample.items[s.item]) for s in sample.slots
             ]
             alone, _ = family.positions(len(sample.token_ids), placed)
             assert np.array_equal(packed.positions.numpy()[:, path], alone[:, :upto])
