@@ -222,7 +222,7 @@ import hashlib, sys
 from sightline import MediaStore, load_family
 model, root, digest = sys.argv[1:]
 store, family = MediaStore(root), load_family(model)
-ref = store.find(digest)
+ref = store.get_ref(digest)
 patches = family.patches(store.image(ref), family.item(ref))
 print(hashlib.sha256(patches.tobytes()).hexdigest())
 heavy = {"torch", "transformers", "torchvision"} & set(sys.modules)

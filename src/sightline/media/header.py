@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sightline.errors import MediaError, MediaRefused
+from sightline.errors import ConfigError, MediaRefused
 
 # Above this Pillow's own decompression-bomb warning begins; ours come first, from the header.
 PILLOW_MAX_PIXELS = 89_000_000
@@ -31,11 +31,11 @@ class ImageLimits(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if min(self.max_bytes, self.max_pixels, self.max_side) < 1:
-            raise MediaError(
+            raise ConfigError(
                 f"limits must be above 0: {self}", "leave a limit out to keep its default"
             )
         if self.max_pixels > PILLOW_MAX_PIXELS:
-            raise MediaError(
+            raise ConfigError(
                 f"max_pixels {self.max_pixels} is above {PILLOW_MAX_PIXELS}",
                 "choose a smaller limit and scale larger images down before they are put",
             )

@@ -375,7 +375,7 @@ def test_nodes_that_contradict_themselves_cannot_be_made() -> None:
         Node(0, ROOT, user("a"), ids, 3, finish_reason="stop")
     with pytest.raises(Misaligned, match="after 3"):
         Node(0, ROOT, user("a"), ids, 3, slots=(slot, slot))
-    with pytest.raises(Misaligned, match="slot ends at 4"):
+    with pytest.raises(Misaligned, match="covers 2 to 4, after 0, of 3"):
         Node(0, ROOT, user("a"), ids, 3, slots=(Slot(2, 2, slot.item),))
 
 
