@@ -10,16 +10,7 @@ import pytest
 
 from sightline.errors import ConfigError, ProcessFailed
 from sightline.launch.processes import find_port
-from sightline.transport.memory import MemoryHub
 from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke, Hub, Spoke
-
-
-class MemoryChannel:
-    def __init__(self) -> None:
-        self.hub: Any = MemoryHub()
-
-    def spoke(self, name: str) -> Any:
-        return self.hub.spoke(name)
 
 
 class ZmqChannel:
@@ -67,7 +58,6 @@ class InThread:
 
 
 CHANNELS = {
-    "memory": MemoryChannel,
     "zmq": ZmqChannel,
     "zmq with a secret": SecretZmqChannel,
     "zmq in threads": ThreadedZmqChannel,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
-from cachetools import LRUCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,31 +26,32 @@ class FeatureCache:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
+        self.bytes_held = 0
         self.hits = 0
         self.encoded = 0
         self.evicted = 0
-        self._entries: LRUCache[str, ImageFeatures] = LRUCache(
-            max_bytes, getsizeof=lambda shown: shown.nbytes
-        )
+        self._entries: OrderedDict[str, ImageFeatures] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    @property
-    def bytes_held(self) -> int:
-        return int(self._entries.currsize)
-
     def find(self, key: str) -> ImageFeatures | None:
         shown = self._entries.get(key)
-        self.hits += shown is not None
+        if shown is not None:
+            self._entries.move_to_end(key)
+            self.hits += 1
         return shown
 
     def put(self, key: str, shown: ImageFeatures) -> None:
         self.encoded += 1
-        if shown.nbytes <= self.max_bytes and key not in self._entries:
-            num_before = len(self._entries)
-            self._entries[key] = shown
-            self.evicted += num_before + 1 - len(self._entries)
+        if shown.nbytes > self.max_bytes or key in self._entries:
+            return
+        self._entries[key] = shown
+        self.bytes_held += shown.nbytes
+        while self.bytes_held > self.max_bytes:
+            _, old = self._entries.popitem(last=False)
+            self.bytes_held -= old.nbytes
+            self.evicted += 1
 
     def figures(self) -> dict[str, int]:
         """By the names that the metrics of every cache have."""
@@ -63,3 +64,4 @@ class FeatureCache:
 
     def clear(self) -> None:
         self._entries.clear()
+        self.bytes_held = 0

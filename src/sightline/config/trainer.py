@@ -79,8 +79,7 @@ class TrainerConfig(ConfigSection):
     threads: int = Field(0, ge=0)
     """Compute threads of the trainer; 0 shares the cores with the server."""
     pixel_cache_mb: Mutable[int] = Field(256, ge=0)
-    """MB of memory for patches that are kept between batches, and as much for those that other
-    ranks read."""
+    """MB of memory for the patches of images that are kept between batches."""
     feature_cache_mb: Mutable[int] = Field(256, ge=0)
     """MB on the trainer's device for features of a frozen vision tower."""
 

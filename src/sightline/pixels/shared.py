@@ -1,10 +1,10 @@
-"""Patches that the ranks of one machine share: made once by rank 0, mapped by the others.
+"""Patches that the ranks of one machine share: made once, laid in memory, mapped by the others.
 
-    rank 0: copies patches into a sealed memfd      freed by the kernel with its last user
-    rank 0 -- RankAssignment(SharedPatches) --> rank r: maps it before AssignmentReceived
+    rank 0 --lay--> sealed memory without a name       freed by the kernel with its last user
+      gives: where it is (`SharedPatches`), in the share        rank r: opens it before it says `taken`
 
 Nothing is written to a disk and nothing is left behind, however a process ends. Whoever finds the
-shared memory gone, or is on another machine, makes the pixels itself.
+memory gone, or is on another machine, makes the pixels itself.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ _OPENING = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 def share_patches(
     stacks: Sequence[np.ndarray | None], max_bytes: int
 ) -> Iterator[SharedPatches | None]:
-    """Where in shared memory the patches of each micro-batch are, while the context lasts.
-
-    None where nothing is shared: no image, or no memfd on this system.
+    """Where the patches of each micro-batch lie, for as long as the context lasts; None: nowhere.
 
     Whoever opens them meanwhile keeps them. What goes beyond `max_bytes` is left out.
     """
@@ -64,12 +62,12 @@ def _fill(fd: int, stacks: Sequence[np.ndarray | None], max_bytes: int) -> Share
     return SharedPatches(os.getpid(), fd, token.hex(), places)
 
 
-def open_shared_patches(shared: SharedPatches | None) -> list[np.ndarray | None]:
-    """The patches that another process of this machine shares, mapped; [] where it has none."""
-    if shared is None:
+def open_shared_patches(laid: SharedPatches | None) -> list[np.ndarray | None]:
+    """The patches that another process of this machine has laid, in its memory; [] for none."""
+    if laid is None:
         return []
     try:
-        fd = os.open(f"/proc/{shared.pid}/fd/{shared.fd}", _OPENING)
+        fd = os.open(f"/proc/{laid.pid}/fd/{laid.fd}", _OPENING)
     except OSError:
         return []
     try:
@@ -81,13 +79,13 @@ def open_shared_patches(shared: SharedPatches | None) -> list[np.ndarray | None]
     finally:
         os.close(fd)
     # On another machine, or after a restart, the number may name another file.
-    if memory[:_TOKEN_BYTES] != bytes.fromhex(shared.token):
+    if memory[:_TOKEN_BYTES] != bytes.fromhex(laid.token):
         return []
     return [
         None
         if at is None
         else np.frombuffer(memory, np.uint8, at.rows * at.values, at.offset).reshape(at.rows, -1)
-        for at in shared.places
+        for at in laid.places
     ]
 
 
