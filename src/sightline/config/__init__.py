@@ -8,17 +8,9 @@ name.
 
 from __future__ import annotations
 
-from sightline.config.files import (
-    AnyRun,
-    RunFile,
-    SftFile,
-    check_resume,
-    iter_settings,
-)
+from sightline.config.files import AnyRun, RunFile, SftFile, check_resume, iter_settings
 from sightline.config.inference import InferenceConfig
 from sightline.config.load import dump_toml, load_config, load_stored_config, validate_config
-from sightline.config.logging import LoggingConfig
-from sightline.config.lora import LoraConfig
 from sightline.config.section import ConfigSection, get_section_class
 from sightline.config.sections import (
     DataConfig,
@@ -26,6 +18,8 @@ from sightline.config.sections import (
     EnvMixEntry,
     EvalConfig,
     FiltersConfig,
+    LoggingConfig,
+    LoraConfig,
     MediaConfig,
     ModelConfig,
     OrchestratorConfig,

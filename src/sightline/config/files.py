@@ -8,14 +8,14 @@ from typing import Any, Self, TypeVar
 from pydantic import model_validator
 
 from sightline.config.inference import InferenceConfig
-from sightline.config.logging import LoggingConfig
-from sightline.config.lora import LoraConfig
 from sightline.config.section import ConfigSection, get_section_class
 from sightline.config.sections import (
     DataConfig,
     EnvConfig,
     EvalConfig,
     FiltersConfig,
+    LoggingConfig,
+    LoraConfig,
     MediaConfig,
     ModelConfig,
     OrchestratorConfig,

@@ -186,3 +186,33 @@ class SftConfig(ConfigSection):
     """Number of conversations in one optimizer step."""
     eval_every: Mutable[int] = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates before the first step and after the last alone."""
+
+
+class LoraConfig(ConfigSection):
+    """LoRA adapters on frozen weights."""
+
+    rank: int = Field(0, ge=0)
+    """Rank of the adapters; 0 trains the weights themselves."""
+    alpha: float = Field(32.0, gt=0)
+    """Scale of the adapters, which are multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("*",)
+    """Linear layers of the text model that get adapters, by patterns of their names."""
+    vision_targets: tuple[str, ...] = ()
+    """Linear layers of the vision tower that get adapters, by patterns of their names; without any
+    the tower trains whole, or not at all."""
+    publish: Literal["merged", "adapter"] = "merged"
+    """Whether the engines of a run are given whole weights, or adapters to merge."""
+
+
+class LoggingConfig(ConfigSection):
+    """Where else the numbers of a run go."""
+
+    sinks: Mutable[tuple[Literal["tensorboard", "wandb", "trackio"], ...]] = ()
+    """Trackers that are fed with the numbers of the run, beside its own files."""
+    samples_every: Mutable[int] = Field(10, ge=0)
+    """Steps between tables of samples in the sinks; 0 writes none."""
+    wandb_offline: Mutable[bool] = False
+    """Whether W&B keeps the run on this machine."""
+    otel: Mutable[str] = Field("", pattern=r"^(file|https?://[^/\s]+\S*)?$")
+    """Where the stages of every rollout go as OpenTelemetry spans: the address of an OTLP/HTTP
+    collector, or `file` for `spans.jsonl` in the run directory."""
