@@ -1,8 +1,8 @@
 """Messages and parts: what environments speak.
 
 OpenAI-shaped dicts and these structs mean the same; `to_message` turns the first into the
-second, once, at the door. There images become refs, adjacent texts become one, and everything
-that we do not know is refused with its JSON path. Past the door there is one form.
+second, once, where messages come in. Images become refs, adjacent texts become one, and everything
+that we do not know is refused with its JSON path. From there on there is one form.
 """
 
 from __future__ import annotations
