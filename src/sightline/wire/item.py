@@ -107,7 +107,7 @@ class Slot(
 
 
 class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A run of tokens, [start, stop); what counts from where is said by whoever holds it."""
+    """A run of tokens, [start, stop), counted from the start of whatever holds the span."""
 
     start: int
     stop: int

@@ -13,7 +13,7 @@ EXIT_OTHER_RANK_FAILED = 3
 
 
 def rank_process_name(rank: int, lead: str = "trainer") -> str:
-    """The process that computes it."""
+    """Name of the process that computes as this rank."""
     return f"{lead}-{rank}" if rank else lead
 
 
@@ -28,7 +28,7 @@ class RankReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="he
 
     rank: int
     step: int
-    """Of the checkpoint that it starts from."""
+    """Step of the checkpoint that the rank starts from."""
 
 
 class PatchRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,7 +55,7 @@ class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 
     step: int
     digest: str
-    """Of the batch."""
+    """Digest of the batch."""
     micro_batches: list[MicroBatch | None]
     """One a round, None for an empty one; every rank has as many."""
     shows: list[bool]

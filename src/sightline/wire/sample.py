@@ -27,7 +27,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     env: str
     reward: float
     token_ids: Array
-    """int32, the whole branch."""
+    """int32, the tokens of the branch from its root."""
     trained: Array
     """int32, the indices of the tokens that train, ascending; never index 0."""
     logprobs: Array
