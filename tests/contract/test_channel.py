@@ -132,6 +132,19 @@ def test_several_spokes_are_told_apart(play: Any) -> None:
     play(scene)
 
 
+def test_a_process_takes_the_place_of_one_of_its_name(play: Any) -> None:
+    async def scene(channel: Any) -> None:
+        for name in (b"first", b"second"):
+            spoke = channel.spoke("a")
+            await spoke.send(b"hello")
+            assert await channel.hub.receive() == ("a", b"hello")
+            await channel.hub.send("a", name)
+            assert await spoke.receive() == name
+            spoke.close()
+
+    play(scene)
+
+
 def test_a_large_message_passes(play: Any) -> None:
     async def scene(channel: Any) -> None:
         spoke = channel.spoke("a")

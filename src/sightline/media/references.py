@@ -125,7 +125,7 @@ def _digests_in_parquet(path: Path) -> Iterator[str]:
     try:
         with parquet.ParquetFile(path) as table:
             for batch in table.iter_batches(batch_size=64):
-                # However values are nested, and whatever is escaped beside a digest, it stays whole.
+                # A digest stays whole however values are nested, and whatever is escaped beside it.
                 yield from _digests_in(repr(batch.to_pylist()).encode())
     except ArrowException as error:
         raise OSError(str(error)) from error

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sightline.errors import ConfigError, MediaMissing, MediaRefused, MessageError
+from sightline.errors import ConfigError, MediaError, MediaMissing, MediaRefused, MessageError
 from sightline.media import ImageIngestor, MediaRef, MediaStore, fetch
 from sightline.media.header import ImageLimits
 
@@ -133,6 +133,13 @@ def test_a_media_url_leads_to_the_stored_image(store: MediaStore, png: bytes) ->
 
 def test_a_media_url_of_a_missing_image_says_so_with_its_place(store: MediaStore) -> None:
     refused(ImageIngestor(store), "media:sha256:" + "0" * 64, MediaMissing)
+
+
+def test_the_cause_of_an_unreadable_store_stays_the_cause(store: MediaStore) -> None:
+    store.path("0" * 64).mkdir(parents=True)
+    with pytest.raises(MediaError, match="cannot read") as caught:
+        ImageIngestor(store).resolve("media:sha256:" + "0" * 64, WHERE)
+    assert isinstance(caught.value.__cause__, OSError), "by which a server knows that it may heal"
 
 
 @pytest.mark.parametrize("url", ["media:", "media:sha256:zz", "media:md5:" + "0" * 64])
