@@ -14,7 +14,7 @@
     ├── PixelMismatch             sampler and trainer made different pixels
     ├── PixelsUnproven            a sampler that cannot say which pixels it saw
     ├── Misaligned                data that must line up does not (tokens, slots, arrays, versions)
-    ├── WireError                 a message of another schema, with unknown fields, or damaged
+    ├── WireError                 a message of another schema, or with unknown fields
     ├── EngineError               an inference server refused or failed a request
     ├── EnvironmentFailed         user code of an environment failed
     ├── JudgeFailed               a judge model gave no verdict

@@ -55,7 +55,7 @@ class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 
     step: int
     digest: str
-    """Digest of the batch."""
+    """Digest of the batch, as the orchestrator announced it."""
     micro_batches: list[MicroBatch | None]
     """One a round, None for an empty one; every rank has as many."""
     shows: list[bool]
