@@ -28,7 +28,7 @@ class RankReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="he
 
     rank: int
     step: int
-    """Step of the checkpoint that the rank starts from."""
+    """Of the checkpoint that it starts from."""
 
 
 class PatchRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
