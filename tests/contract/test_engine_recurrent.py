@@ -27,7 +27,7 @@ from sightline.trainer.feed import BatchPreparer
 from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingParams
-from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
+from sightline.wire.sample import Batch, Sample, Segment
 
 TOLERANCE = 2e-5
 Prompt = tuple[list[int], list[Slot]]
@@ -216,9 +216,9 @@ def sample(
         logprobs=Array.of(logprobs, "float32"),
         advantages=Array.of(np.ones(num), "float32"),
         versions=Array.of(np.zeros(num), "int32"),
-        segments=[Segment(i, s, s + len(part)) for i, (s, part) in enumerate(said)],
+        segments=[Segment(s, s + len(part), node=i) for i, (s, part) in enumerate(said)],
         items=[slot.item for slot in slots],
-        slots=[SampleSlot(s.offset, s.length, i, None) for i, s in enumerate(slots)],
+        slots=[Slot(s.offset, s.length, i) for i, s in enumerate(slots)],
     )
 
 

@@ -24,7 +24,7 @@ from serving import live, next_turn
 
 from sightline.compute.attention import PackedPattern, TreePattern
 from sightline.compute.model import load_model
-from sightline.families import Forward, PlacedSlot
+from sightline.families import Forward
 from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import ServerSpec
 from sightline.message import user
@@ -82,8 +82,7 @@ def hidden(
 
 
 def positions(computing: Any, num_tokens: int, slots: Sequence[Slot]) -> torch.Tensor:
-    placed = [PlacedSlot(slot.offset, slot.length, slot.item.grid) for slot in slots]
-    found, _ = computing.family.positions(num_tokens, placed)
+    found, _ = computing.family.positions(num_tokens, slots)
     return torch.from_numpy(found.astype(np.int64))[:, None]
 
 

@@ -25,7 +25,7 @@ from sightline.trainer.feed import BatchPreparer
 from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.generate import GenerateResponse, SamplingParams
-from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
+from sightline.wire.sample import Batch, Sample, Segment
 
 BOUND = 1e-4
 
@@ -82,10 +82,10 @@ class Talk:
             logprobs=Array.of(self.logprobs, "float32"),
             advantages=Array.of(np.zeros(num), "float32"),
             versions=Array.of(np.zeros(num), "int32"),
-            segments=[Segment(0, start, start + num)],
+            segments=[Segment(start, start + num, node=0)],
             items=items,
             slots=[
-                SampleSlot(slot.offset, slot.length, items.index(slot.item), digest)
+                Slot(slot.offset, slot.length, items.index(slot.item), digest)
                 for slot, digest in zip(self.slots, digests or self.digests, strict=True)
             ],
         )  # fmt: skip

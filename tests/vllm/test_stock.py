@@ -120,7 +120,7 @@ def test_other_ids_are_an_error_that_shows_both(
     # A renderer with other pixel limits would have given the first image fewer pads.
     shorter = msgspec.structs.replace(slots[0], length=slots[0].length - 1)
     tokens = [*request.token_ids[: shorter.end], *request.token_ids[slots[0].end :]]
-    moved = [shorter, *(slot.moved(-1) for slot in slots[1:])]
+    moved = [shorter, *(slot.shift(-1) for slot in slots[1:])]
     wrong = GenerateRequest.of(tokens, moved, request.sampling_params)
     with pytest.raises(EngineError, match="expanded the prompt in another way") as caught:
         ask(stock(address, media, reference, True), wrong)

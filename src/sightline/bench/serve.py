@@ -201,7 +201,7 @@ async def _rollout(renderer: Renderer, refs: Sequence[Any], answer: Answer) -> l
     sampled: list[int] = []
     for ref in refs:
         rendered = renderer.render([user("What do you see?", ref)])
-        slots = [*slots, *(slot.moved(len(token_ids)) for slot in rendered.slots)]
+        slots = [*slots, *(slot.shift(len(token_ids)) for slot in rendered.slots)]
         token_ids = [*token_ids, *rendered.token_ids]
         new = await answer(token_ids, slots)
         token_ids += new

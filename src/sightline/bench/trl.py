@@ -31,8 +31,9 @@ from sightline.pack import PackSize
 from sightline.trainer.build import build_learner, build_materializer
 from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.learner import Learner
+from sightline.wire import Slot
 from sightline.wire.array import Array
-from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
+from sightline.wire.sample import Batch, Sample, Segment
 
 GROUP = 8
 SAMPLES = 128
@@ -173,9 +174,9 @@ class SightlineStep:
             logprobs=Array.of(np.zeros(len(answer)), "float32"),
             advantages=Array.of(np.full(len(answer), first["advantages"][i]), "float32"),
             versions=Array.of(np.zeros(len(answer)), "int32"),
-            segments=[Segment(0, len(prompt), len(prompt) + len(answer))],
+            segments=[Segment(len(prompt), len(prompt) + len(answer), node=0)],
             items=[slot.item],
-            slots=[SampleSlot(slot.offset, slot.length, 0, None)],
+            slots=[Slot(slot.offset, slot.length, 0)],
         )
 
     def run(self, steps: int) -> None:

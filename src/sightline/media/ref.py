@@ -34,8 +34,8 @@ class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.mime not in MIMES or any(type(size) is not int or size <= 0 for size in sizes):
             raise MediaError(
                 f"not a media ref: {self}",
-                f"take refs from MediaStore.put or find; their mime is one of {', '.join(MIMES)}, "
-                "their width, height and nbytes are whole numbers above 0",
+                "take refs from MediaStore.put or get_ref; their mime is one of "
+                f"{', '.join(MIMES)}, their width, height and nbytes are whole numbers above 0",
             )
 
     @property

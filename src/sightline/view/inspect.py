@@ -201,7 +201,7 @@ def _read_batches(run_dir: RunDir, digests: dict[int, str]) -> Iterator[tuple[Ba
 def _decode_batch(raw: bytes, file: Path) -> Batch:
     try:
         return Batch.from_bytes(raw)
-    except msgspec.MsgspecError as error:
+    except WireError as error:
         tensors = ", ".join(find_eager_tensors(msgspec.msgpack.decode(raw))) or "none"
         raise WireError(
             f"{file} is not a batch: {error}; tensors in it: {tensors}",

@@ -134,7 +134,7 @@ class Run:
     def image(self, image: MediaRef | str) -> Image:
         """The picture of a ref or a digest, as the models see it: RGB, upright."""
         digest = image.digest if isinstance(image, MediaRef) else image
-        return self._view.store.image(self._view.store.find(digest))
+        return self._view.store.image(self._view.store.get_ref(digest))
 
     def __repr__(self) -> str:
         return f"<run {self.name}: {self._view.state}, step {self._view.history.last_step}>"

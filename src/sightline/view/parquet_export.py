@@ -207,7 +207,7 @@ def _build_row(
 
 
 def _read_inline_image(store: MediaStore, digest: str) -> bytes:
-    ref = store.find(digest)
+    ref = store.get_ref(digest)
     data = store.get(ref)
     if len(data) <= MAX_IMAGE_BYTES:
         return data

@@ -150,7 +150,7 @@ def test_a_fuzzed_body_is_taken_or_refused_with_the_cure(
     assert {"MessageError", "MediaRefused", "MediaMissing"} <= set(refusals)
     assert sum(refusals.values()) + num_taken == NUM_BODIES
     for digest in store.digests():
-        assert store.get(store.find(digest))
+        assert store.get(store.get_ref(digest))
 
 
 def test_fuzzed_bodies_leave_an_endpoint_and_its_trace_whole(

@@ -14,9 +14,9 @@ from PIL import Image
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, assistant, user
 from sightline.run import RunDir
-from sightline.trace import Node, NodeSlot, PolicySpan, Trace, write_traces
+from sightline.trace import Node, PolicySpan, Trace, write_traces
 from sightline.trace.node import float32_array, int32_array
-from sightline.wire import MediaItem
+from sightline.wire import MediaItem, Slot
 from sightline.wire.event import Event
 from sightline.wire.file import append_line
 
@@ -128,7 +128,7 @@ def _node(
         sampled_start=given,
         logprobs=float32_array([-0.01, -0.7, -3.0][:sampled]),
         versions=(PolicySpan(version=7, epoch=0, start=0, stop=sampled),) if sampled else (),
-        slots=tuple(NodeSlot(offset=1, length=1, item=item) for item in items),
+        slots=tuple(Slot(offset=1, length=1, item=item) for item in items),
         finish_reason="stop" if sampled else "",
     )
 

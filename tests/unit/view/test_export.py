@@ -52,7 +52,7 @@ def test_a_row_is_a_rollout_with_each_image_once(run_dir: RunDir) -> None:
         digests = {slot.item.ref.digest for node in trace.nodes for slot in node.slots}
         assert sorted(image["path"] for image in row.images) == sorted(digests)
         for image in row.images:
-            assert image["bytes"] == store.get(store.find(image["path"]))
+            assert image["bytes"] == store.get(store.get_ref(image["path"]))
         path = trace.path(trace.turns[-1].id)
         assert row.token_ids.tolist() == trace.tokens(path)
         assert int(np.sum(row.sampled)) == len(row.logprobs)

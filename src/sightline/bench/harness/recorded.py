@@ -139,7 +139,8 @@ class RecordedSampler:
         self.played += 1
         nodes = [
             msgspec.structs.replace(
-                node, versions=(PolicySpan(self.version, self.epoch, 0, node.num_sampled),)
+                node,
+                versions=(PolicySpan(0, node.num_sampled, version=self.version, epoch=self.epoch),),
             )
             if node.is_turn
             else node

@@ -24,9 +24,9 @@ from PIL import Image, ImageDraw
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, TextPart, ToolCall, user
 from sightline.run.run_dir import RunDir
-from sightline.trace import Node, NodeSlot, PolicySpan, Trace, write_traces
+from sightline.trace import Node, PolicySpan, Trace, write_traces
 from sightline.trace.node import float32_array, int32_array
-from sightline.wire import Array, MediaItem
+from sightline.wire import Array, MediaItem, Slot
 from sightline.wire.event import Event
 from sightline.wire.file import append_line
 from sightline.wire.micro_batch import TokenOrigin
@@ -164,7 +164,7 @@ def _build_user_node(
         message=user(ref, text if turn else f"Find the product and order it: {text}."),
         token_ids=int32_array(ids),
         sampled_start=len(ids),
-        slots=(NodeSlot(1, rows * columns, item, ref.digest[:32]),),
+        slots=(Slot(1, rows * columns, item, ref.digest[:32]),),
     )
 
 
@@ -230,7 +230,7 @@ def _build_scores(step: int, traces: list[Trace]) -> StepScores:
     at = 0
     for trace in traces:
         for node in trace.turns:
-            origins.append(TokenOrigin(trace.id, node.id, at, at + node.num_sampled))
+            origins.append(TokenOrigin(at, at + node.num_sampled, node=node.id, trace_id=trace.id))
             sampler.append(node.logprobs.numpy())
             advantages += [(trace.reward or 0.0) - 0.5] * node.num_sampled
             at += node.num_sampled

@@ -9,7 +9,7 @@ import numpy as np
 
 from sightline.compute.feature_cache import FeatureCache
 from sightline.errors import EngineError
-from sightline.families import Family, PlacedSlot
+from sightline.families import Family
 from sightline.inference.errors import to_engine_error
 from sightline.inference.torch_engine.prefix_cache import CachedPrefix, PrefixCache, PrefixHash
 from sightline.inference.torch_engine.request import TorchCounters, TorchRequest
@@ -95,11 +95,7 @@ class Scheduler:
         else:
             return False
         request.cached_tokens = start
-        placed = [
-            PlacedSlot(slot.offset - start, slot.length, slot.item.grid)
-            for slot in request.slots
-            if slot.offset >= start
-        ]
+        placed = [slot.shift(-start) for slot in request.slots if slot.offset >= start]
         positions, request.next_position = self._family.positions(
             len(request.prompt) - start, placed, next_position
         )

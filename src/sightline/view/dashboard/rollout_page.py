@@ -11,9 +11,10 @@ import numpy as np
 
 from sightline.errors import SightlineError
 from sightline.message import ImagePart
-from sightline.trace import Node, NodeSlot, Trace
+from sightline.trace import Node, Trace
 from sightline.view.dashboard import queries, trace_files
 from sightline.view.dashboard.run_view import RunView
+from sightline.wire import Slot
 from sightline.wire.score import StepScores
 
 MAX_TOKENS = 4096
@@ -111,7 +112,7 @@ def _describe_node(
     }
 
 
-def _describe_image(run: RunView, part: ImagePart, slot: NodeSlot | None) -> dict[str, Any]:
+def _describe_image(run: RunView, part: ImagePart, slot: Slot | None) -> dict[str, Any]:
     ref = part.ref
     found: dict[str, Any] = {
         "image": ref.digest,
@@ -134,7 +135,7 @@ def _describe_image(run: RunView, part: ImagePart, slot: NodeSlot | None) -> dic
     return found
 
 
-def find_image_cover(run: RunView, slot: NodeSlot) -> tuple[float, float]:
+def find_image_cover(run: RunView, slot: Slot) -> tuple[float, float]:
     """The shares of the patches' width and height that the picture fills: a family may pad."""
     family, ref = run.family, slot.item.ref
     patch = None if family is None else family.settings.get("patch")
