@@ -139,7 +139,7 @@ def test_bridge_refuses_a_stop_inside_open_reasoning(load: Load) -> None:
     renderer = load(True)
     prompt = renderer.render([user("hi")]).token_ids
     completion = [*encoded(renderer, "hm"), renderer.stop_token_ids[0]]
-    assert renderer.bridge(prompt, completion, [user("a")]) == Refused("stop_inside_reasoning")
+    assert renderer.bridge(prompt, completion, [user("a")]) == Refused("stop_in_reasoning")
 
 
 def test_reasoning_that_was_cut_off_before_it_began_is_closed(load: Load) -> None:

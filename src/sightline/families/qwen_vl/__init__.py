@@ -7,17 +7,15 @@ torch half and `tiny` small random checkpoints. This file loads without torch an
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import read_json
 from sightline.families.protocol import Family
-from sightline.families.qwen_vl.formats import FORMATS
-from sightline.families.qwen_vl.render import QwenVLRenderer
+from sightline.families.qwen_vl.formats import FORMATS, load_renderer
 from sightline.families.qwen_vl.text_only import QwenTextFamily
 from sightline.families.qwen_vl.vision import QwenVLFamily
-from sightline.message import ImageResolver
 
 IS_DEFAULT = True
 """Commands that are given no family take this one."""
@@ -25,13 +23,15 @@ PEER_CONFIG = "Qwen3VLRendererConfig"
 """What the released package `renderers` calls its configuration for this family."""
 CAN_NUMBER_IMAGES = True
 
+__all__ = ["claims", "load_family", "load_renderer"]
+
 
 def claims(config: dict[str, Any]) -> bool:
     return config.get("model_type") in FORMATS
 
 
 def load_family(path: Path, overrides: dict[str, int]) -> Family:
-    config = json.loads((path / "config.json").read_text())
+    config = read_json(path / "config.json")
     if "vision_config" in config:
         return QwenVLFamily.load(path, overrides)
     for key in overrides:
@@ -40,9 +40,3 @@ def load_family(path: Path, overrides: dict[str, int]) -> Family:
             f"remove [model] {key} from the run file",
         )
     return QwenTextFamily()
-
-
-def load_renderer(
-    path: Path, family: Family, resolver: ImageResolver, number_images: bool = False
-) -> QwenVLRenderer:
-    return QwenVLRenderer.load(path, family, resolver, number_images)
