@@ -291,10 +291,10 @@ class BaseRenderer(ABC):
         """The content of a message, less what the chat template strips of it."""
         return message.content
 
-    def check_conversation(self, messages: Sequence[Message]) -> None:
+    def check_conversation(self, messages: Sequence[Message]) -> None:  # noqa: B027
         """Raises MessageError for what a whole conversation lacks; new messages may lack it."""
 
-    def check_call(self, call: ToolCall, path: str) -> None:
+    def check_call(self, call: ToolCall, path: str) -> None:  # noqa: B027
         """Raises MessageError for a call that the format cannot write."""
 
     def find_history_end(self, messages: Sequence[Message]) -> int:
@@ -309,7 +309,7 @@ class BaseRenderer(ABC):
         """Whether reasoning began in a completion and has not ended."""
         return False
 
-    def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
+    def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:  # noqa: B027
         """Emits what ends the reasoning of a completion that was cut off inside it."""
 
     def rewrites_history(

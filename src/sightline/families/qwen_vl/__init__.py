@@ -1,8 +1,7 @@
 """Qwen-VL: Qwen2.5-VL, Qwen3-VL (dense, with experts), Qwen3.5 checkpoints, text-only Qwen3.
 
-`vision` has layout and pixels, `positions` the MRoPE arithmetic, `text` the family of a
-text-only checkpoint, `formats/` the chat formats and `render` what they share, `forward` the
-torch half and `tiny` small random checkpoints. This file loads without torch and transformers.
+`vision` has layout and pixels, `positions` the MRoPE arithmetic, `formats/` the chat formats and
+`render` what they share, `forward` the torch half and `tiny` small random checkpoints. This file loads without torch and transformers.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_json
 from sightline.families.protocol import Family
 from sightline.families.qwen_vl.formats import FORMATS, load_renderer
-from sightline.families.qwen_vl.text_only import QwenTextFamily
 from sightline.families.qwen_vl.vision import QwenVLFamily
+from sightline.families.vision_family import TextOnlyFamily
 
 IS_DEFAULT = True
 """Commands that are given no family take this one."""
@@ -39,4 +38,4 @@ def load_family(path: Path, overrides: dict[str, int]) -> Family:
             f"{key} for {path}, which has no vision tower",
             f"remove [model] {key} from the run file",
         )
-    return QwenTextFamily()
+    return TextOnlyFamily(QwenVLFamily.name)
