@@ -105,7 +105,8 @@ def _added_tokens(path: Path, first: int) -> list[dict[str, Any]]:
     for token_id in named:
         if not first <= token_id < first + NUM_SPECIAL_TOKENS:
             raise FamilyError(
-                f"{file}: token {token_id} is not among the {NUM_SPECIAL_TOKENS} behind {first} ranks",
+                f"{file}: token {token_id} is not among the {NUM_SPECIAL_TOKENS} behind {first} "
+                "ranks",
                 "use the tokenizer_config.json that belongs to the checkpoint",
             )
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
