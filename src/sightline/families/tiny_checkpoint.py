@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from safetensors.torch import save
@@ -32,22 +32,20 @@ ROLE_MERGES = (
 )  # fmt: skip
 
 
-class CheckedSettings(Protocol):
+class TinySettings(Protocol):
     """A dataclass of the numbers of an architecture."""
-
-    __dataclass_fields__: Any
 
     def check(self) -> None:
         """Raises FamilyError for numbers that no model can have."""
         ...
 
 
-Settings = TypeVar("Settings", bound=CheckedSettings)
+Settings = TypeVar("Settings", bound=TinySettings)
 
 
 def read_options(kind: type[Settings], options: Mapping[str, Any]) -> Settings:
     """The settings of a checkpoint from options of the command line, checked."""
-    known = {field.name for field in dataclasses.fields(kind)}
+    known = {field.name for field in dataclasses.fields(cast(Any, kind))}
     for key in options.keys() - known:
         raise FamilyError(f"no option {key!r}", f"use one of {', '.join(sorted(known))}")
     settings = kind(**options)

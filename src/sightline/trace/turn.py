@@ -171,9 +171,9 @@ class Turn:
         ):
             return stops
         raise Misaligned(
-            f"trace {self._graph.trace_id}: {len(self._new_messages)} new messages end at {stops}, "
-            f"in {len(self.prompt_ids)} tokens from {self._branch_point.start} on, the last slot at "
-            f"{self.slots[-1].end if self.slots else None}",
+            f"trace {self._graph.trace_id}: {len(self._new_messages)} new messages end at {stops} "
+            f"in {len(self.prompt_ids)} tokens, of which those from {self._branch_point.start} on "
+            f"are new; the last slot ends at {self.slots[-1].end if self.slots else None}",
             "this is a bug of the renderer: one span a message, images inside, then the header "
             "of the assistant's turn",
         )

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers.models import BPE
 
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import read_json
 from sightline.render import Tokenizer
 
 RANKS_FILE = "tiktoken.model"
@@ -100,7 +101,7 @@ def _added_tokens(path: Path, first: int) -> list[dict[str, Any]]:
     file = path / "tokenizer_config.json"
     if not file.is_file():
         raise FamilyError(f"{path} has no tokenizer_config.json", "copy it from the checkpoint")
-    raw = json.loads(file.read_text()).get("added_tokens_decoder") or {}
+    raw = read_json(file).get("added_tokens_decoder") or {}
     named = {int(token_id): token for token_id, token in raw.items()}
     for token_id in named:
         if not first <= token_id < first + NUM_SPECIAL_TOKENS:
