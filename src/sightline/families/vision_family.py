@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import numpy as np
 
@@ -31,9 +31,9 @@ Settings = TypeVar("Settings", bound=BaseProcessorSettings)
 class VisionFamily(ABC, Generic[Settings]):
     """The family of one checkpoint. It holds no state but caches, and is safe for many threads."""
 
-    name: ClassVar[str]
-    num_axes: ClassVar[int] = 1
-    modality: ClassVar[str] = "image"
+    name: str
+    num_axes: int = 1
+    modality: str = "image"
     shows_images = True
 
     def __init__(
