@@ -98,8 +98,8 @@ class BaseRenderer(ABC):
 
     # -- the same for all families
 
-    def messages(self, messages: Messages) -> list[Message]:
-        read = self.read(messages)
+    def read_conversation(self, messages: Messages) -> list[Message]:
+        read = self.read_messages(messages)
         for i, message in enumerate(read[1:], start=1):
             if message.role == "system":
                 raise MessageError.at(
@@ -107,7 +107,7 @@ class BaseRenderer(ABC):
                 )
         return read
 
-    def read(self, messages: Messages) -> list[Message]:
+    def read_messages(self, messages: Messages) -> list[Message]:
         check_message_list(messages, "messages")
         if not messages:
             raise MessageError.at("messages", "empty", "pass one message or more")
@@ -118,7 +118,7 @@ class BaseRenderer(ABC):
     ) -> Rendered:
         if tools and not self.takes_tools:
             raise MessageError.at("tools", "this chat format has no place for tools", "remove them")
-        read = self.messages(messages)
+        read = self.read_conversation(messages)
         self.check_conversation(read)
         context = RenderContext(read, history_end=self.find_history_end(read))
         emitter = Emitter(self._tokenizer)

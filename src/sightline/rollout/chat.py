@@ -140,7 +140,7 @@ class RolloutChat:
     async def messages(self, messages: Messages) -> list[Message]:
         """The messages in our form, with their images taken into the store."""
         await self.pending.settle()
-        return await self.run_in_pool(self.renderer.read, unwrap_refs(messages))
+        return await self.run_in_pool(self.renderer.read_messages, unwrap_refs(messages))
 
     async def run_in_pool(self, work: Callable[..., T], *args: Any) -> T:
         """Does in a thread what would hold up the event loop."""

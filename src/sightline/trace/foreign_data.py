@@ -28,7 +28,7 @@ INLINE = "bytes of images"
 ARRAYS = "packed arrays"
 
 PIXELS_FIX = (
-    "processed pixels cannot be used: they fit one processor and no image can be told from them. "
+    "processed pixels cannot be used: they fit one processor, and no image can be made of them. "
     "Put the images themselves into a store with `sightline media put` and roll out again"
 )
 _FIXES = {

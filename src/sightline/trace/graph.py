@@ -34,6 +34,7 @@ class PathMatch(NamedTuple):
     """How far a rendered conversation agrees with the trace."""
 
     node: int
+    """The last node of the trace that it holds."""
     num_messages: int
     num_tokens: int
 
@@ -131,7 +132,7 @@ class TraceGraph:
                     and child.message == message
                     and stream[4 * offset : 4 * stop] == data
                     and _has_same_slots(child, offset, rendered.slots, num_slots)
-                    # A turn that was cut off is a prefix of the same turn told to its end.
+                    # A turn that was cut off is a prefix of the same turn sampled to its end.
                     and (best is None or len(data) >= len(best.token_ids.data))
                 ):
                     best = child

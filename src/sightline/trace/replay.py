@@ -158,11 +158,11 @@ def _rebuild_prompt(
             )
             if bridged == (recorded, slots):
                 return BRIDGED, *bridged
-    rendered = renderer.render([trace.nodes[n].message for n in before], tools)
-    whole = (rendered.token_ids, rendered.slots)
-    if whole == (recorded, slots):
-        return RENDERED, *whole
-    return NEITHER, *(bridged or whole)
+    full = renderer.render([trace.nodes[n].message for n in before], tools)
+    rendered = (full.token_ids, full.slots)
+    if rendered == (recorded, slots):
+        return RENDERED, *rendered
+    return NEITHER, *(bridged or rendered)
 
 
 def _describe_ids(recorded: list[int], made: list[int], renderer: Renderer) -> str:

@@ -97,7 +97,7 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
 
     def prepare(self, messages: Messages, renderer: Renderer, tools: Tools | None = None) -> Turn:
         """The turn that follows a whole history, of which the trace may know the beginning."""
-        read = renderer.messages(messages)
+        read = renderer.read_conversation(messages)
         node, history = match_history(self.nodes, self.graph, read)
         last = self.graph.last_turn(node)
         return self._prepare_turn(
@@ -115,7 +115,7 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
             raise Misaligned(
                 f"trace {self.id} has no node {leaf}", "pass the id of a committed node, or -1"
             )
-        new = renderer.read(new_messages)
+        new = renderer.read_messages(new_messages)
         last = self.graph.last_turn(leaf)
         if last != leaf:
             new = [self.nodes[n].message for n in self.graph.path(leaf) if n > last] + new

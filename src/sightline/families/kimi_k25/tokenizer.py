@@ -80,8 +80,8 @@ def read_ranks(file: Path) -> dict[bytes, int]:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except (ValueError, binascii.Error) as error:
         raise FamilyError(f"{file} is no file of ranks: {error}", "fetch it again") from error
-    whole = sorted(ranks.values()) == list(range(len(pairs)))
-    if not whole or any(bytes([value]) not in ranks for value in range(256)):
+    is_gapless = sorted(ranks.values()) == list(range(len(pairs)))
+    if not is_gapless or any(bytes([value]) not in ranks for value in range(256)):
         raise FamilyError(f"{file} has gaps among its {len(pairs)} ranks", "fetch it again")
     return ranks
 
@@ -124,11 +124,9 @@ def _added_tokens(path: Path, first: int) -> list[dict[str, Any]]:
 
 def _byte_letters() -> list[str]:
     """For each byte the character that stands for it in a byte-level vocabulary."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [value for value in range(256) if value not in set(shown)]
-    stands = dict(zip(shown, map(chr, shown), strict=True))
-    stands |= {value: chr(256 + i) for i, value in enumerate(hidden)}
-    return [stands[value] for value in range(256)]
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (chr(256 + i) for i in range(256))
+    return [chr(value) if value in printable else next(others) for value in range(256)]
 
 
 def _spell(token: bytes, letters: list[str]) -> str:

@@ -275,7 +275,7 @@ class InterceptionServer:
         def take(url: str, path: str) -> MediaRef:
             return session.chat.substitute_image(url, session.urls.resolve(url, path))
 
-        messages = session.chat.renderer.read(resolve_images(asked.messages, take))
+        messages = session.chat.renderer.read_messages(resolve_images(asked.messages, take))
         asked = replace(asked, messages=[])
         with self._counts_lock:
             self._counts.agent_cpu_us += (time.thread_time_ns() - began) // 1000

@@ -32,11 +32,13 @@ _REF = MediaRef(digest="0" * 64, mime="image/png", width=64, height=96, nbytes=1
 @dataclass(frozen=True, slots=True)
 class ProbeConversation:
     about: str
+    """What the conversation has that others lack, for errors."""
     messages: tuple[Message, ...]
     tools: Tools | None = None
     generation_prompt: bool = True
     spells_marks: bool = False
-    """Whether a text spells a mark, which stays text here and becomes the mark there."""
+    """Whether a text spells a mark: it stays text in our rendering and becomes the mark in the
+    template's."""
 
 
 def build_probes(renderer: QwenRenderer, family: Family) -> Iterator[ProbeConversation]:
@@ -46,11 +48,11 @@ def build_probes(renderer: QwenRenderer, family: Family) -> Iterator[ProbeConver
     yield ProbeConversation("a system message", (system(" be brief\n"), ask, answer, user("")))
     yield ProbeConversation("an answer", (ask, answer), generation_prompt=False)
     if family.shows_images:
-        shown = Message(
+        shows = Message(
             role="user",
             content=(TextPart(" see "), ImagePart(_REF), ImagePart(_REF), TextPart("\nso? ")),
         )
-        yield ProbeConversation("images", (shown, answer, user(_REF)))
+        yield ProbeConversation("images", (shows, answer, user(_REF)))
     if renderer.takes_tools:
         yield from _tool_probes(family)
     if renderer.takes_reasoning:
@@ -59,16 +61,18 @@ def build_probes(renderer: QwenRenderer, family: Family) -> Iterator[ProbeConver
 
 def _tool_probes(family: Family) -> Iterator[ProbeConversation]:
     call = ToolCall(name="look", arguments=_ARGUMENTS)
-    told = Message(role="tool", content=(TextPart(" it is\n"),))
+    returned = Message(role="tool", content=(TextPart(" it is\n"),))
     if family.shows_images:
-        told = Message(role="tool", content=(TextPart(" it is\n"), ImagePart(_REF)))
+        returned = Message(role="tool", content=(TextPart(" it is\n"), ImagePart(_REF)))
     calls = Message(role="assistant", tool_calls=(call, ToolCall(name="wait", arguments="{}")))
     talks = Message(role="assistant", content=(TextPart("so "),), tool_calls=(call,))
     yield ProbeConversation("tools", (user("hi"),), _TOOLS)
     yield ProbeConversation("tools and a system message", (system(" be brief"), user("hi")), _TOOLS)
-    yield ProbeConversation("calls", (user("hi"), calls, told, told, talks, told), _TOOLS)
     yield ProbeConversation(
-        "calls in history", (user("hi"), talks, told, assistant("ok"), user("and?"))
+        "calls", (user("hi"), calls, returned, returned, talks, returned), _TOOLS
+    )
+    yield ProbeConversation(
+        "calls in history", (user("hi"), talks, returned, assistant("ok"), user("and?"))
     )
 
 
@@ -85,14 +89,14 @@ def _reasoning_probes(renderer: QwenRenderer) -> Iterator[ProbeConversation]:
         "reasoning in content", (user("hi"), spelled, user("more"), spelled, empty)
     )
     if renderer.takes_tools:
-        told = Message(role="tool", content=(TextPart("ok"),))
+        returned = Message(role="tool", content=(TextPart("ok"),))
         call = ToolCall(name="look", arguments=_ARGUMENTS)
         acts = Message(role="assistant", reasoning="do it", tool_calls=(call,))
         yield ProbeConversation(
-            "reasoning before calls", (user("hi"), acts, told, empty, told, acts), _TOOLS
+            "reasoning before calls", (user("hi"), acts, returned, empty, returned, acts), _TOOLS
         )
-    said = user("<tool_response>\nok\n</tool_response>")
-    context = (user("hi"), thought, said, thought)
+    response = user("<tool_response>\nok\n</tool_response>")
+    context = (user("hi"), thought, response, thought)
     yield ProbeConversation("a tool's answer from a user", context, spells_marks=True)
 
 
