@@ -56,7 +56,8 @@ class Refused:
 class Renderer(Protocol):
     stop_token_ids: tuple[int, ...]
     pad_token_ids: tuple[int, ...]
-    """Ids that stand for media; banned in sampling by every engine and in the trainer's softmax."""
+    """Ids of media and of the marks around them; banned in sampling by every engine and in the
+    trainer's softmax. The first fills slots."""
     vocab_size: int
 
     def read_conversation(self, messages: Messages) -> list[Message]:
