@@ -51,6 +51,8 @@ TORCH_ADDRESSES = (
     "families/device_copy.py",
     "families/*/forward.py",
     "families/*/tiny.py",
+    "families/tiny_checkpoint.py",
+    "families/transformers_forward.py",
 )
 ADDRESSES = {
     "torch": TORCH_ADDRESSES,

@@ -16,9 +16,9 @@ import numpy as np
 
 from sightline.errors import FamilyError, FingerprintMismatch, Misaligned
 from sightline.families.processor_settings import BaseProcessorSettings, compute_fingerprint
-from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing, Slot
+from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing
 from sightline.media import MediaRef
-from sightline.wire import MediaItem
+from sightline.wire import MediaItem, Slot
 
 if TYPE_CHECKING:
     from PIL import Image
