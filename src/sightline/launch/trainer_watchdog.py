@@ -26,7 +26,7 @@ class TrainerWatchdog:
 
     def __post_init__(self) -> None:
         for name in self.names:
-            self.processes.run_dir.beat(name).unlink(missing_ok=True)
+            self.processes.run_dir.heartbeat(name).unlink(missing_ok=True)
 
     def check(self) -> None:
         """Raises for a trainer without a sign of life."""
@@ -45,6 +45,6 @@ class TrainerWatchdog:
 
     def _measure_silence(self, name: str) -> float:
         try:
-            return time.time() - self.processes.run_dir.beat(name).stat().st_mtime
+            return time.time() - self.processes.run_dir.heartbeat(name).stat().st_mtime
         except FileNotFoundError:  # it has yet to import what it needs
             return time.time() - self.started - STARTUP_GRACE_S

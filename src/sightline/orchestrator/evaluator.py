@@ -8,10 +8,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sightline.errors import NoTrainableSamples
+from sightline.errors import EnvironmentFailed
 from sightline.media import MediaRef
 from sightline.orchestrator.rollout_scheduler import RolloutScheduler
-from sightline.orchestrator.run_state import RunState
+from sightline.orchestrator.run_state import RunState, eval_key
 from sightline.run import EventLog, RunDir
 from sightline.run.confidence import confidence_interval
 from sightline.trace import Trace, write_traces
@@ -19,7 +19,7 @@ from sightline.trace import Trace, write_traces
 EVAL_SPLIT = "eval"
 MAX_CONCURRENT = 128
 MAX_CONCURRENT_IN_BACKGROUND = 16
-"""Beside rollouts that train, which want the workers too."""
+"""Rollouts of an evaluation that runs while others train, which want the workers too."""
 
 
 @dataclass
@@ -34,12 +34,17 @@ class Evaluator:
     async def evaluate(
         self, name: str, step: int, swap_images: bool = False, server: str = ""
     ) -> float | None:
-        """The mean measure over the tasks, which is also written as an event. `server` is asked
-        in place of the run's own."""
-        if not self.tasks:
-            return None
-        # Files are named by step: a run that goes on past its end keeps its first final.
-        file = f"{name}_{step:06d}"
+        """The mean measure over the tasks, recorded and written as an event; None without tasks.
+
+        What was played before the run was resumed is not played again. `server` is asked in place
+        of the run's own.
+        """
+        known = self.run_state.find_eval(name, step)
+        if not self.tasks or known is not None:
+            return known
+        if not server:
+            self.events.write("state", phase="evaluating")
+        file = eval_key(name, step)
         traces = await self._play_all([None] * self.tasks, server)
         self._write_traces(file, traces)
         played = list(traces)
@@ -55,8 +60,10 @@ class Evaluator:
         self._write_event(f"{name} {step}" if server else name, step, traces, extra)
         # Counted when all is played: an evaluation that is cut short is played again.
         for trace in played:
-            self.run_state.count(trace)
-        return mean_measure(traces)
+            self.run_state.count_trace(trace)
+        measure = mean_measure(traces)
+        self.run_state.record_eval(name, step, measure)
+        return measure
 
     async def _play_all(self, donors: Sequence[Trace | None], server: str = "") -> list[Trace]:
         gate = asyncio.Semaphore(MAX_CONCURRENT_IN_BACKGROUND if server else MAX_CONCURRENT)
@@ -75,10 +82,10 @@ class Evaluator:
     def _write_traces(self, name: str, traces: list[Trace]) -> None:
         write_traces(self.run_dir.eval_traces(name), traces)
         if all(trace.reward is None for trace in traces):
-            raise NoTrainableSamples(
+            raise EnvironmentFailed(
                 f"evaluation {name!r}: every one of {len(traces)} rollouts broke; the first: "
                 f"{traces[0].error}",
-                "mend the environment or the server; logs/ has the details",
+                "repair the environment or the server; logs/ has the details",
             )
 
     def _write_event(
@@ -105,7 +112,8 @@ class Evaluator:
 
 
 def mean_measure(traces: list[Trace]) -> float:
-    """Of the first named part, by which an environment measures itself without penalties."""
+    """The mean of the first named part, by which an environment measures itself without
+    penalties."""
     measures = [_get_measure(trace) for trace in traces if trace.reward is not None]
     return sum(measures) / max(len(measures), 1)
 

@@ -72,7 +72,7 @@ def test_a_reserved_port_is_there_for_the_server_that_is_told_it() -> None:
 def test_a_trainer_whose_heartbeat_stands_still_ends_the_run(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.make()
-    beat = run_dir.beat("trainer")
+    beat = run_dir.heartbeat("trainer")
     beat.touch()
     processes = Processes(run_dir)
     trainers = TrainerWatchdog(processes, ["trainer"], stall_timeout_s=60.0)
