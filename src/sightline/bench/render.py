@@ -208,5 +208,5 @@ def closing_lines(ours: list[Turn], theirs: list[Turn]) -> list[str]:
             f"it holds {held:,.0f} times the bytes"
         )
     else:
-        lines.append(f"no {PEER} to compare with: pip install 'sightline[peers]'")
+        lines.append(f"no {PEER} to compare with: pip install 'sightline-rl[peers]'")
     return lines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import pkgutil
 from typing import Any
@@ -18,7 +17,3 @@ def add(subparsers: Any) -> None:
         module = importlib.import_module(f"sightline.bench.{name}")
         if hasattr(module, "add"):
             add_command(module, nested)
-
-
-def run(args: argparse.Namespace) -> int:
-    raise AssertionError("every benchmark has its own run")

@@ -39,10 +39,6 @@ def add(subparsers: Any) -> None:
     schema.set_defaults(run=run_schema)
 
 
-def run(args: argparse.Namespace) -> int:
-    raise AssertionError("every action has its own run")
-
-
 def run_show(args: argparse.Namespace) -> int:
     print(
         config.dump_toml(

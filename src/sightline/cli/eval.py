@@ -26,9 +26,11 @@ def add(subparsers: Any) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--endpoint", metavar="URL", help="base url of an OpenAI endpoint (.../v1)")
     where.add_argument("--checkpoint", type=Path, metavar="DIR", help="serve this one meanwhile")
-    parser.add_argument("--args", type=json.loads, default={}, metavar="JSON", help="for ENV")
+    parser.add_argument(
+        "--env-args", type=json.loads, default={}, metavar="JSON", help="arguments of ENV"
+    )
     parser.add_argument("--model", help="name at the endpoint; default: the one that it lists")
-    parser.add_argument("--api-key", default="none", help="of the endpoint")
+    parser.add_argument("--api-key", default="none", help="key of the endpoint")
     parser.add_argument(
         "--media", type=Path, metavar="DIR",
         help="a store that the endpoint reads too: images go there by reference",
@@ -38,26 +40,31 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=64, help="a turn; default: %(default)s")
     parser.add_argument(
-        "--max-model-len", type=int, default=4096, help="of a served checkpoint's rows"
+        "--max-model-len",
+        type=int,
+        default=4096,
+        help="most tokens of a sequence, with --checkpoint",
     )
-    parser.add_argument("--at-once", type=int, default=32, help="rollouts; default: %(default)s")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="of one rollout")
+    parser.add_argument(
+        "--max-concurrent", type=int, default=32, help="rollouts at a time; default: %(default)s"
+    )
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="seconds for one rollout")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--threads", type=int, default=1, help="of a served checkpoint")
-    parser.add_argument("--device", default="auto", help="of a served checkpoint")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads, with --checkpoint")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or auto, with --checkpoint")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--output", type=Path, metavar="FILE", help="a JSON line for each rollout")
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("tasks", "max_tokens", "at_once"):
+    for name in ("tasks", "max_tokens", "max_concurrent"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}", "take 1 or more")
-    if not isinstance(args.args, dict):
-        raise ConfigError(f"--args {args.args!r}", "write them as a JSON object")
+    if not isinstance(args.env_args, dict):
+        raise ConfigError(f"--env-args {args.env_args!r}", "write them as a JSON object")
     from sightline.envs import load_environment
 
-    env = load_environment(args.env, args.args)
+    env = load_environment(args.env, args.env_args)
     with tempfile.TemporaryDirectory(prefix="sightline-eval-") as scratch:
         media = args.media or Path(scratch)
         with _open_endpoint(args, media) as base_url:
@@ -77,14 +84,8 @@ def _open_endpoint(args: argparse.Namespace, media: Path) -> Iterator[str]:
         return
     from sightline.launch.temporary_server import temporary_server
 
-    more = [
-        "--max-model-len",
-        str(args.max_model_len),
-        "--device",
-        args.device,
-        "--dtype",
-        args.dtype,
-    ]
+    more = ["--max-model-len", str(args.max_model_len)]
+    more += ["--device", args.device, "--dtype", args.dtype]
     with temporary_server(args.checkpoint, media, more, args.threads) as address:
         yield f"{address}/v1"
 
@@ -115,7 +116,7 @@ async def _score(
             shares_store=bool(args.checkpoint or args.media),
             split=args.split,
             seed=args.seed,
-            at_once=args.at_once,
+            at_once=args.max_concurrent,
             timeout_s=args.timeout_s,
         )
         return await scorer.evaluate_all(args.tasks)

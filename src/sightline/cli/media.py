@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sightline.errors import MediaCorrupt, MediaError
+from sightline.errors import ConfigError, MediaCorrupt, MediaError
 from sightline.media.references import collect_digests, is_run_dir
 from sightline.media.store import MediaStore
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Do what was asked; 0 when all went well, 1 when an image was refused or is damaged."""
     store = MediaStore(_root(args))
     if args.media_action != "put" and not store.root.is_dir():
-        raise MediaError(f"no store at {store.root}", "name an existing store with --store")
+        raise ConfigError(f"no store at {store.root}", "name an existing store with --store")
     actions = {"put": _put, "ls": _ls, "verify": _verify, "gc": _gc}
     return actions[args.media_action](store, args)
 
@@ -54,7 +54,7 @@ def _root(args: argparse.Namespace) -> Path:
         return Path(args.store)
     if len(args.runs) == 1:
         return Path(args.runs[0]) / "media"
-    raise MediaError("which store is meant is not said", "name it with --store DIR")
+    raise ConfigError("which store is meant is not said", "name it with --store DIR")
 
 
 def _put(store: MediaStore, args: argparse.Namespace) -> int:
@@ -108,7 +108,7 @@ def _gc(store: MediaStore, args: argparse.Namespace) -> int:
     if store.root.name == "media" and is_run_dir(owner):
         runs.add(owner)
     if not runs:
-        raise MediaError(
+        raise ConfigError(
             f"which runs use the store {store.root} is not said, so nothing can be removed",
             "name all of them with --run RUN_DIR...",
         )

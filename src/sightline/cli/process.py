@@ -18,7 +18,7 @@ import uvloop
 from sightline import config
 from sightline.config import RunFile, SftFile
 from sightline.errors import SightlineError
-from sightline.launch.processes import SECRET_VARIABLE, die_with_parent, write_error_file
+from sightline.launch.child import SECRET_VARIABLE, die_with_parent, write_error_file
 from sightline.run import RunDir
 
 if TYPE_CHECKING:
@@ -30,16 +30,15 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("name", help="server, evaluator, trainer, orchestrator, worker-N or sft")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--hub", default="", help="address of the orchestrator's channel")
-    parser.add_argument("--server", nargs="+", default=[""], help="of the inference servers")
+    parser.add_argument("--server", nargs="+", default=[""], help="addresses of the servers")
     parser.add_argument("--evaluator", default="", help="address of the server that evaluates")
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
     parser.add_argument("--rank", type=int, default=0, help="which rank of the trainer")
     parser.add_argument("--ranks", type=int, default=1, help="how many there are")
-    parser.add_argument("--meet", default="", help="host:port at which ranks meet")
+    parser.add_argument("--rendezvous", default="", help="host:port at which ranks meet")
     parser.add_argument("--channel", default="", help="address of rank 0's channel")
     parser.add_argument("--parent", type=int, default=0, help="process to end with")
-    parser.add_argument("--after", default="", help="how the worker ended that this one replaces")
-    parser.set_defaults(run=run)
+    parser.add_argument("--replaces", default="", help="how the worker before this one ended")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,18 +98,15 @@ def _run_process(args: argparse.Namespace, run_dir: RunDir) -> None:
 
 
 def _run_worker(args: argparse.Namespace, run_dir: RunDir) -> None:
-    from sightline.launch.worker_supervisor import get_heartbeat_file
     from sightline.rollout import worker
     from sightline.run.otel import open_stages
 
     file = config.load_config(RunFile, run_dir.config)
     media_root = Path(file.media.root or run_dir.media)
-    place = worker.WorkerContext(
-        args.name, args.hub, args.server, get_heartbeat_file(run_dir.logs, args.name)
-    )
+    place = worker.WorkerContext(args.name, args.hub, args.server, run_dir.heartbeat(args.name))
     stages = open_stages(_get_spans_target(file, run_dir), args.name, run_dir.path.resolve().name)
     with contextlib.closing(stages):
-        uvloop.run(worker.main(file, media_root, place, args.after, stages))
+        uvloop.run(worker.main(file, media_root, place, args.replaces, stages))
 
 
 def _get_spans_target(file: RunFile, run_dir: RunDir) -> str:
@@ -121,7 +117,7 @@ def _build_ranks(args: argparse.Namespace) -> RankInfo:
     from sightline.trainer.ranks import RankInfo
 
     secret = os.environ.get(SECRET_VARIABLE, "")
-    return RankInfo(args.rank, args.ranks, args.meet, args.channel, secret)
+    return RankInfo(args.rank, args.ranks, args.rendezvous, args.channel, secret)
 
 
 def _run_trainer(args: argparse.Namespace, file: RunFile, run_dir: RunDir) -> None:

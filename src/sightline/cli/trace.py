@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sightline.errors import ConfigError, SightlineError, WireError
+from sightline.errors import ConfigError, SightlineError
 
 if TYPE_CHECKING:
     from sightline.config import ModelConfig
@@ -28,7 +28,9 @@ def add(subparsers: Any) -> None:
     show.add_argument("--full", action="store_true", help="do not shorten long messages")
     show.set_defaults(run=run_show)
     export = actions.add_parser("export", help="print branches as JSON lines, images by reference")
-    export.add_argument("--out", type=Path, metavar="FILE", help="write here, not to the terminal")
+    export.add_argument(
+        "--output", type=Path, metavar="FILE", help="write here, not to the terminal"
+    )
     export.add_argument("--images", type=Path, metavar="DIR", help="copy the images here")
     export.set_defaults(run=run_export)
     differ = actions.add_parser("diff", help="find where traces first differ; exits 1 if they do")
@@ -50,10 +52,6 @@ def add(subparsers: Any) -> None:
                             help="checkpoint (default: the run's)")  # fmt: skip
     for action in (export, differ, replay):
         action.add_argument("--media", type=Path, metavar="DIR", help="store (default: the run's)")
-
-
-def run(args: argparse.Namespace) -> int:
-    raise AssertionError("every action has its own run")
 
 
 # --- which traces
@@ -78,7 +76,7 @@ def read_wanted_traces(path: Path, wanted: str | None) -> list[Trace]:
         chosen = [traces[int(wanted)]]
     if not chosen:
         some = ", ".join(trace.id for trace in traces[:4])
-        raise WireError(
+        raise ConfigError(
             f"{path} has no trace {wanted!r}",
             f"name one of its {len(traces)} traces by id ({some}...) or by number from 0",
         )
@@ -114,11 +112,11 @@ def run_export(args: argparse.Namespace) -> int:
     if args.images is not None:
         num = copy_images(traces, MediaStore(get_media_root(args)), args.images)
         print(f"{num} images in {args.images}", file=sys.stderr)
-    if args.out is None:
+    if args.output is None:
         sys.stdout.writelines(lines)
     else:
-        write_atomic(args.out, "".join(lines).encode())
-        print(f"{len(lines)} branches of {len(traces)} traces in {args.out}", file=sys.stderr)
+        write_atomic(args.output, "".join(lines).encode())
+        print(f"{len(lines)} branches of {len(traces)} traces in {args.output}", file=sys.stderr)
     return 0
 
 

@@ -44,7 +44,7 @@ class GymnasiumEnvironment(Environment):
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"[env] gymnasium: there is no module {error.name!r} here",
-                "pip install 'sightline[gymnasium]' where the workers run",
+                "pip install 'sightline-rl[gymnasium]' where the workers run",
             ) from error
         self.name = f"gymnasium:{id}"
         self.id = id

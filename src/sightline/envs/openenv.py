@@ -36,7 +36,7 @@ class OpenEnvEnvironment(Environment):
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"[env] openenv: there is no module {error.name!r} here",
-                "pip install 'sightline[openenv]' where the workers run",
+                "pip install 'sightline-rl[openenv]' where the workers run",
             ) from error
         if not (image_field or text_field):
             raise ConfigError("openenv: nothing is shown", "set image_field or text_field")

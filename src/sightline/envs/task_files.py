@@ -219,6 +219,6 @@ def _import_pyarrow(name: str) -> Any:
         importlib.import_module("pyarrow.ipc")
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "tasks in parquet or arrow files need pyarrow", "pip install 'sightline[data]'"
+            "tasks in parquet or arrow files need pyarrow", "pip install 'sightline-rl[data]'"
         ) from error
     return module

@@ -35,7 +35,7 @@ class VerifiersEnvironment(Environment):
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"[env] verifiers: there is no module {error.name!r} here",
-                "pip install 'sightline[verifiers]' where the workers run",
+                "pip install 'sightline-rl[verifiers]' where the workers run",
             ) from error
         if eval_every < 2:
             raise ConfigError(

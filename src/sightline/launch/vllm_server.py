@@ -21,7 +21,8 @@ from sightline.inference.vllm_plugin import (
     MIDDLEWARE,
     WEIGHT_TRANSFER_BACKEND,
 )
-from sightline.launch.processes import die_with_parent, find_port
+from sightline.launch.child import die_with_parent
+from sightline.launch.processes import build_environ, find_port
 from sightline.media import MediaStore
 
 GIBIBYTE = 2**30
@@ -47,8 +48,12 @@ def check_vllm_python(name: str) -> str:
     python = get_vllm_python(name)
     done = subprocess.run(
         [python, "-c", VERSION_CHECK],
-        capture_output=True, text=True, timeout=VERSION_CHECK_TIMEOUT_S, check=False, env=build_vllm_environ(1),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=VERSION_CHECK_TIMEOUT_S,
+        check=False,
+        env=build_vllm_environ(1),
+    )
     if done.returncode == 0:
         return python
     lines = [line for line in done.stderr.strip().splitlines() if "fix:" not in line]
@@ -68,12 +73,8 @@ def build_vllm_command(settings: ServeSettings, python: str) -> list[str]:
     words = [python, "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--model", str(settings.model), "--host", settings.host]
     words += ["--port", str(settings.port), "--dtype", settings.dtype]
-    words += [
-        "--max-model-len",
-        str(settings.max_model_len),
-        "--max-num-seqs",
-        str(settings.max_num_seqs),
-    ]
+    words += ["--max-model-len", str(settings.max_model_len)]
+    words += ["--max-num-seqs", str(settings.max_num_seqs)]
     words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     words += ["--limit-mm-per-prompt", json.dumps(serving.LIMIT_MM_PER_PROMPT)]
     words += ["--mm-processor-cache-gb", f"{settings.pixel_cache_bytes / GIBIBYTE:.6f}"]
@@ -95,20 +96,17 @@ def runs_on_cpu(device: str) -> bool:
 
 
 def build_vllm_environ(threads: int) -> dict[str, str]:
-    given = dict(os.environ)
+    given = build_environ(threads)
     # Compiling its sampler costs more than half a minute at the first request of a CPU.
     given.setdefault("TORCHDYNAMO_DISABLE", str(int(not Path("/dev/nvidia0").exists())))
     given.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     # Threads tied to cores would stand in the way of trainer and workers on the same ones.
     given.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return given | {
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         # The logits processor that bans pads is of the first model runner's kind.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "PYTHONUNBUFFERED": "1",
     }
 
 

@@ -34,7 +34,7 @@ def _describe_in_interpreter(env: EnvConfig, python: str) -> EnvironmentInfo:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
             f"{SETTING} = {python!r} does not run: {error}",
-            "name the python of a virtual environment that has sightline and the environment",
+            "name the python of a virtual environment that has sightline-rl and the environment",
         ) from error
     if done.returncode != 0:
         words = done.stderr.strip().splitlines()[-1:] or [f"it ended with {done.returncode}"]

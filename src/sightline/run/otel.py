@@ -48,7 +48,7 @@ def check_otel(target: str) -> None:
     if target and not is_there:
         raise ConfigError(
             f"spans that go to {target!r} need the packages of OpenTelemetry",
-            f"pip install 'sightline[otel]' for {sys.executable}",
+            f"pip install 'sightline-rl[otel]' for {sys.executable}",
         )
 
 
