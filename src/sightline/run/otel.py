@@ -15,6 +15,7 @@ import logging
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -30,13 +31,22 @@ if TYPE_CHECKING:
 
 PREFIX = "sightline."
 PATH = "/v1/traces"
-QUEUE_SIZE = 4096
-EXPORT_BATCH_SIZE = 512
-EXPORT_INTERVAL_MS = 1000
-EXPORT_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 5.0
 NANOSECONDS = 1_000_000_000
 _IDS = ("traceId", "spanId", "parentSpanId")
+
+
+@dataclass(frozen=True)
+class ExportLimits:
+    """How many spans wait for a collector, and how long anything waits for it."""
+
+    queue_size: int = 4096
+    batch_size: int = 512
+    interval_ms: int = 1000
+    export_timeout_s: float = 5.0
+    close_timeout_s: float = 5.0
+
+
+DEFAULT_LIMITS = ExportLimits()
 
 
 def check_otel(target: str) -> None:
@@ -52,16 +62,18 @@ def check_otel(target: str) -> None:
         )
 
 
-def open_stages(target: str, process: str, run: str = "") -> StageRecorder:
+def open_stages(
+    target: str, process: str, run: str = "", limits: ExportLimits = DEFAULT_LIMITS
+) -> StageRecorder:
     """Where the stages of `process` go: an address, the path of a file, or nowhere if empty."""
     if not target:
         return NO_STAGE_RECORDER
     check_otel(target)
-    return _OtelStages(target, process, run)
+    return _OtelStages(target, process, run, limits)
 
 
 class _OtelStages:
-    def __init__(self, target: str, process: str, run: str) -> None:
+    def __init__(self, target: str, process: str, run: str, limits: ExportLimits) -> None:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -79,12 +91,13 @@ class _OtelStages:
         )
         self._provider.add_span_processor(
             BatchSpanProcessor(
-                _report_losses(_build_exporter(target), target),
-                max_queue_size=QUEUE_SIZE,
-                schedule_delay_millis=EXPORT_INTERVAL_MS,
-                max_export_batch_size=EXPORT_BATCH_SIZE,
+                _report_losses(_build_exporter(target, limits.export_timeout_s), target),
+                max_queue_size=limits.queue_size,
+                schedule_delay_millis=limits.interval_ms,
+                max_export_batch_size=limits.batch_size,
             )
         )
+        self._close_timeout_s = limits.close_timeout_s
         self._tracer: Tracer = self._provider.get_tracer("sightline")
 
     def begin(
@@ -99,10 +112,10 @@ class _OtelStages:
         return _begin_stage(self._tracer, name, parent, attributes)
 
     def close(self) -> None:
-        """In a thread, which is left alone if a collector holds it up."""
+        """Exports what waits, in a thread that is left alone if a collector holds it up."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True, name="otel-close")
         closing.start()
-        closing.join(CLOSE_TIMEOUT_S)
+        closing.join(self._close_timeout_s)
 
 
 class _OtelStage:
@@ -172,14 +185,14 @@ def _prefix_names(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
     return {PREFIX + name: value for name, value in attributes.items()}
 
 
-def _build_exporter(target: str) -> SpanExporter:
+def _build_exporter(target: str, timeout_s: float) -> SpanExporter:
     url = urlsplit(target)
     if not url.scheme:
         return _build_file_exporter(Path(target))
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     endpoint = target if url.path.strip("/") else target.rstrip("/") + PATH
-    return OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S)
+    return OTLPSpanExporter(endpoint=endpoint, timeout=timeout_s)
 
 
 def _build_file_exporter(path: Path) -> SpanExporter:
