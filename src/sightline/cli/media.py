@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from sightline.errors import ConfigError, MediaCorrupt, MediaError
 from sightline.media.references import collect_digests, is_run_dir
 from sightline.media.store import MediaStore
@@ -83,7 +85,7 @@ def _ls(store: MediaStore, args: argparse.Namespace) -> int:
             num_bytes += ref.nbytes
             print(f"{digest}  {ref.mime}  {ref.width}x{ref.height}  {ref.nbytes}")
     print(
-        f"{num_images} images, {_size(num_bytes)}"
+        f"{num_images} images, {decimal(num_bytes)}"
         + (f", {num_damaged} damaged" if num_damaged else "")
     )
     return 1 if num_damaged else 0
@@ -96,7 +98,7 @@ def _verify(store: MediaStore, args: argparse.Namespace) -> int:
     for leftover in report.leftovers:
         print(f"no image: {store.root / leftover}")
     print(
-        f"{report.num_files} images, {_size(report.size_bytes)}, {len(report.corrupt)} damaged"
+        f"{report.num_files} images, {decimal(report.size_bytes)}, {len(report.corrupt)} damaged"
         + (f", {len(report.leftovers)} other files" if report.leftovers else "")
     )
     return 1 if report.corrupt else 0
@@ -120,19 +122,11 @@ def _gc(store: MediaStore, args: argparse.Namespace) -> int:
         for digest in report.removed:
             print(digest)
     print(
-        f"{verb} {len(report.removed)} images, {_size(report.removed_bytes)}, and "
+        f"{verb} {len(report.removed)} images, {decimal(report.removed_bytes)}, and "
         f"{report.num_temporary} half-written files; kept {report.num_in_use} in use and "
         f"{report.num_young} used in the last {args.min_age_s:g} s"
     )
     return 0
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB"
 
 
 class _Progress:

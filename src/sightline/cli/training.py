@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from sightline.config import RunFile, SftFile, load_config
+from sightline.config import AnyRun, load_config
 from sightline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sightline.launch.training_run import TrainingJob
-
-FileT = TypeVar("FileT", RunFile, SftFile)
+    from sightline.launch.training_job import TrainingJob
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run directory")
 
 
-def run_training(job: TrainingJob[FileT], args: argparse.Namespace) -> int:
+def run_training(job: TrainingJob[AnyRun], args: argparse.Namespace) -> int:
     """Starts the run of a file, or goes on with one; or is one rank of it, under torchrun."""
     from sightline.launch.training_run import resume_run, run_as_follower, start_run
 

@@ -18,6 +18,7 @@ from sightline.launch.processes import (
     split_threads,
 )
 from sightline.launch.torchrun import TorchrunContext, build_local_specs
+from sightline.launch.training_job import TrainingJob
 from sightline.launch.worker_supervisor import WorkerSupervisor, get_memory_limit, resolve_workers
 from sightline.run import EventLog, RunDir
 from sightline.view.console import LiveView
@@ -26,7 +27,7 @@ from sightline.view.summary import print_summary, summarize
 
 
 @dataclass(frozen=True)
-class RlJob:
+class RlJob(TrainingJob[RunFile]):
     """What `sightline rl` runs."""
 
     plain: bool = False

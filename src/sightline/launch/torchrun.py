@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from sightline.config import AnyRun, TrainerConfig, load_config
 from sightline.config.trainer import is_loopback
@@ -30,20 +30,11 @@ from sightline.launch.rank_specs import (
     open_rendezvous,
 )
 from sightline.launch.trainer_watchdog import TrainerWatchdog
+from sightline.launch.training_job import TrainingJob
 from sightline.run import RunDir
 
 if TYPE_CHECKING:
     from sightline.trainer.rendezvous import RendezvousStore
-
-
-class RankJob(Protocol):
-    """What a rank other than 0 needs to know of the command that it was started by."""
-
-    file_kind: type[Any]
-    command: str
-    trainer: str
-
-    def count_trainer_threads(self, file: Any) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -107,7 +98,7 @@ def build_local_specs(
     return [build_rank_spec(trainer, 0, settings.ranks, at)]
 
 
-def run_follower_rank(context: TorchrunContext, job: RankJob) -> None:
+def run_follower_rank(context: TorchrunContext, job: TrainingJob[AnyRun]) -> None:
     """Runs one rank other than 0 until the run ends."""
     info = get_rendezvous_store(context).read()
     at = Rendezvous(info.meet, info.channel, info.secret)

@@ -11,16 +11,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
 
-from sightline.config import (
-    LoggingConfig,
-    RunFile,
-    SftFile,
-    check_resume,
-    dump_toml,
-    load_config,
-)
+from sightline.config import AnyRun, check_resume, dump_toml, load_config
 from sightline.errors import ProcessFailed, ResumeRefused
 from sightline.launch.claim import (
     check_model_unchanged,
@@ -31,7 +23,6 @@ from sightline.launch.claim import (
 from sightline.launch.preflight import check_store, resolve_model
 from sightline.launch.processes import (
     Processes,
-    ProcessSpec,
     SignalCounter,
     call_view,
     num_cores,
@@ -40,62 +31,12 @@ from sightline.launch.processes import (
 from sightline.launch.sink_process import SinkProcess
 from sightline.launch.torchrun import TorchrunContext, find_context, run_follower_rank
 from sightline.launch.trainer_watchdog import TrainerWatchdog
+from sightline.launch.training_job import TrainingJob
 from sightline.run import EventLog, RunDir
 from sightline.wire.file import write_atomic
 
-FileT = TypeVar("FileT", RunFile, SftFile)
 
-
-class View(Protocol):
-    """What a person sees while the run goes on."""
-
-    def update(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TrainingJob(Protocol[FileT]):
-    """What is particular to one command that trains."""
-
-    file_kind: type[FileT]
-    command: str
-    leader: str
-    """The process whose end is the run's end."""
-    trainer: str
-    """The name of the trainer's rank 0."""
-
-    def resolve(self, file: FileT) -> FileT:
-        """The run file with what this machine decides."""
-        ...
-
-    def check(self, file: FileT, run_dir: RunDir) -> None:
-        """Refuses what cannot work, and prints what follows from the model."""
-        ...
-
-    def count_trainer_threads(self, file: FileT) -> int:
-        """Compute threads of all ranks on this machine."""
-        ...
-
-    def build_specs(
-        self, file: FileT, run_dir: RunDir, context: TorchrunContext | None
-    ) -> list[ProcessSpec]: ...
-
-    def build_supervisor(
-        self, file: FileT, processes: Processes, specs: list[ProcessSpec], events: EventLog
-    ) -> Callable[[], None]:
-        """What replaces processes that may be replaced; called again and again."""
-        ...
-
-    def get_logging(self, file: FileT) -> LoggingConfig: ...
-
-    def open_view(self, file: FileT, run_dir: RunDir) -> View: ...
-
-    def print_outcome(self, file: FileT, run_dir: RunDir, stopped_by: str) -> None:
-        """Says where the results are; `stopped_by` is empty for a run that reached its end."""
-        ...
-
-
-def run_as_follower(job: TrainingJob[FileT]) -> bool:
+def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
     """Runs one rank of the trainer, where torchrun started this process as another than rank 0."""
     context = find_context()
     if context is None or context.rank == 0:
@@ -104,7 +45,7 @@ def run_as_follower(job: TrainingJob[FileT]) -> bool:
     return True
 
 
-def start_run(job: TrainingJob[FileT], file: FileT) -> RunDir:
+def start_run(job: TrainingJob[AnyRun], file: AnyRun) -> RunDir:
     """Runs `file` from its first step, in a directory of its own."""
     context = find_context()
     file = _resolve(job, resolve_model(file), context)
@@ -114,7 +55,7 @@ def start_run(job: TrainingJob[FileT], file: FileT) -> RunDir:
         return _run(job, file, run_dir, record_model_digests, context)
 
 
-def resume_run(job: TrainingJob[FileT], path: Path, overrides: list[str]) -> RunDir:
+def resume_run(job: TrainingJob[AnyRun], path: Path, overrides: list[str]) -> RunDir:
     """Goes on with a run that was stopped or killed, from its last checkpoint."""
     run_dir = RunDir(path)
     if not run_dir.config.is_file():
@@ -128,13 +69,13 @@ def resume_run(job: TrainingJob[FileT], path: Path, overrides: list[str]) -> Run
         return _run(job, new, run_dir, check_model_unchanged, context)
 
 
-def _resolve(job: TrainingJob[FileT], file: FileT, context: TorchrunContext | None) -> FileT:
+def _resolve(job: TrainingJob[AnyRun], file: AnyRun, context: TorchrunContext | None) -> AnyRun:
     return job.resolve(file if context is None else context.apply_to(file))
 
 
 def _run(
-    job: TrainingJob[FileT],
-    file: FileT,
+    job: TrainingJob[AnyRun],
+    file: AnyRun,
     run_dir: RunDir,
     look_at_model: Callable[[RunDir, Path], None],
     context: TorchrunContext | None,

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -160,12 +159,7 @@ class _OtelStage:
     def __enter__(self) -> _OtelStage:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
         if kind is not None:
             self.fail(f"{kind.__name__}: {error}")
         self._span.end()

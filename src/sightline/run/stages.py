@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Protocol
 
 Attribute = str | int | float | bool
@@ -42,12 +41,7 @@ class Stage(Protocol):
 
     def __enter__(self) -> Stage: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, kind: type | None, error: object, trace: object) -> None: ...
 
 
 class StageRecorder(Protocol):
@@ -81,12 +75,7 @@ class _NoStage:
     def __enter__(self) -> Stage:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, kind: type | None, error: object, trace: object) -> None: ...
 
 
 class _NoStageRecorder:
