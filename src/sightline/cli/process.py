@@ -50,10 +50,7 @@ def run(args: argparse.Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     try:
-        if args.name.startswith("worker"):
-            _run_worker(args, run_dir)
-        else:
-            _run_process(args, run_dir)
+        _run_process(args, run_dir)
     except SightlineError as error:
         traceback.print_exc()
         write_error_file(run_dir, args.name, error.problem, error.fix)
@@ -77,8 +74,7 @@ def _exit_failed(name: str) -> int:
 
 
 def _run_process(args: argparse.Namespace, run_dir: RunDir) -> None:
-    name, hub, servers = args.name, args.hub, args.server
-    if name.startswith("sft"):
+    if args.name.startswith("sft"):
         from sightline.trainer import process as trainer
 
         trainer.run_supervised(
@@ -87,22 +83,24 @@ def _run_process(args: argparse.Namespace, run_dir: RunDir) -> None:
         return
     file = config.load_config(RunFile, run_dir.config)
     media_root = Path(file.media.root or run_dir.media)
-    if name in ("server", "evaluator"):
+    if args.name.startswith("worker"):
+        _run_worker(args, file, run_dir, media_root)
+    elif args.name in ("server", "evaluator"):
         _run_server(args, file, run_dir, media_root)
-    elif name.startswith("trainer"):
+    elif args.name.startswith("trainer"):
         _run_trainer(args, file, run_dir)
     else:
         from sightline.orchestrator import process as orchestrator
 
-        uvloop.run(orchestrator.main(file, run_dir, media_root, hub, servers, args.evaluator))
+        uvloop.run(
+            orchestrator.main(file, run_dir, media_root, args.hub, args.server, args.evaluator)
+        )
 
 
-def _run_worker(args: argparse.Namespace, run_dir: RunDir) -> None:
+def _run_worker(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root: Path) -> None:
     from sightline.rollout import worker
     from sightline.run.otel import open_stages
 
-    file = config.load_config(RunFile, run_dir.config)
-    media_root = Path(file.media.root or run_dir.media)
     place = worker.WorkerContext(args.name, args.hub, args.server, run_dir.heartbeat(args.name))
     stages = open_stages(_get_spans_target(file, run_dir), args.name, run_dir.path.resolve().name)
     with contextlib.closing(stages):

@@ -16,9 +16,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Protocol
 
 Attribute = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class ExportLimits:
+    """How many spans wait for a collector, and how long anything waits for it."""
+
+    queue_size: int = 4096
+    batch_size: int = 512
+    interval_ms: int = 1000
+    export_timeout_s: float = 5.0
+    close_timeout_s: float = 5.0
+
+
+DEFAULT_LIMITS = ExportLimits()
 
 
 class Stage(Protocol):
