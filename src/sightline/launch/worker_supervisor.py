@@ -92,28 +92,30 @@ class WorkerSupervisor:
         return self.processes.run_dir.heartbeat(spec.name)
 
     def _replace_ended(self, spec: ProcessSpec, exit_code: int) -> None:
-        beat = find_heartbeat(self._heartbeat_file(spec))
+        heartbeat = find_heartbeat(self._heartbeat_file(spec))
         how = self.processes.explain_exit(spec.name, exit_code)
-        if beat is not None:
-            if not beat.told_to_quit:
+        if heartbeat is not None:
+            if not heartbeat.told_to_quit:
                 self._replace(spec, f"crash: {how.problem}")
         elif exit_code == 0:
             # It never worked: that ends the run, as it does for one that ended with an error.
             raise how
 
     def _find_fault(self, spec: ProcessSpec, now: float) -> str:
-        beat = find_heartbeat(self._heartbeat_file(spec))
-        if beat is None or beat.told_to_quit:
+        heartbeat = find_heartbeat(self._heartbeat_file(spec))
+        if heartbeat is None or heartbeat.told_to_quit:
             return ""
         size = self.processes.resident_bytes(spec.name)
         if size > self.max_bytes:
             return f"leak: it held {size / 1e9:.2f} GB, its limit is {self.max_bytes / 1e9:.2f}"
-        if now - beat.time_s > self.silence_timeout_s:
-            return f"hang: no heartbeat for {now - beat.time_s:.0f} s"
-        if beat.time_s - beat.loop_s > self.hang_timeout_s:
-            return f"hang: its event loop stood still for {beat.time_s - beat.loop_s:.0f} s"
-        if beat.stuck_s > self.hang_timeout_s:
-            return f"hang: user code has outlived its rollout by {beat.stuck_s:.0f} s"
+        if now - heartbeat.time_s > self.silence_timeout_s:
+            return f"hang: no heartbeat for {now - heartbeat.time_s:.0f} s"
+        if heartbeat.time_s - heartbeat.loop_s > self.hang_timeout_s:
+            return (
+                f"hang: its event loop stood still for {heartbeat.time_s - heartbeat.loop_s:.0f} s"
+            )
+        if heartbeat.stuck_s > self.hang_timeout_s:
+            return f"hang: user code has outlived its rollout by {heartbeat.stuck_s:.0f} s"
         return ""
 
     def _replace(self, spec: ProcessSpec, why: str) -> None:

@@ -32,10 +32,10 @@ class ControlSender(Protocol):
 
 
 @dataclass
-class OrchestratorComponents:
-    loop_components: LoopComponents
+class OrchestratorComponents(LoopComponents):
+    """What the loop runs on, and what evaluates and reports meanwhile."""
+
     evaluator: Evaluator
-    run_state: RunState
     caches: dict[str, dict[str, float]]
     """The counts of the servers' caches, which the poller fills and the metrics report."""
     background_evaluator: BackgroundEvaluator | None
@@ -44,11 +44,11 @@ class OrchestratorComponents:
         """Has the engines adopt a new version, and removes the batches that it covers."""
         if bad := int(published.metrics.get("bad_media") or 0):
             self.run_state.progress.bad_samples[str(published.version)] = bad
-        self.loop_components.judge.epochs[published.version] = published.epoch
+        self.judge.epochs[published.version] = published.epoch
         self.run_state.remove_covered_batches(published.checkpoint_step)
         if self.background_evaluator is not None:
             self.background_evaluator.publish(published)
-        self.loop_components.policy.publish(published)
+        self.policy.publish(published)
 
 
 def build(
@@ -81,7 +81,19 @@ def build(
     policy = PolicyUpdater([client.adopt for client in clients], run_dir.weights, first_version)
     caches: dict[str, dict[str, float]] = {}
     observer = StepMetrics(run_state, policy, store, events, rollouts, config.run.steps, caches)
-    loop_components = LoopComponents(
+    evaluator = Evaluator(
+        rollouts, run_state, events, run_dir, config.eval.tasks, config.eval.temperature
+    )
+    background_evaluator = None
+    if evaluator_client is not None:
+        best_checkpoint = BestCheckpoint(
+            Path(config.model.path), run_dir.checkpoints / "best", run_state
+        )
+        background_evaluator = BackgroundEvaluator(
+            evaluator, policy, best_checkpoint, run_state, events, evaluator_client,
+            config.eval.every, config.run.steps,
+        )  # fmt: skip
+    return OrchestratorComponents(
         rollouts=rollouts,
         policy=policy,
         judge=GroupJudge(
@@ -103,25 +115,7 @@ def build(
         max_bad_fraction=config.media.max_bad_fraction,
         last_step=config.run.steps,
         check_room=store.check_room,
-    )
-    evaluator = Evaluator(
-        rollouts, run_state, events, run_dir, config.eval.tasks, config.eval.temperature
-    )
-    best_checkpoint = BestCheckpoint(
-        Path(config.model.path), run_dir.checkpoints / "best", run_state
-    )
-    background_evaluator = None
-    if evaluator_client is not None:
-        background_evaluator = BackgroundEvaluator(
-            evaluator,
-            policy,
-            best_checkpoint,
-            run_state,
-            events,
-            evaluator_client,
-            config.eval.every,
-            config.run.steps,
-        )
-    return OrchestratorComponents(
-        loop_components, evaluator, run_state, caches, background_evaluator
+        evaluator=evaluator,
+        caches=caches,
+        background_evaluator=background_evaluator,
     )

@@ -110,10 +110,10 @@ async def main(
         config, run_dir, store, run_state, events, router, workers, clients,
         next(iter(evaluator_clients), None),
     )  # fmt: skip
-    router.on_result = components.loop_components.rollouts.on_result
+    router.on_result = components.rollouts.on_result
     router.on_published = components.publish
-    router.on_worker_lost = components.loop_components.rollouts.on_worker_lost
-    router.on_memory_report = components.loop_components.rollouts.dispatcher.on_memory_report
+    router.on_worker_lost = components.rollouts.on_worker_lost
+    router.on_memory_report = components.rollouts.dispatcher.on_memory_report
     heartbeat = None if config.inference.servers else run_dir.heartbeat("server")
     stats_poller = ServerStatsPoller(clients, events, components.caches, heartbeat)
     stop = asyncio.Event()
@@ -125,15 +125,15 @@ async def main(
         for client in (*clients, *evaluator_clients):
             await client.wait_healthy()
         await router.wait_until_ready({TRAINER, *workers})
-        await _replay_batches(router, run_state, components.loop_components)
+        await _replay_batches(router, components)
         await _train(config, components, events, stop)
         await stats_poller.poll()
         await _finish(router, run_state, store, workers, events)
 
     helpers = [
         router.keep_receiving(),
-        components.loop_components.policy.keep_adopting(),
-        components.loop_components.rollouts.dispatcher.keep_sending(),
+        components.policy.keep_adopting(),
+        components.rollouts.dispatcher.keep_sending(),
         stats_poller.keep_polling(),
         _keep_checking_disk(store),
     ]
@@ -156,16 +156,13 @@ def build_clients(
     return [GenerateClient(server) for server in servers]
 
 
-async def _replay_batches(
-    router: ControlRouter, run_state: RunState, loop_components: loop.LoopComponents
-) -> None:
+async def _replay_batches(router: ControlRouter, components: OrchestratorComponents) -> None:
     """Brings a trainer that starts from a checkpoint to the last batch on disk."""
     at = router.ready[TRAINER].version
-    for ready in run_state.announcements_after(at):
+    for ready in components.run_state.announcements_after(at):
         await router.announce(ready)
-    await loop_components.policy.wait_for_version(
-        max(at, run_state.progress.step - loop_components.max_lag)
-    )
+    last = components.run_state.progress.step
+    await components.policy.wait_for_version(max(at, last - components.max_lag))
 
 
 async def _train(
@@ -173,17 +170,16 @@ async def _train(
 ) -> None:
     """Evaluates, trains, evaluates; cut short, without loss, when `stop` is set."""
     evaluator, background = components.evaluator, components.background_evaluator
-    loop_components = components.loop_components
 
     async def play_and_train() -> None:
         last = config.run.steps
         await evaluator.evaluate("start", 0)
         events.write("state", phase="training")
-        await loop.run(loop_components, range(components.run_state.progress.step + 1, last + 1))
-        await loop_components.policy.wait_for_version(last)
+        await loop.run(components, range(components.run_state.progress.step + 1, last + 1))
+        await components.policy.wait_for_version(last)
         if background is not None:
             await background.drain()
-        await loop_components.rollouts.cancel()
+        await components.rollouts.cancel()
         await evaluator.evaluate("final", last, swap_images=True)
         if background is not None:
             await background.keep_final_if_best(last)
