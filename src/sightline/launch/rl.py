@@ -17,7 +17,6 @@ from sightline.launch.processes import (
     num_cores,
     split_threads,
 )
-from sightline.launch.torchrun import TorchrunContext, build_local_specs
 from sightline.launch.training_job import TrainingJob
 from sightline.launch.worker_supervisor import WorkerSupervisor, get_memory_limit, resolve_workers
 from sightline.run import EventLog, RunDir
@@ -48,9 +47,7 @@ class RlJob(TrainingJob[RunFile]):
     def count_trainer_threads(self, file: RunFile) -> int:
         return split_threads(file, num_cores()).trainer
 
-    def build_specs(
-        self, file: RunFile, run_dir: RunDir, context: TorchrunContext | None
-    ) -> list[ProcessSpec]:
+    def build_specs(self, file: RunFile, run_dir: RunDir) -> list[ProcessSpec]:
         threads = split_threads(file, num_cores())
         host = file.inference.host
         hub = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'port of the hub')}"
@@ -67,12 +64,11 @@ class RlJob(TrainingJob[RunFile]):
             arguments = ["process", name, str(run_dir.path), *words, "--threads", str(count)]
             return ProcessSpec(name, arguments, count)
 
-        trainer = spec(self.trainer, max(1, threads.trainer // file.trainer.ranks))
         workers = [spec(f"worker-{i}", 1) for i in range(file.rollout.workers)]
         return [
             *([] if file.inference.servers else [spec("server", threads.server)]),
             *([spec("evaluator", 1)] if evaluates else []),
-            *build_local_specs(trainer, file.trainer, run_dir, context),
+            spec(self.trainer, max(1, threads.trainer // file.trainer.ranks)),
             *(replace(worker, python=file.rollout.python) for worker in workers),
             spec(self.leader, 1),
         ]

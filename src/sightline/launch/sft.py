@@ -13,7 +13,6 @@ from sightline.launch.preflight import (
     describe_packing,
 )
 from sightline.launch.processes import ProcessSpec, num_cores
-from sightline.launch.torchrun import TorchrunContext, build_local_specs
 from sightline.launch.training_job import TrainingJob
 from sightline.run import RunDir
 from sightline.view.sft_progress import SftProgress
@@ -36,14 +35,11 @@ class SftJob(TrainingJob[SftFile]):
     def count_trainer_threads(self, file: SftFile) -> int:
         return file.trainer.threads or num_cores()
 
-    def build_specs(
-        self, file: SftFile, run_dir: RunDir, context: TorchrunContext | None
-    ) -> list[ProcessSpec]:
+    def build_specs(self, file: SftFile, run_dir: RunDir) -> list[ProcessSpec]:
         Path(file.sft.output_dir).parent.mkdir(parents=True, exist_ok=True)
         threads = max(1, self.count_trainer_threads(file) // file.trainer.ranks)
         words = ["process", self.trainer, str(run_dir.path), "--parent", str(os.getpid())]
-        spec = ProcessSpec(self.trainer, words, threads)
-        return build_local_specs(spec, file.trainer, run_dir, context)
+        return [ProcessSpec(self.trainer, words, threads)]
 
     def open_view(self, file: SftFile, run_dir: RunDir) -> SftProgress:
         return SftProgress(run_dir, file.run.steps)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, Protocol
+from typing import Generic, Protocol
 
 from sightline.config import AnyRun, LoggingConfig
 from sightline.launch.processes import Processes, ProcessSpec
 from sightline.run import EventLog, RunDir
-
-if TYPE_CHECKING:
-    from sightline.launch.torchrun import TorchrunContext
 
 
 class View(Protocol):
@@ -43,9 +40,8 @@ class TrainingJob(ABC, Generic[AnyRun]):
         """Compute threads of all ranks on this machine."""
 
     @abstractmethod
-    def build_specs(
-        self, file: AnyRun, run_dir: RunDir, context: TorchrunContext | None
-    ) -> list[ProcessSpec]: ...
+    def build_specs(self, file: AnyRun, run_dir: RunDir) -> list[ProcessSpec]:
+        """The processes of the run, in the order of their start; one trainer for all its ranks."""
 
     def build_supervisor(
         self, file: AnyRun, processes: Processes, specs: list[ProcessSpec], events: EventLog

@@ -29,7 +29,12 @@ from sightline.launch.processes import (
     watch_processes,
 )
 from sightline.launch.sink_process import SinkProcess
-from sightline.launch.torchrun import TorchrunContext, find_context, run_follower_rank
+from sightline.launch.torchrun import (
+    TorchrunContext,
+    build_local_specs,
+    find_context,
+    run_follower_rank,
+)
 from sightline.launch.trainer_watchdog import TrainerWatchdog
 from sightline.launch.training_job import TrainingJob
 from sightline.run import EventLog, RunDir
@@ -84,7 +89,10 @@ def _run(
     look_at_model(run_dir, Path(file.model.path))
     run_dir.make()
     write_atomic(run_dir.config, dump_toml(file).encode())
-    specs = job.build_specs(file, run_dir, context)
+    specs = []
+    for spec in job.build_specs(file, run_dir):
+        is_trainer = spec.name == job.trainer
+        specs += build_local_specs(spec, file.trainer, run_dir, context) if is_trainer else [spec]
     threads = ", ".join(f"{spec.name} {spec.threads}" for spec in specs)
     print(f"threads on {num_cores()} cores: {threads}")
     events = EventLog(run_dir.metrics, "launcher")
