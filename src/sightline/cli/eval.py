@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -72,8 +73,6 @@ def run(args: argparse.Namespace) -> int:
     if args.output:
         lines = [json.dumps(asdict(one)) + "\n" for one in scored]
         args.output.write_text("".join(lines))
-    from sightline.view.eval_table import print_table
-
     print_table(scored, args.env, time.monotonic() - began)
     return 0 if any(one.reward is not None for one in scored) else 1
 
@@ -123,3 +122,47 @@ async def _score(
         return await scorer.evaluate_all(args.tasks)
     finally:
         await endpoint.close()
+
+
+def print_table(scored: list[EvalResult], name: str, seconds: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from sightline.run.confidence import confidence_interval
+
+    table = Table(title=f"{name}: {len(scored)} held-out tasks")
+    for column in ("", "mean", "95% interval", "rollouts"):
+        table.add_column(column, justify="left" if not column else "right")
+    for label, values in collect_measures(scored):
+        low, high = confidence_interval(values)
+        table.add_row(
+            label, f"{statistics.fmean(values):.3f}", f"{low:.3f} to {high:.3f}", str(len(values))
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    broken = [one for one in scored if one.reward is None]
+    truncated = sum(one.truncated for one in scored)
+    tokens, calls = sum(one.num_tokens for one in scored), sum(one.num_calls for one in scored)
+    console.print(
+        f"{len(broken)} broken, {truncated} cut short; {calls} model calls, {tokens} tokens in "
+        f"{seconds:.1f} s"
+    )
+    if broken:
+        console.print(f"the first that broke, task {broken[0].task}: {broken[0].error.strip()}")
+
+
+def collect_measures(scored: list[EvalResult]) -> list[tuple[str, list[float]]]:
+    """Reward and parts; of each environment too, where several were played."""
+    whole = [one for one in scored if one.reward is not None]
+    envs = sorted({one.env for one in whole})
+    groups = [("", whole)]
+    if len(envs) > 1:
+        groups += [(f"{env}: ", [one for one in whole if one.env == env]) for env in envs]
+    rows: list[tuple[str, list[float]]] = []
+    for label, group in groups:
+        if not group:
+            continue
+        rows.append((f"{label}reward", [one.reward or 0.0 for one in group]))
+        for part in dict.fromkeys(part for one in group for part in one.parts):
+            rows.append((label + part, [one.parts[part] for one in group if part in one.parts]))
+    return rows
