@@ -31,6 +31,8 @@ EXTRA_OF_PACKAGE = {
     "torch": "train",
     "transformers": "train",
     "huggingface_hub": "train",
+    "safetensors": "train",
+    "jaxtyping": "train",
     "fastapi": "view",
     "starlette": "view",
     "uvicorn": "view",

@@ -18,8 +18,9 @@ import uvloop
 from sightline import config
 from sightline.config import RunFile, SftFile
 from sightline.errors import SightlineError
-from sightline.launch.child import SECRET_VARIABLE, die_with_parent, write_error_file
+from sightline.launch.child import SECRET_VARIABLE, write_error_file
 from sightline.run import RunDir
+from sightline.run.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from sightline.trainer.ranks import RankInfo

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import signal
-import sys
 from pathlib import Path
 
 from sightline.run import RunDir
 
 SECRET_VARIABLE = "SIGHTLINE_SECRET"
 """The variable in which the ranks of a trainer get what they know one another by."""
-_PR_SET_PDEATHSIG = 1
 
 
 def get_error_file(run_dir: RunDir, name: str) -> Path:
@@ -22,9 +18,3 @@ def get_error_file(run_dir: RunDir, name: str) -> Path:
 def write_error_file(run_dir: RunDir, name: str, problem: str, fix: str) -> None:
     """Called in a process that fails: the launcher quotes it."""
     get_error_file(run_dir, name).write_text(json.dumps({"problem": problem, "fix": fix}))
-
-
-def die_with_parent() -> None:
-    """Has the kernel end this process with the one that started it, whatever this one is doing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -21,9 +21,9 @@ from sightline.inference.vllm_plugin import (
     MIDDLEWARE,
     WEIGHT_TRANSFER_BACKEND,
 )
-from sightline.launch.child import die_with_parent
 from sightline.launch.processes import build_environ, find_port
 from sightline.media import MediaStore
+from sightline.run.parent_death import die_with_parent
 
 GIBIBYTE = 2**30
 VERSION_CHECK = (

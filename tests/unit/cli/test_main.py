@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,8 @@ from sightline.cli.main import (
 )
 from sightline.cli.renamed_options import RENAMED_OPTIONS
 from sightline.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_an_error_is_printed_with_its_fix_and_no_traceback(
@@ -139,6 +142,13 @@ def test_a_command_that_lacks_its_extra_says_which_to_install(
     assert done.returncode == 2, done.stderr
     assert f"the package {package}" in done.stderr and "Traceback" not in done.stderr
     assert f"pip install 'sightline-rl[{extra}]'" in done.stderr
+
+
+def test_the_extras_that_errors_name_are_those_of_the_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for package, extra in EXTRA_OF_PACKAGE.items():
+        assert extra in project["optional-dependencies"]
+        assert not [words for words in project["dependencies"] if words.startswith(package)]
 
 
 def test_the_light_base_has_every_command_and_reads_a_run_file(tmp_path: Path) -> None:
