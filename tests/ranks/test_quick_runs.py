@@ -25,7 +25,7 @@ def test_a_stopped_rank_is_found_and_the_run_ends(quick_home: Path, victim: str)
     said = job.output(timeout_s=240)
     assert job.process.returncode == 2
     # The launcher finds it by its heartbeat, unless a rank that waits for it is first.
-    found = f"{victim} gave no sign of life" in said or "for another rank in" in said
+    found = f"{victim} gave no heartbeat" in said or "for another rank in" in said
     assert found, said[-2000:]
     assert not live_processes(job.run_dir)
 

@@ -18,11 +18,13 @@ STEPS = 4
 class TorchrunJob(Job):
     """The launcher is a child of torchrun's agent."""
 
-    def __init__(self, cwd: Path, *words: str) -> None:
+    def __init__(
+        self, cwd: Path, *words: str, command: tuple[str, ...] = ("rl", "--plain")
+    ) -> None:
         self.cwd = cwd
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--standalone",
-             "--nproc-per-node", "2", "-m", "sightline", "rl", "--plain", *words],
+             "--nproc-per-node", "2", "-m", "sightline", *command, *words],
             cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -37,6 +39,23 @@ def test_two_ranks_of_torchrun_train_a_run(quick_home: Path) -> None:
     newest = sorted(job.run_dir.checkpoints.glob("step_*"))[-1]
     assert len(list(newest.glob("rank_*"))) == 2, "torchrun says how many ranks there are"
     assert not live_processes(job.run_dir)
+
+
+def test_two_ranks_of_torchrun_train_on_conversations(quick_home: Path) -> None:
+    (quick_home / "sft.toml").write_text(
+        '[model]\npath = "tiny"\n[env]\nname = "color_codeword"\n[run]\nname = "job"\nsteps = 3\n'
+        '[sft]\noutput_dir = "out"\nbatch_size = 4\n'
+    )
+    job = TorchrunJob(quick_home, "sft.toml", command=("sft",))
+    said = job.output(timeout_s=600)
+    assert job.process.returncode == 0, said[-3000:]
+    assert [path.name for path in (quick_home / "runs").iterdir()] == ["job-001"], (
+        "one run, not two"
+    )
+    newest = sorted(job.run_dir.checkpoints.glob("step_*"))[-1]
+    assert len(list(newest.glob("rank_*"))) == 2
+    assert {job.run_dir.heartbeat(name).is_file() for name in ("sft", "sft-1")} == {True}
+    assert (quick_home / "out" / "config.json").is_file()
 
 
 def test_a_rank_of_torchrun_that_dies_ends_all(quick_home: Path) -> None:

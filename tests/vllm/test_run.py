@@ -22,5 +22,5 @@ def test_five_steps_of_the_demo(tmp_path: Path, python: str) -> None:
     assert found["steps"] == 5
     assert found["bad_media"] == 0
     assert found["mismatch_kl"] < 1e-6
-    said = sightline("inspect", "--shows-images", run_dir.path, cwd=tmp_path).stdout
+    said = sightline("inspect", "--require-images", run_dir.path, cwd=tmp_path).stdout
     assert said

@@ -28,7 +28,3 @@ def add(subparsers: Any) -> None:
     nested = parser.add_subparsers(metavar="NAME", required=True, parser_class=BenchmarkParser)
     for name, words in BENCHMARKS.items():
         nested.add_parser(name, help=words)
-
-
-def run(args: argparse.Namespace) -> int:
-    raise AssertionError("every benchmark has its own run")

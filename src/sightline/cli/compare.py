@@ -16,7 +16,6 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("first", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument("second", type=Path, metavar="RUN", help="another")
     parser.add_argument("--markdown", action="store_true", help="print Markdown")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -39,17 +39,9 @@ def add(subparsers: Any) -> None:
     schema.set_defaults(run=run_schema)
 
 
-def run(args: argparse.Namespace) -> int:
-    raise AssertionError("every action has its own run")
-
-
 def run_show(args: argparse.Namespace) -> int:
-    print(
-        config.dump_toml(
-            config.load_config(detect_file_kind(args.file), args.file, args.overrides)
-        ),
-        end="",
-    )
+    file = config.load_config(detect_file_kind(args.file), args.file, args.overrides)
+    print(config.dump_toml(file), end="")
     return 0
 
 
@@ -63,12 +55,12 @@ def run_schema(args: argparse.Namespace) -> int:
 
 
 def detect_file_kind(path: Path) -> type[config.RunFile] | type[config.SftFile]:
-    """The kind of a run file, by its [sft] section; `config.load` says what is wrong with it."""
+    """The kind of a run file, by its [sft] section; `load_config` says what is wrong with it."""
     try:
-        list_sections = tomllib.loads(path.read_text())
+        sections = tomllib.loads(path.read_text())
     except (OSError, ValueError):
         return config.RunFile
-    return config.SftFile if "sft" in list_sections else config.RunFile
+    return config.SftFile if "sft" in sections else config.RunFile
 
 
 def format_markdown() -> str:

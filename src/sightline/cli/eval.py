@@ -50,9 +50,9 @@ def add(subparsers: Any) -> None:
         "--run", type=Path, dest="run_dir", metavar="DIR",
         help="a run directory: its environment, seed and limits where no option says otherwise",
     )  # fmt: skip
-    parser.add_argument("--args", type=json.loads, default={}, metavar="JSON", help="for ENV")
+    parser.add_argument("--env-args", type=json.loads, default={}, metavar="JSON", help="for ENV")
     parser.add_argument("--model", help="name at the endpoint; default: the one that it lists")
-    parser.add_argument("--api-key", default="none", help="of the endpoint")
+    parser.add_argument("--api-key", default="none", help="key of the endpoint")
     parser.add_argument(
         "--media", type=Path, metavar="DIR",
         help="a store that the endpoint reads too: images go there by reference",
@@ -77,8 +77,8 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.max_concurrent < 1:
         raise ConfigError(f"--max-concurrent {args.max_concurrent}", "take 1 or more")
-    if not isinstance(args.args, dict):
-        raise ConfigError(f"--args {args.args!r}", "write them as a JSON object")
+    if not isinstance(args.env_args, dict):
+        raise ConfigError(f"--env-args {args.env_args!r}", "write them as a JSON object")
     from sightline.envs.mix import build_environment
     from sightline.rollout.player import RolloutPlayer
 
@@ -109,7 +109,7 @@ def _read_settings(args: argparse.Namespace) -> RunFile:
     elif args.env is None:
         raise ConfigError("no environment", "name it, or a run with --run")
     if args.env is not None:
-        values["env"] = {"name": args.env, "args": args.args}
+        values["env"] = {"name": args.env, "args": args.env_args}
     values["model"]["path"] = str(args.checkpoint or "")
     inference = values.setdefault("inference", {})
     # What is served here is a server of ours, whatever the run asked.

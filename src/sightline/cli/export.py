@@ -20,7 +20,6 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("source", type=Path, help="a run directory, or its checkpoints/step_N")
     parser.add_argument("target", type=Path, help="folder to write")
     parser.add_argument("--force", action="store_true", help="replace the folder if it is there")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "if one of these three is not 0.",
     )
     parser.add_argument(
-        "--shows-images", action="store_true",
+        "--require-images", action="store_true",
         help="end with status 1 as well if nothing that was sent refers to an image",
     )  # fmt: skip
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
@@ -36,5 +36,5 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({k: v for k, v in asdict(found).items() if k != "missing"}))
     else:
         print_inspection(found, Console())
-    is_blind = args.shows_images and not found.micro_batches_with_references
+    is_blind = args.require_images and not found.micro_batches_with_references
     return 0 if found.is_clean and not is_blind else 1

@@ -14,7 +14,7 @@ from typing import Any
 
 import sightline.cli as commands_package
 from sightline.cli.renamed_options import check_option_names
-from sightline.errors import SightlineError
+from sightline.errors import ConfigError, SightlineError
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
@@ -22,6 +22,24 @@ EXIT_BROKEN_PIPE = 141
 
 OVERRIDE = re.compile(r"\w+(\.\w+)+=")
 """How the override of a setting begins: `section.key=`."""
+
+
+NOT_COMMANDS = ("main", "renamed_options", "training")
+"""Modules of this folder that are no commands."""
+
+EXTRA_OF_PACKAGE = {
+    "torch": "train",
+    "transformers": "train",
+    "huggingface_hub": "train",
+    "safetensors": "train",
+    "jaxtyping": "train",
+    "fastapi": "view",
+    "starlette": "view",
+    "uvicorn": "view",
+    "pyarrow": "data",
+    "peft": "lora",
+}
+"""The extra that brings a package which the light base does not."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,15 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # As `python -m` does, and so every process that this one starts: an environment of one's
         # own lies beside its run file.
         sys.path.insert(0, os.getcwd())
-    args = argparse.Namespace()
     try:
         check_option_names(words)
         args = parse(words)
         return int(args.run(args) or 0)
-    except SightlineError as error:
-        if getattr(args, "debug", False):
+    except (SightlineError, ModuleNotFoundError) as error:
+        shown = error if isinstance(error, SightlineError) else find_missing_extra(error)
+        if shown is None or "--debug" in words:
             raise
-        print_error(error)
+        print_error(shown)
         return EXIT_REFUSED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -87,22 +105,31 @@ def build_parser(words: Sequence[str] = ()) -> Parser:
     return parser
 
 
-def list_commands(prefix: str = "") -> list[str]:
-    """Names of the command files that begin with `prefix`; those of benchmarks only on request."""
+def list_commands() -> list[str]:
+    """The names of the command files."""
     found = sorted(module.name for module in pkgutil.iter_modules(commands_package.__path__))
-    found = [name for name in found if name not in ("main", "renamed_options")]
-    names = [name for name in found if name.startswith(prefix)]
-    return names if prefix else [name for name in names if not name.startswith("bench_")]
+    return [name for name in found if name not in NOT_COMMANDS]
 
 
 def add_command(module: ModuleType, subparsers: Any) -> None:
-    """Adds the command of `module`, whose `run` serves unless a subcommand names its own."""
+    """Adds the command of `module`; its `run` serves, if it has one, where no action names its
+    own."""
     before = set(subparsers.choices)
     module.add(subparsers)
     for name in set(subparsers.choices) - before:
-        parser = subparsers.choices[name]
-        if parser.get_default("run") is None:
-            parser.set_defaults(run=module.run)
+        if hasattr(module, "run"):
+            subparsers.choices[name].set_defaults(run=module.run)
+
+
+def find_missing_extra(error: ModuleNotFoundError) -> ConfigError | None:
+    """What to install, where an extra brings the package that was not found."""
+    package = (error.name or "").partition(".")[0]
+    if (extra := EXTRA_OF_PACKAGE.get(package)) is None:
+        return None
+    return ConfigError(
+        f"this needs the package {package}, which is not installed",
+        f"pip install 'sightline-rl[{extra}]' for {sys.executable}",
+    )
 
 
 def print_error(error: SightlineError) -> None:

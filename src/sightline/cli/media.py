@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sightline.errors import MediaCorrupt, MediaError
+from rich.filesize import decimal
+
+from sightline.errors import ConfigError, MediaCorrupt, MediaError
 from sightline.media.references import collect_digests, is_run_dir
 from sightline.media.store import MediaStore
 
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Do what was asked; 0 when all went well, 1 when an image was refused or is damaged."""
     store = MediaStore(_root(args))
     if args.media_action != "put" and not store.root.is_dir():
-        raise MediaError(f"no store at {store.root}", "name an existing store with --store")
+        raise ConfigError(f"no store at {store.root}", "name an existing store with --store")
     actions = {"put": _put, "ls": _ls, "verify": _verify, "gc": _gc}
     return actions[args.media_action](store, args)
 
@@ -54,7 +56,7 @@ def _root(args: argparse.Namespace) -> Path:
         return Path(args.store)
     if len(args.runs) == 1:
         return Path(args.runs[0]) / "media"
-    raise MediaError("which store is meant is not said", "name it with --store DIR")
+    raise ConfigError("which store is meant is not said", "name it with --store DIR")
 
 
 def _put(store: MediaStore, args: argparse.Namespace) -> int:
@@ -83,7 +85,7 @@ def _ls(store: MediaStore, args: argparse.Namespace) -> int:
             num_bytes += ref.nbytes
             print(f"{digest}  {ref.mime}  {ref.width}x{ref.height}  {ref.nbytes}")
     print(
-        f"{num_images} images, {_size(num_bytes)}"
+        f"{num_images} images, {decimal(num_bytes)}"
         + (f", {num_damaged} damaged" if num_damaged else "")
     )
     return 1 if num_damaged else 0
@@ -96,7 +98,7 @@ def _verify(store: MediaStore, args: argparse.Namespace) -> int:
     for leftover in report.leftovers:
         print(f"no image: {store.root / leftover}")
     print(
-        f"{report.num_files} images, {_size(report.size_bytes)}, {len(report.corrupt)} damaged"
+        f"{report.num_files} images, {decimal(report.size_bytes)}, {len(report.corrupt)} damaged"
         + (f", {len(report.leftovers)} other files" if report.leftovers else "")
     )
     return 1 if report.corrupt else 0
@@ -108,7 +110,7 @@ def _gc(store: MediaStore, args: argparse.Namespace) -> int:
     if store.root.name == "media" and is_run_dir(owner):
         runs.add(owner)
     if not runs:
-        raise MediaError(
+        raise ConfigError(
             f"which runs use the store {store.root} is not said, so nothing can be removed",
             "name all of them with --run RUN_DIR...",
         )
@@ -120,19 +122,11 @@ def _gc(store: MediaStore, args: argparse.Namespace) -> int:
         for digest in report.removed:
             print(digest)
     print(
-        f"{verb} {len(report.removed)} images, {_size(report.removed_bytes)}, and "
+        f"{verb} {len(report.removed)} images, {decimal(report.removed_bytes)}, and "
         f"{report.num_temporary} half-written files; kept {report.num_in_use} in use and "
         f"{report.num_young} used in the last {args.min_age_s:g} s"
     )
     return 0
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB"
 
 
 class _Progress:

@@ -18,8 +18,9 @@ import uvloop
 from sightline import config
 from sightline.config import RunFile, SftFile
 from sightline.errors import SightlineError
-from sightline.launch.processes import SECRET_VARIABLE, die_with_parent, write_error_file
+from sightline.launch.child import SECRET_VARIABLE, write_error_file
 from sightline.run import RunDir
+from sightline.run.parent_death import die_with_parent
 
 if TYPE_CHECKING:
     from sightline.trainer.ranks import RankInfo
@@ -30,16 +31,15 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument("name", help="server, evaluator, trainer, orchestrator, worker-N or sft")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--hub", default="", help="address of the orchestrator's channel")
-    parser.add_argument("--server", nargs="+", default=[""], help="of the inference servers")
+    parser.add_argument("--server", nargs="+", default=[""], help="addresses of the servers")
     parser.add_argument("--evaluator", default="", help="address of the server that evaluates")
     parser.add_argument("--threads", type=int, default=1, help="compute threads")
     parser.add_argument("--rank", type=int, default=0, help="which rank of the trainer")
     parser.add_argument("--ranks", type=int, default=1, help="how many there are")
-    parser.add_argument("--meet", default="", help="host:port at which ranks meet")
+    parser.add_argument("--rendezvous", default="", help="host:port at which ranks meet")
     parser.add_argument("--channel", default="", help="address of rank 0's channel")
     parser.add_argument("--parent", type=int, default=0, help="process to end with")
-    parser.add_argument("--after", default="", help="how the worker ended that this one replaces")
-    parser.set_defaults(run=run)
+    parser.add_argument("--replaces", default="", help="how the worker before this one ended")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,10 +51,7 @@ def run(args: argparse.Namespace) -> int:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     try:
-        if args.name.startswith("worker"):
-            _run_worker(args, run_dir)
-        else:
-            _run_process(args, run_dir)
+        _run_process(args, run_dir)
     except SightlineError as error:
         traceback.print_exc()
         write_error_file(run_dir, args.name, error.problem, error.fix)
@@ -78,8 +75,7 @@ def _exit_failed(name: str) -> int:
 
 
 def _run_process(args: argparse.Namespace, run_dir: RunDir) -> None:
-    name, hub, servers = args.name, args.hub, args.server
-    if name.startswith("sft"):
+    if args.name.startswith("sft"):
         from sightline.trainer import process as trainer
 
         trainer.run_supervised(
@@ -88,29 +84,28 @@ def _run_process(args: argparse.Namespace, run_dir: RunDir) -> None:
         return
     file = config.load_config(RunFile, run_dir.config)
     media_root = Path(file.media.root or run_dir.media)
-    if name in ("server", "evaluator"):
+    if args.name.startswith("worker"):
+        _run_worker(args, file, run_dir, media_root)
+    elif args.name in ("server", "evaluator"):
         _run_server(args, file, run_dir, media_root)
-    elif name.startswith("trainer"):
+    elif args.name.startswith("trainer"):
         _run_trainer(args, file, run_dir)
     else:
         from sightline.orchestrator import process as orchestrator
 
-        uvloop.run(orchestrator.main(file, run_dir, media_root, hub, servers, args.evaluator))
+        uvloop.run(
+            orchestrator.main(file, run_dir, media_root, args.hub, args.server, args.evaluator)
+        )
 
 
-def _run_worker(args: argparse.Namespace, run_dir: RunDir) -> None:
-    from sightline.launch.worker_supervisor import get_heartbeat_file
+def _run_worker(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root: Path) -> None:
     from sightline.rollout import worker
     from sightline.run.otel import open_stages
 
-    file = config.load_config(RunFile, run_dir.config)
-    media_root = Path(file.media.root or run_dir.media)
-    place = worker.WorkerContext(
-        args.name, args.hub, args.server, get_heartbeat_file(run_dir.logs, args.name)
-    )
+    place = worker.WorkerContext(args.name, args.hub, args.server, run_dir.heartbeat(args.name))
     stages = open_stages(_get_spans_target(file, run_dir), args.name, run_dir.path.resolve().name)
     with contextlib.closing(stages):
-        uvloop.run(worker.main(file, media_root, place, args.after, stages))
+        uvloop.run(worker.main(file, media_root, place, args.replaces, stages))
 
 
 def _get_spans_target(file: RunFile, run_dir: RunDir) -> str:
@@ -121,7 +116,7 @@ def _build_ranks(args: argparse.Namespace) -> RankInfo:
     from sightline.trainer.ranks import RankInfo
 
     secret = os.environ.get(SECRET_VARIABLE, "")
-    return RankInfo(args.rank, args.ranks, args.meet, args.channel, secret)
+    return RankInfo(args.rank, args.ranks, args.rendezvous, args.channel, secret)
 
 
 def _run_trainer(args: argparse.Namespace, file: RunFile, run_dir: RunDir) -> None:

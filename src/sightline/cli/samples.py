@@ -26,19 +26,13 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument(
         "--header", action="append", default=[], metavar="NAME:VALUE", help="sent with an upload"
     )
-    parser.add_argument("--max-mb", type=float, default=16.0, help="of one rollout's images")
+    parser.add_argument("--max-image-mb", type=float, default=16.0, help="most of one rollout")
 
 
 def run(args: argparse.Namespace) -> int:
     from sightline.errors import ConfigError
     from sightline.run import RunDir
-
-    try:
-        from sightline.view.samples_export import export_samples
-    except ModuleNotFoundError as error:
-        if error.name != "pyarrow":
-            raise
-        raise ConfigError("pyarrow is not installed", "pip install 'sightline[export]'") from error
+    from sightline.view.samples_export import export_samples
 
     headers = {}
     for header in args.header:
@@ -51,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         # ignore a signal, as by nohup, goes on.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    most = int(args.max_mb * 1e6)
+    most = int(args.max_image_mb * 1e6)
     for name, found in export_samples(RunDir(args.run_dir), args.step, args.to, headers, most):
         print(
             f"{name}: {found.rollouts} rollouts, {found.images} images, {found.nbytes:,} bytes"

@@ -36,7 +36,8 @@ def claim_run_dir(base: str, name: str) -> RunDir:
 
 @contextmanager
 def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
-    """Held for as long as the launcher lives; the system lets go of it, however that ends."""
+    """Locks the directory for as long as the launcher lives; the system lets go of the lock,
+    however that ends."""
     with open(run_dir.path / ".lock", "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -54,8 +55,8 @@ def record_model_digests(run_dir: RunDir, model: Path) -> None:
 
 
 def check_model_unchanged(run_dir: RunDir, model: Path) -> None:
-    """A run goes on only from the checkpoint that it began with: it is the reference of the KL,
-    and version 0 of the policy."""
+    """Refuses to go on from another checkpoint than the run began with: it is the reference of the
+    KL, and version 0 of the policy."""
     if not _get_digest_file(run_dir).is_file():
         return
     before, now = json.loads(_get_digest_file(run_dir).read_bytes()), _hash_model(model)

@@ -13,11 +13,12 @@ from sightline.families import Family
 
 HTTP_TIMEOUT_S = 10.0
 STOCK_VERSION = "0.32."
-"""Whose routes `rollout.stock` knows."""
+"""The version of vLLM whose routes `rollout.stock_vllm_client` knows."""
 
 
 def check_external_servers(config: RunFile, family: Family) -> None:
-    """Each of `[inference] servers` answers, and would serve this run as the run expects."""
+    """Refuses one of `[inference] servers` that does not answer, or would not serve this run as it
+    expects."""
     if not config.inference.servers:
         return
     if not config.media.root:
@@ -44,7 +45,7 @@ def check_external_servers(config: RunFile, family: Family) -> None:
         raise ConfigError(
             '[inference] engine = "stock_vllm" gives no digests of the pixels that it saw, and '
             "[media] allow_unverified_pixels is false: no sample with an image would be trained on",
-            'set allow_unproven = true, or serve with engine = "vllm", which has our plugin',
+            'set allow_unverified_pixels = true, or serve with engine = "vllm", which proves them',
         )
 
 
@@ -65,8 +66,8 @@ def _check_sightline_server(config: RunFile, family: Family, address: str) -> No
     if health["max_model_len"] < config.inference.max_model_len:
         raise ConfigError(
             f"[inference] servers: {address} takes {health['max_model_len']} tokens, the run has "
-            f"max_len = {config.inference.max_model_len}",
-            "start it with a larger --max-model-len, or lower max_len",
+            f"max_model_len = {config.inference.max_model_len}",
+            "start it with a larger --max-model-len, or lower max_model_len",
         )
 
 
@@ -85,14 +86,12 @@ def _check_stock_vllm(address: str) -> None:
 
 
 def _get_json(address: str, path: str) -> dict[str, Any]:
-    """What is answered as JSON; nothing where the server has no such path."""
+    """The JSON object that is answered; an empty one for a refusal, and for anything else."""
     try:
         with urllib.request.urlopen(address + path, timeout=HTTP_TIMEOUT_S) as answer:
             found = json.loads(answer.read())
             return found if isinstance(found, dict) else {}
-    except urllib.error.HTTPError:
-        return {}
-    except ValueError:  # no JSON
+    except (urllib.error.HTTPError, ValueError):
         return {}
     except OSError as error:
         raise ConfigError(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TypeVar
 
-from sightline.config import EnvConfig, ModelConfig, RunFile, SftFile
+from sightline.algo.registry import load_advantage, load_aggregation, load_credit, load_filters
+from sightline.config import AnyRun, EnvConfig, ModelConfig, RunFile, SftFile, TrainerConfig
 from sightline.errors import ConfigError, DiskFull, FamilyError
 from sightline.families import Family, load_family
 from sightline.families.hub import resolve_checkpoint
@@ -23,16 +23,13 @@ from sightline.trainer.conversations import check_rows_for_images
 from sightline.view.sinks.protocol import check_sinks
 
 STATES_PER_CHECKPOINT = 3
-"""Weights and the two moments of AdamW."""
+"""A checkpoint holds the weights and the two moments of AdamW."""
 SPARE_BYTES = 1 << 30
 BYTES_PER_TOKEN = 16
-"""Of a batch on disk: the id, and logprob, advantage and version where it trains."""
+"""A batch on disk has for each token its id, and logprob, advantage and version where it trains."""
 
 
-RunT = TypeVar("RunT", RunFile, SftFile)
-
-
-def resolve_model(config: RunT) -> RunT:
+def resolve_model(config: AnyRun) -> AnyRun:
     """The run file with the folder of its model, which for an id of the hub is of one commit."""
     folder = resolve_checkpoint(config.model.path, with_weights=True)
     model = config.model.model_copy(update={"path": str(folder)})
@@ -40,7 +37,8 @@ def resolve_model(config: RunT) -> RunT:
 
 
 def check_model(model: ModelConfig, env: EnvConfig, python: str = "") -> Family:
-    """The family of the checkpoint, which is whole, known, and sees if the environment shows.
+    """The family of the checkpoint; refuses one that is not whole, not known, or cannot see what
+    the environment shows.
 
     `python` is the interpreter that knows the environment, if this one need not.
     """
@@ -49,13 +47,15 @@ def check_model(model: ModelConfig, env: EnvConfig, python: str = "") -> Family:
 
 
 def check_conversations(config: SftFile) -> Family:
-    """Likewise, for the conversations of [data], whose first rows are read."""
+    """The family of the checkpoint; refuses one that cannot see the images of [data], whose first
+    rows are read."""
     assert config.data is not None
     shows = check_rows_for_images(config.data, config.run.seed)
     return check_checkpoint(config.model, f"[data] {config.data.path}", shows)
 
 
 def check_checkpoint(model: ModelConfig, shown_by: str, shows_images: bool) -> Family:
+    """The family of a checkpoint that holds weights, and sees if `shown_by` shows images."""
     path = Path(model.path)
     if not path.is_dir():
         raise ConfigError(
@@ -89,11 +89,8 @@ def describe_packing(family: Family) -> str:
 def describe_family(family: Family, engine: str) -> str:
     """What a run does because of its model, and why. What vLLM keeps between turns depends on its
     kernels: its server says it in its log."""
-    lines = [
-        describe_packing(family),
-        *([describe_prefix_reuse(family)] if engine == "torch" else []),
-    ]
-    return "\n".join(lines)
+    reuse = f"\n{describe_prefix_reuse(family)}" if engine == "torch" else ""
+    return describe_packing(family) + reuse
 
 
 def check_store(root: Path, max_gb: float) -> None:
@@ -102,26 +99,22 @@ def check_store(root: Path, max_gb: float) -> None:
     store.check_room()
 
 
-def check_disk(config: RunFile, run_dir: RunDir) -> None:
-    """The disk holds what can exist at one time: checkpoints and published versions."""
+def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SPARE_BYTES) -> None:
+    """Refuses a disk that cannot hold what exists at one time: checkpoints, published versions and
+    batches."""
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
-    # One more of each than is kept: the next is whole before the oldest goes.
-    checkpoints = (config.trainer.keep_checkpoints + 1) * STATES_PER_CHECKPOINT
-    published = config.orchestrator.max_lag + 2
-    if config.trainer.keep_checkpoints_every:
-        checkpoints += (
-            config.run.steps // config.trainer.keep_checkpoints_every * STATES_PER_CHECKPOINT
-        )
-    # Where the newest checkpoint may turn out corrupt, the batches since the one before it stay.
-    spans = min(config.trainer.keep_checkpoints, 2)
-    batches = spans * config.trainer.checkpoint_every + config.orchestrator.max_lag + 1
-    batch_bytes = (
-        config.orchestrator.groups_per_step
-        * config.orchestrator.group_size
-        * config.inference.max_model_len
-        * BYTES_PER_TOKEN
-    )
-    needed = weights * (checkpoints + published + 1) + batches * batch_bytes + SPARE_BYTES
+    settings = config.trainer
+    # One more than is kept: the next is whole before the oldest goes.
+    checkpoints = settings.keep_checkpoints + 1
+    if settings.keep_checkpoints_every:
+        checkpoints += config.run.steps // settings.keep_checkpoints_every
+    copies = checkpoints * STATES_PER_CHECKPOINT + 1
+    needed = spare_bytes
+    if isinstance(config, RunFile):
+        # Published versions; the best checkpoint, and its successor while it is written.
+        copies += config.orchestrator.max_lag + 2 + 2 * (config.eval.every > 0)
+        needed += _count_batch_bytes(config)
+    needed += copies * weights
     # What a run that goes on has already written is counted in what it can need.
     needed -= _count_bytes(run_dir.checkpoints, run_dir.weights, run_dir.batches)
     free = shutil.disk_usage(_find_existing_parent(run_dir.path)).free
@@ -133,13 +126,22 @@ def check_disk(config: RunFile, run_dir: RunDir) -> None:
         )
 
 
+def _count_batch_bytes(config: RunFile) -> int:
+    settings = config.orchestrator
+    # Where the newest checkpoint may turn out corrupt, the batches since the one before it stay.
+    spans = min(config.trainer.keep_checkpoints, 2)
+    batches = spans * config.trainer.checkpoint_every + settings.max_lag + 1
+    rollouts = batches * settings.groups_per_step * settings.group_size
+    return rollouts * config.inference.max_model_len * BYTES_PER_TOKEN
+
+
 def check_compatible_settings(config: RunFile) -> None:
-    """Settings that each are well and together cannot work."""
+    """Refuses settings that are well alone and cannot work together."""
     if config.rollout.max_tokens >= config.inference.max_model_len:
         raise ConfigError(
             f"[rollout] max_tokens = {config.rollout.max_tokens} leaves no room for a prompt in "
             f"[inference] max_model_len = {config.inference.max_model_len}",
-            "raise max_len, or lower max_tokens",
+            "raise max_model_len, or lower max_tokens",
         )
     if config.trainer.publish == "broadcast" and config.eval.every > 0:
         raise ConfigError(
@@ -172,7 +174,7 @@ def check_compatible_settings(config: RunFile) -> None:
 
 
 def check_engine(config: RunFile, family: Family) -> None:
-    """The engine is there, and can serve what the family is."""
+    """Refuses an engine that is not there, or cannot serve the family."""
     check_external_servers(config, family)
     if config.inference.engine == "vllm":
         serving = load_serving(config.model.path, family)
@@ -189,7 +191,7 @@ def check_engine(config: RunFile, family: Family) -> None:
 
 
 def _check_parameter_names(model: Path, vision: tuple[str, ...]) -> None:
-    """vLLM merges adapters into parameters that it reads from the checkpoint, by their names."""
+    """Refuses adapters for a checkpoint whose parameter names vLLM could not merge them into."""
     from safetensors import safe_open
 
     for path in model.glob("*.safetensors"):
@@ -203,8 +205,25 @@ def _check_parameter_names(model: Path, vision: tuple[str, ...]) -> None:
     )
 
 
+def check_algorithm(config: RunFile) -> None:
+    """Refuses an advantage, credit, filter, aggregation or loss that cannot work, by its setting;
+    one from outside is tried on a small batch."""
+    orchestrator, trainer = config.orchestrator, config.trainer
+    load_advantage(orchestrator.advantage, orchestrator.advantage_args)
+    load_credit(orchestrator.credit)
+    load_filters(config.filters)
+    load_aggregation(trainer.loss_aggregation, trainer.loss_aggregation_args)
+    if trainer.loss != TrainerConfig().loss or trainer.loss_args:
+        # Losses need torch, which takes seconds to import; the default one is known to work.
+        from sightline.algo.losses import load_loss
+
+        load_loss(trainer.loss, trainer.loss_args)
+
+
 def check_run(config: RunFile, run_dir: RunDir) -> Family:
+    """The family of the run's model, when nothing of the run file has to be refused."""
     family = check_model(config.model, config.env, config.rollout.python)
+    check_algorithm(config)
     check_sinks(config.logging.sinks)
     check_otel(config.logging.otel)
     split_threads(config, num_cores())

@@ -9,7 +9,6 @@ ends the run in order, a second one at once.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -24,14 +23,12 @@ from types import FrameType
 
 from sightline.config import RunFile
 from sightline.errors import ConfigError, ProcessFailed
+from sightline.launch.child import get_error_file
 from sightline.run import RunDir
 from sightline.wire.rank_messages import EXIT_OTHER_RANK_FAILED
 
-SECRET_VARIABLE = "SIGHTLINE_SECRET"
-"""The variable in which the ranks of a trainer get what they know one another by."""
 POLL_S = 0.2
 STOP_TIMEOUT_S = 10.0
-PR_SET_PDEATHSIG = 1
 """How long a process may take to end after it was told to."""
 
 
@@ -77,7 +74,8 @@ def num_cores() -> int:
 
 
 def build_environ(threads: int) -> dict[str, str]:
-    """Native libraries read their thread budget once, when they are loaded."""
+    """The variables of a process with so many compute threads; native libraries read their budget
+    once, when they are loaded."""
     count = str(threads)
     # The ranks of a run meet by themselves: what torchrun says is for the process that it started.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
@@ -127,16 +125,16 @@ class Processes:
 
     run_dir: RunDir
     command: str = "rl"
-    """That which goes on with the run."""
+    """The command that goes on with the run."""
     _running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
-    def resume(self) -> str:
+    def resume_command(self) -> str:
         return f"sightline {self.command} --resume {self.run_dir.path}"
 
     def start(self, spec: ProcessSpec) -> None:
         log = open(self.run_dir.logs / f"{spec.name}.log", "ab")  # noqa: SIM115
-        _get_error_file(self.run_dir, spec.name).unlink(missing_ok=True)
+        get_error_file(self.run_dir, spec.name).unlink(missing_ok=True)
         with log:
             self._running[spec.name] = subprocess.Popen(
                 [spec.python or sys.executable, "-m", "sightline", *spec.arguments],
@@ -202,33 +200,18 @@ class Processes:
             if exit_code < 0
             else f"ended with {exit_code}"
         )
-        file = _get_error_file(self.run_dir, name)
+        file = get_error_file(self.run_dir, name)
         log = self.run_dir.logs / f"{name}.log"
         can_resume = self.run_dir.progress.parent.is_dir()
-        resume = f"then go on with `{self.resume}`" * can_resume
+        resume = f"then go on with `{self.resume_command}`" * can_resume
         if file.is_file():
             left = json.loads(file.read_text())
             fix = "; ".join(part for part in (left["fix"], resume) if part)
             return ProcessFailed(f"{name} {how}: {left['problem']}", fix)
         words = log.read_text(errors="replace").strip().splitlines()[-1:] if log.is_file() else []
-        last = f"; its last words: {words[0]}" if words and exit_code > 0 else ""
+        last = f"; the last line of its log: {words[0]}" if words and exit_code > 0 else ""
         fix = ", ".join(part for part in (f"see {log}", resume) if part)
         return ProcessFailed(f"{name} {how}{last}", fix)
-
-
-def _get_error_file(run_dir: RunDir, name: str) -> Path:
-    return run_dir.logs / f"{name}.error.json"
-
-
-def write_error_file(run_dir: RunDir, name: str, problem: str, fix: str) -> None:
-    """Called in a process that fails: the launcher quotes it."""
-    _get_error_file(run_dir, name).write_text(json.dumps({"problem": problem, "fix": fix}))
-
-
-def die_with_parent() -> None:
-    """Has the kernel end this process with the one that started it, whatever this one is doing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class SignalCounter:
@@ -267,7 +250,7 @@ def watch_processes(
     try:
         while processes.exit_code(leader) is None:
             time.sleep(POLL_S)
-            update_view = _call_view(update_view)
+            update_view = call_view(update_view)
             supervise()
             if processes.failed():
                 # What one death causes in the others follows within a moment; see them all.
@@ -277,7 +260,7 @@ def watch_processes(
             if signals.count > 1:
                 raise ProcessFailed(
                     "ended at once by a second signal",
-                    f"go on with `{processes.resume}`",
+                    f"go on with `{processes.resume_command}`",
                 )
             if signals.count and not stop_requested:
                 stop_requested = True
@@ -304,8 +287,9 @@ def _wait_for_cause(processes: Processes) -> None:
         time.sleep(POLL_S)
 
 
-def _call_view(update_view: Callable[[], None]) -> Callable[[], None]:
-    """Calls `update_view`; a view that fails (a closed pipe, say) is not called again."""
+def call_view(update_view: Callable[[], None]) -> Callable[[], None]:
+    """Calls `update_view`, and returns what to call next time: nothing, once a view has failed (on
+    a closed pipe, say)."""
     try:
         update_view()
     except Exception:  # a view may fail, and never ends a run

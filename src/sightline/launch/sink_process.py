@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from types import TracebackType
 
 from sightline.config import LoggingConfig
 from sightline.run import RunDir
@@ -22,9 +21,9 @@ class SinkProcess:
         self,
         config: LoggingConfig,
         run_dir: RunDir,
-        tell: Callable[[str], object] = lambda words: None,
+        on_problem: Callable[[str], object] = lambda words: None,
     ) -> None:
-        """`tell` hears at the end what became of a sink that was not fed."""
+        """`on_problem` hears what became of a sink that was not fed."""
         self._process: subprocess.Popen[bytes] | None = None
         self._words = [sys.executable, "-m", "sightline", "sinks", str(run_dir.path)]
         self._words += [word for name in config.sinks for word in ("--to", name)]
@@ -33,25 +32,24 @@ class SinkProcess:
         self._words += ["--offline"] if config.wandb_offline else []
         self._log = run_dir.logs / "sinks.log"
         self._has_sinks = bool(config.sinks)
-        self._on_problem = tell
+        self._on_problem = on_problem
         self._log_start = 0
 
     def __enter__(self) -> SinkProcess:
-        if self._has_sinks:
+        if not self._has_sinks:
+            return self
+        try:
             with open(self._log, "ab") as log:
                 self._log_start = log.tell()
                 self._process = subprocess.Popen(
                     self._words, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                     start_new_session=True,
                 )  # fmt: skip
+        except OSError as error:
+            self._on_problem(f"sinks: the process that feeds them did not start: {error}")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Lets it read to the end; one that does not end is ended."""
         if self._process is None:
             return
@@ -61,14 +59,15 @@ class SinkProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        for words in self._problems(self._process.returncode):
+        for words in self._list_problems(self._process.returncode):
             self._on_problem(words)
 
-    def _problems(self, code: int) -> list[str]:
-        with open(self._log, "rb") as log:
-            log.seek(self._log_start)
-            lines = log.read().decode(errors="replace").splitlines()
-        said = [line for line in lines if line.startswith(STATUS_PREFIX)]
-        if not said:
-            return [f"sinks: the process that feeds them ended with {code}; see {self._log}"]
-        return [line for line in said if not line.endswith(f": {STATUS_OK}")]
+    def _list_problems(self, exit_code: int) -> list[str]:
+        try:
+            lines = self._log.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
+        except OSError:
+            lines = []
+        statuses = [line for line in lines if line.startswith(STATUS_PREFIX)]
+        if not statuses:
+            return [f"sinks: the process that feeds them ended with {exit_code}; see {self._log}"]
+        return [line for line in statuses if not line.endswith(f": {STATUS_OK}")]

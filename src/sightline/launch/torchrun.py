@@ -1,4 +1,5 @@
-"""Ranks that torchrun starts: `torchrun --standalone --nproc-per-node N -m sightline rl FILE`.
+"""Ranks that torchrun starts: `torchrun --standalone --nproc-per-node N -m sightline rl FILE`, or
+`sft FILE`.
 
     torchrun ── sightline rl (rank 0) ── server · trainer · worker-0.. · orchestrator
              ── sightline rl (rank k) ── trainer-k
@@ -18,14 +19,19 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sightline import config as config_module
-from sightline.config import RunFile
+from sightline.config import AnyRun, TrainerConfig, load_config
 from sightline.config.trainer import is_loopback
 from sightline.errors import ConfigError
-from sightline.launch.processes import POLL_S, SECRET_VARIABLE, Processes, ProcessSpec, num_cores
+from sightline.launch.processes import POLL_S, Processes, ProcessSpec
+from sightline.launch.rank_specs import (
+    Rendezvous,
+    build_rank_spec,
+    build_trainer_specs,
+    open_rendezvous,
+)
 from sightline.launch.trainer_watchdog import TrainerWatchdog
+from sightline.launch.training_job import TrainingJob
 from sightline.run import RunDir
-from sightline.wire.rank_messages import rank_process_name
 
 if TYPE_CHECKING:
     from sightline.trainer.rendezvous import RendezvousStore
@@ -43,7 +49,7 @@ class TorchrunContext:
     has_store: bool
     """Whether torchrun keeps a store there; otherwise rank 0 does."""
 
-    def apply_to(self, config: RunFile) -> RunFile:
+    def apply_to(self, config: AnyRun) -> AnyRun:
         """The run file, for as many ranks as torchrun started."""
         if self.local_size < self.size and is_loopback(config.trainer.address):
             raise ConfigError(
@@ -57,48 +63,63 @@ class TorchrunContext:
 
 def find_context() -> TorchrunContext | None:
     """None where torchrun did not start this process."""
-    said = os.environ
-    if "TORCHELASTIC_RUN_ID" not in said:
+    variables = os.environ
+    if "TORCHELASTIC_RUN_ID" not in variables:
         return None
     return TorchrunContext(
-        rank=int(said["RANK"]),
-        size=int(said["WORLD_SIZE"]),
-        local_size=int(said["LOCAL_WORLD_SIZE"]),
-        host=said["MASTER_ADDR"],
-        port=int(said["MASTER_PORT"]),
-        has_store=said.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        rank=int(variables["RANK"]),
+        size=int(variables["WORLD_SIZE"]),
+        local_size=int(variables["LOCAL_WORLD_SIZE"]),
+        host=variables["MASTER_ADDR"],
+        port=int(variables["MASTER_PORT"]),
+        has_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
 @cache
-def get_board(context: TorchrunContext) -> RendezvousStore:
-    """Kept as long as this process lives: it may be the store itself."""
+def get_rendezvous_store(context: TorchrunContext) -> RendezvousStore:
+    """The store of torchrun; kept as long as this process lives, for it may be the store itself."""
     from sightline.trainer.rendezvous import RendezvousStore
 
     return RendezvousStore(context.host, context.port, not context.has_store and context.rank == 0)
 
 
-def run_follower_rank(context: TorchrunContext) -> None:
+def build_local_specs(
+    trainer: ProcessSpec, settings: TrainerConfig, run_dir: RunDir, context: TorchrunContext | None
+) -> list[ProcessSpec]:
+    """The ranks that this launcher starts; torchrun starts the others, and is told where."""
+    if context is None or context.size == 1:
+        return build_trainer_specs(trainer, settings)
+    from sightline.trainer.rendezvous import RendezvousInfo
+
+    at = open_rendezvous(settings)
+    info = RendezvousInfo(str(run_dir.path.resolve()), at.address, at.channel, at.secret)
+    get_rendezvous_store(context).post(info)
+    return [build_rank_spec(trainer, 0, settings.ranks, at)]
+
+
+def run_follower_rank(context: TorchrunContext, job: TrainingJob[AnyRun]) -> None:
     """Runs one rank other than 0 until the run ends."""
-    meeting = get_board(context).read()
-    run_dir = RunDir(Path(meeting.run_dir))
-    name = rank_process_name(context.rank)
-    threads = max(1, num_cores() // (2 * context.local_size))
-    words = ["process", name, str(run_dir.path), "--threads", str(threads)]
-    words += ["--rank", str(context.rank), "--ranks", str(context.size)]
-    words += ["--meet", meeting.meet, "--channel", meeting.channel, "--parent", str(os.getpid())]
-    processes = Processes(run_dir)
+    info = get_rendezvous_store(context).read()
+    at = Rendezvous(info.meet, info.channel, info.secret)
+    run_dir = RunDir(Path(info.run_dir))
+    file = load_config(job.file_kind, run_dir.config)
+    threads = max(1, job.count_trainer_threads(file) // context.local_size)
+    words = ["process", job.trainer, str(run_dir.path), "--threads", str(threads)]
+    words += ["--parent", str(os.getpid())]
+    trainer = ProcessSpec(job.trainer, words, threads)
+    spec = build_rank_spec(trainer, context.rank, context.size, at)
+    processes = Processes(run_dir, job.command)
     # The rank ends when rank 0 says so; a signal to the whole run is for rank 0's launcher.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
-        stall_timeout_s = config_module.load_config(RunFile, run_dir.config).trainer.stall_timeout_s
-        trainers = TrainerWatchdog(processes, [name], stall_timeout_s)
-        processes.start(ProcessSpec(name, words, threads, {SECRET_VARIABLE: meeting.secret}))
-        while (exit_code := processes.exit_code(name)) is None:
+        watchdog = TrainerWatchdog(processes, [spec.name], file.trainer.stall_timeout_s)
+        processes.start(spec)
+        while (exit_code := processes.exit_code(spec.name)) is None:
             time.sleep(POLL_S)
-            trainers.check()
+            watchdog.check()
     finally:
         processes.kill()
     if exit_code:
-        raise processes.explain_exit(name, exit_code)
+        raise processes.explain_exit(spec.name, exit_code)

@@ -13,7 +13,7 @@ from sightline.errors import ProcessFailed
 from sightline.launch.processes import Processes
 
 STARTUP_GRACE_S = 120.0
-"""How long a trainer may take to its first sign of life, beyond what any other may take."""
+"""How much longer than later ones a trainer's first heartbeat may take."""
 
 
 @dataclass
@@ -21,15 +21,15 @@ class TrainerWatchdog:
     processes: Processes
     names: list[str]
     stall_timeout_s: float
-    """0 watches nothing."""
+    """How long a heartbeat may stand still; 0 watches nothing."""
     started: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         for name in self.names:
-            self.processes.run_dir.beat(name).unlink(missing_ok=True)
+            self.processes.run_dir.heartbeat(name).unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raises for a trainer without a sign of life."""
+        """Raises for a trainer whose heartbeat stands still."""
         for name in self.names:
             silent_s = self._measure_silence(name)
             if (
@@ -38,13 +38,13 @@ class TrainerWatchdog:
                 and self.processes.exit_code(name) is None
             ):
                 raise ProcessFailed(
-                    f"{name} gave no sign of life for {silent_s:.0f} s: its process is stopped, or "
+                    f"{name} gave no heartbeat for {silent_s:.0f} s: its process is stopped, or "
                     "never lets go of the interpreter",
-                    f"go on with `sightline rl --resume {self.processes.run_dir.path}`",
+                    f"go on with `{self.processes.resume_command}`",
                 )
 
     def _measure_silence(self, name: str) -> float:
         try:
-            return time.time() - self.processes.run_dir.beat(name).stat().st_mtime
+            return time.time() - self.processes.run_dir.heartbeat(name).stat().st_mtime
         except FileNotFoundError:  # it has yet to import what it needs
             return time.time() - self.started - STARTUP_GRACE_S

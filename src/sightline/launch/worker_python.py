@@ -16,12 +16,13 @@ DESCRIBE_TIMEOUT_S = 120.0
 """A cold disk may take a minute to import a large package."""
 
 
-def describe_environment(env: EnvConfig, python: str) -> EnvironmentInfo:
-    """What `[env]` is, to the interpreter that the workers will run in."""
-    return _describe_in_interpreter(env, python) if python else get_environment_info(env)
-
-
-def _describe_in_interpreter(env: EnvConfig, python: str) -> EnvironmentInfo:
+def describe_environment(
+    env: EnvConfig, python: str, version: str = sightline.__version__
+) -> EnvironmentInfo:
+    """What `[env]` is, to the interpreter that the workers will run in; one that has another
+    version of sightline is refused."""
+    if not python:
+        return get_environment_info(env)
     try:
         done = subprocess.run(
             [python, "-m", "sightline.envs.environment_info"],
@@ -34,7 +35,7 @@ def _describe_in_interpreter(env: EnvConfig, python: str) -> EnvironmentInfo:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
             f"{SETTING} = {python!r} does not run: {error}",
-            "name the python of a virtual environment that has sightline and the environment",
+            "name the python of a virtual environment that has sightline-rl and the environment",
         ) from error
     if done.returncode != 0:
         words = done.stderr.strip().splitlines()[-1:] or [f"it ended with {done.returncode}"]
@@ -43,10 +44,9 @@ def _describe_in_interpreter(env: EnvConfig, python: str) -> EnvironmentInfo:
             f"try `{python} -m sightline --version`; workers need sightline and [env]'s package",
         )
     found = json.loads(done.stdout.strip().splitlines()[-1])
-    if found["version"] != sightline.__version__:
+    if found["version"] != version:
         raise ConfigError(
-            f"{SETTING} = {python!r} has sightline {found['version']}, and this is "
-            f"{sightline.__version__}",
+            f"{SETTING} = {python!r} has sightline {found['version']}, and this is {version}",
             "install the same version there: they speak to one another",
         )
     if "problem" in found:

@@ -1,8 +1,8 @@
 """Watches the environment workers and replaces those that user code has broken.
 
     crash     the process has ended, with whatever code, and was not told to
-    hang      its event loop stands still for `hang_timeout_s`, or user code goes on for as long after
-              its rollout is over; or the process gives no sign of life at all
+    hang      its event loop stands still for `hang_timeout_s`, or user code goes on for as long
+              after its rollout is over; or its heartbeat stands still
     leak      its memory is above the limit
 
 A worker that breaks costs the rollouts that it was playing. Its successor has the same name and
@@ -24,7 +24,7 @@ from sightline.rollout.heartbeat import find_heartbeat
 
 ROLLOUTS_PER_WORKER = 128
 MEMORY_SHARE = 0.5
-"""Of the machine's memory, for all workers together."""
+"""The share of the machine's memory that all workers together may take."""
 SILENCE_TIMEOUT_S = 60.0
 """A thread that cannot run for so long has a process that is stopped, or that never lets go of
 the interpreter."""
@@ -58,10 +58,6 @@ def get_memory_limit(config: RunFile) -> int:
     return int(total * MEMORY_SHARE / max(1, config.rollout.workers))
 
 
-def get_heartbeat_file(logs: Path, name: str) -> Path:
-    return logs / f"{name}.beat"
-
-
 @dataclass
 class WorkerSupervisor:
     """Call `supervise` often; it looks once a second."""
@@ -72,11 +68,12 @@ class WorkerSupervisor:
     max_bytes: int
     on_lost: Callable[[str, str], None]
     """Hears the name of a worker that was replaced, and why."""
+    silence_timeout_s: float = SILENCE_TIMEOUT_S
 
     def __post_init__(self) -> None:
         self._last_check = 0.0
         for spec in self.specs:
-            self._beat(spec).unlink(missing_ok=True)
+            self._heartbeat_file(spec).unlink(missing_ok=True)
 
     def supervise(self) -> None:
         now = time.monotonic()
@@ -91,37 +88,37 @@ class WorkerSupervisor:
                 self.processes.kill_process(spec.name)
                 self._replace(spec, why)
 
-    def _beat(self, spec: ProcessSpec) -> Path:
-        return get_heartbeat_file(self.processes.run_dir.logs, spec.name)
+    def _heartbeat_file(self, spec: ProcessSpec) -> Path:
+        return self.processes.run_dir.heartbeat(spec.name)
 
     def _replace_ended(self, spec: ProcessSpec, exit_code: int) -> None:
-        beat, how = (
-            find_heartbeat(self._beat(spec)),
-            self.processes.explain_exit(spec.name, exit_code),
-        )
-        if beat is not None:
-            if not beat.told_to_quit:
+        heartbeat = find_heartbeat(self._heartbeat_file(spec))
+        how = self.processes.explain_exit(spec.name, exit_code)
+        if heartbeat is not None:
+            if not heartbeat.told_to_quit:
                 self._replace(spec, f"crash: {how.problem}")
         elif exit_code == 0:
             # It never worked: that ends the run, as it does for one that ended with an error.
             raise how
 
     def _find_fault(self, spec: ProcessSpec, now: float) -> str:
-        beat = find_heartbeat(self._beat(spec))
-        if beat is None or beat.told_to_quit:
+        heartbeat = find_heartbeat(self._heartbeat_file(spec))
+        if heartbeat is None or heartbeat.told_to_quit:
             return ""
         size = self.processes.resident_bytes(spec.name)
         if size > self.max_bytes:
             return f"leak: it held {size / 1e9:.2f} GB, its limit is {self.max_bytes / 1e9:.2f}"
-        if now - beat.time_s > SILENCE_TIMEOUT_S:
-            return f"hang: no sign of life for {now - beat.time_s:.0f} s"
-        if beat.time_s - beat.loop_s > self.hang_timeout_s:
-            return f"hang: its event loop stood still for {beat.time_s - beat.loop_s:.0f} s"
-        if beat.stuck_s > self.hang_timeout_s:
-            return f"hang: user code has outlived its rollout by {beat.stuck_s:.0f} s"
+        if now - heartbeat.time_s > self.silence_timeout_s:
+            return f"hang: no heartbeat for {now - heartbeat.time_s:.0f} s"
+        if heartbeat.time_s - heartbeat.loop_s > self.hang_timeout_s:
+            return (
+                f"hang: its event loop stood still for {heartbeat.time_s - heartbeat.loop_s:.0f} s"
+            )
+        if heartbeat.stuck_s > self.hang_timeout_s:
+            return f"hang: user code has outlived its rollout by {heartbeat.stuck_s:.0f} s"
         return ""
 
     def _replace(self, spec: ProcessSpec, why: str) -> None:
-        self._beat(spec).unlink(missing_ok=True)
-        self.processes.start(replace(spec, arguments=[*spec.arguments, "--after", why]))
+        self._heartbeat_file(spec).unlink(missing_ok=True)
+        self.processes.start(replace(spec, arguments=[*spec.arguments, "--replaces", why]))
         self.on_lost(spec.name, why)

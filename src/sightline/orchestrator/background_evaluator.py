@@ -35,7 +35,7 @@ class BackgroundEvaluator:
     client: GenerateClient
     every: int
     last_step: int
-    """Evaluated when the run has ended."""
+    """The last step is evaluated when the run has ended."""
     _waiting: PublishedWeights | None = None
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -46,7 +46,7 @@ class BackgroundEvaluator:
     def publish(self, published: PublishedWeights) -> None:
         step = published.version
         is_due = step % self.every == 0 and 0 < step < self.last_step
-        if not is_due or _eval_name(step) in self.run_state.progress.evals:
+        if not is_due or self.run_state.find_eval("step", step) is not None:
             return
         if self._waiting is not None:
             self.policy.pinned_versions.discard(self._waiting.version)
@@ -72,7 +72,7 @@ class BackgroundEvaluator:
 
     async def keep_final_if_best(self, step: int) -> None:
         """The last step, which the run's own server has evaluated, may be the best."""
-        measure = self.run_state.progress.evals.get(f"final_{step:06d}")
+        measure = self.run_state.find_eval("final", step)
         published = self.policy.published
         if measure is not None and published is not None and published.version == step:
             await self.best_checkpoint.keep_if_best(step, measure, Path(published.manifest).parent)
@@ -82,11 +82,5 @@ class BackgroundEvaluator:
         await self.client.adopt(published.manifest)
         measure = await self.evaluator.evaluate("step", step, server=self.client.base_url)
         if measure is not None:
-            self.run_state.progress.evals[_eval_name(step)] = measure
-            self.run_state.save()
             await self.best_checkpoint.keep_if_best(step, measure, Path(published.manifest).parent)
         self.policy.pinned_versions.discard(step)
-
-
-def _eval_name(step: int) -> str:
-    return f"step_{step:06d}"

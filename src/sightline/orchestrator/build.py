@@ -1,4 +1,4 @@
-"""Constructs the orchestrator's parts from a run file. No flow here."""
+"""Constructs the orchestrator's components from a run file. No flow here."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sightline.config import RunFile
 from sightline.media import MediaStore
 from sightline.orchestrator.background_evaluator import BackgroundEvaluator
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
+from sightline.orchestrator.dispatcher import RolloutDispatcher
 from sightline.orchestrator.evaluator import Evaluator
 from sightline.orchestrator.loop import LoopComponents
 from sightline.orchestrator.policy_updater import UNKNOWN_VERSION, PolicyUpdater
@@ -27,27 +28,27 @@ from sightline.wire.control import BatchReady, ControlMessage, PublishedWeights
 class ControlSender(Protocol):
     async def send(self, peer: str, message: ControlMessage) -> None: ...
 
-    async def announce(self, announce: BatchReady) -> None: ...
+    async def announce(self, ready: BatchReady) -> None: ...
 
 
 @dataclass
-class OrchestratorComponents:
-    loop_components: LoopComponents
+class OrchestratorComponents(LoopComponents):
+    """What the loop runs on, and what evaluates and reports meanwhile."""
+
     evaluator: Evaluator
-    run_state: RunState
     caches: dict[str, dict[str, float]]
-    """Of the server; shared with what reports them."""
+    """The counts of the servers' caches, which the poller fills and the metrics report."""
     background_evaluator: BackgroundEvaluator | None
 
     def publish(self, published: PublishedWeights) -> None:
-        """What follows from a new version: engines adopt it, covered batches go."""
+        """Has the engines adopt a new version, and removes the batches that it covers."""
         if bad := int(published.metrics.get("bad_media") or 0):
             self.run_state.progress.bad_samples[str(published.version)] = bad
-        self.loop_components.judge.epochs[published.version] = published.epoch
+        self.judge.epochs[published.version] = published.epoch
         self.run_state.remove_covered_batches(published.checkpoint_step)
         if self.background_evaluator is not None:
             self.background_evaluator.publish(published)
-        self.loop_components.policy.publish(published)
+        self.policy.publish(published)
 
 
 def build(
@@ -63,31 +64,36 @@ def build(
 ) -> OrchestratorComponents:
     settings = config.orchestrator
     rollouts = RolloutScheduler(
-        send=sender.send,
-        workers=workers,
+        RolloutDispatcher(
+            sender.send,
+            workers,
+            config.rollout.max_in_flight,
+            config.rollout.max_in_flight_mb * 1_000_000,
+        ),
         group_size=settings.group_size,
         temperature=config.rollout.temperature,
         seed=config.run.seed,
         next_group=run_state.progress.next_group,
-        again=list(run_state.progress.open_groups),
-        max_in_flight=config.rollout.max_in_flight,
-        max_bytes=config.rollout.max_in_flight_mb * 1_000_000,
+        unjudged_groups=list(run_state.progress.open_groups),
     )
     # Servers that ran before the run hold whatever they hold, until they adopt its first weights.
     first_version = UNKNOWN_VERSION if config.inference.servers else 0
     policy = PolicyUpdater([client.adopt for client in clients], run_dir.weights, first_version)
     caches: dict[str, dict[str, float]] = {}
-    observer = StepMetrics(
-        run_state,
-        policy,
-        store,
-        events,
-        rollouts,
-        config.run.steps,
-        config.media.max_bad_fraction,
-        caches,
+    observer = StepMetrics(run_state, policy, store, events, rollouts, config.run.steps, caches)
+    evaluator = Evaluator(
+        rollouts, run_state, events, run_dir, config.eval.tasks, config.eval.temperature
     )
-    loop_components = LoopComponents(
+    background_evaluator = None
+    if evaluator_client is not None:
+        best_checkpoint = BestCheckpoint(
+            Path(config.model.path), run_dir.checkpoints / "best", run_state
+        )
+        background_evaluator = BackgroundEvaluator(
+            evaluator, policy, best_checkpoint, run_state, events, evaluator_client,
+            config.eval.every, config.run.steps,
+        )  # fmt: skip
+    return OrchestratorComponents(
         rollouts=rollouts,
         policy=policy,
         judge=GroupJudge(
@@ -106,27 +112,10 @@ def build(
         diagnostics_every=settings.diagnostics_every,
         max_empty_batches=settings.max_empty_batches,
         max_resampled_groups=int(settings.max_resample_fraction * settings.groups_per_step),
+        max_bad_fraction=config.media.max_bad_fraction,
         last_step=config.run.steps,
         check_room=store.check_room,
-    )
-    evaluator = Evaluator(
-        rollouts, run_state, events, run_dir, config.eval.tasks, config.eval.temperature
-    )
-    best_checkpoint = BestCheckpoint(
-        Path(config.model.path), run_dir.checkpoints / "best", run_state
-    )
-    background_evaluator = None
-    if evaluator_client is not None:
-        background_evaluator = BackgroundEvaluator(
-            evaluator,
-            policy,
-            best_checkpoint,
-            run_state,
-            events,
-            evaluator_client,
-            config.eval.every,
-            config.run.steps,
-        )
-    return OrchestratorComponents(
-        loop_components, evaluator, run_state, caches, background_evaluator
+        evaluator=evaluator,
+        caches=caches,
+        background_evaluator=background_evaluator,
     )

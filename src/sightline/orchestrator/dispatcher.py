@@ -1,10 +1,10 @@
 """Which worker plays what, and how much at a time.
 
-submit --> waiting --(room by count and by bytes, a worker that is there)--> out --> done
+submit --> waiting --(room by count and by bytes, a worker that is there)--> in flight --> done
               ^                                                              |
               +------------------- no such worker any more ------------------+  or lost
 
-  waiting waits for: room, a worker     unblocked by: done, a worker's Ready, Held
+  waiting waits for: room, a worker     unblocked by: done, ProcessReady, MemoryReport
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sightline.wire.control import ControlMessage, RolloutRequest
 
 SendControl = Callable[[str, ControlMessage], Awaitable[None]]
 EMA_WEIGHT = 0.1
-"""Of the newest rollout in the running mean of their sizes."""
+"""The weight of the newest rollout in the running mean of their sizes."""
 
 
 @dataclass
@@ -27,9 +27,9 @@ class RolloutDispatcher:
     send: SendControl
     workers: Sequence[str]
     max_in_flight: int = 0
-    """Rollouts; 0 is any number."""
+    """How many rollouts may be in flight; 0 is any number."""
     max_bytes: int = 0
-    """That all rollouts in flight may take in the workers' memory; 0 is any number."""
+    """Bytes that all rollouts in flight may take in the workers' memory; 0 is any number."""
 
     def __post_init__(self) -> None:
         self._waiting: deque[RolloutRequest] = deque()
@@ -49,23 +49,24 @@ class RolloutDispatcher:
 
     @property
     def bytes_in_flight(self) -> int:
-        """What workers report, or what rollouts of the usual size would come to, if more."""
+        """What workers report, or what as many rollouts of the usual size would take, if more."""
         if not self._in_flight:
             return 0  # the last report is older than the end of what it reports
         return max(
             sum(self._bytes_of_worker.values()), int(len(self._in_flight) * self._mean_bytes)
         )
 
-    async def submit(self, play: RolloutRequest) -> None:
-        if play.server:
+    async def submit(self, request: RolloutRequest) -> None:
+        if request.server:
             # Another server plays it: it takes no place from the run's own rollouts.
-            self._waiting.appendleft(play)
+            self._waiting.appendleft(request)
         else:
-            self._waiting.append(play)
+            self._waiting.append(request)
         await self._send_waiting()
 
-    def done(self, rollout_id: str, held_bytes: int) -> bool:
-        """Whether the rollout was in flight: one that was lost or cancelled comes too late."""
+    def take_result(self, rollout_id: str, held_bytes: int) -> bool:
+        """Takes a rollout out of those in flight; False for one that was lost or cancelled before,
+        and comes too late."""
         if self._in_flight.pop(rollout_id, None) is None:
             return False
         usual = self._mean_bytes or held_bytes
@@ -78,14 +79,14 @@ class RolloutDispatcher:
         self._changed.set()
 
     def on_worker_lost(self, worker: str) -> list[RolloutRequest]:
-        """What a worker was playing that has been replaced, and can play again."""
-        plays = [play for name, play in self._in_flight.values() if name == worker]
-        for play in plays:
-            del self._in_flight[play.rollout_id]
+        """Forgets, and returns, what a worker was playing; its successor can play again."""
+        requests = [request for name, request in self._in_flight.values() if name == worker]
+        for request in requests:
+            del self._in_flight[request.rollout_id]
         self._bytes_of_worker.pop(worker, None)
         self._missing_workers.discard(worker)
         self._changed.set()
-        return plays
+        return requests
 
     def clear(self) -> None:
         self._waiting.clear()
@@ -99,7 +100,7 @@ class RolloutDispatcher:
             await self._send_waiting()
 
     def _has_room(self) -> bool:
-        counted = sum(not play.server for _, play in self._in_flight.values())
+        counted = sum(not request.server for _, request in self._in_flight.values())
         if not counted:
             return True  # one always may: a limit under a single rollout's size stops nothing
         if self.max_in_flight and counted >= self.max_in_flight:
@@ -112,15 +113,15 @@ class RolloutDispatcher:
             and (self._waiting[0].server or self._has_room())
             and (worker := self._find_idlest_worker()) is not None
         ):
-            play = self._waiting.popleft()
-            self._in_flight[play.rollout_id] = (worker, play)
+            request = self._waiting.popleft()
+            self._in_flight[request.rollout_id] = (worker, request)
             try:
-                await self.send(worker, play)
+                await self.send(worker, request)
             except ProcessFailed:
                 # It has just ended. The launcher replaces it, and its successor says so.
                 self._missing_workers.add(worker)
-                if self._in_flight.pop(play.rollout_id, None) is not None:
-                    self._waiting.appendleft(play)
+                if self._in_flight.pop(request.rollout_id, None) is not None:
+                    self._waiting.appendleft(request)
 
     def _find_idlest_worker(self) -> str | None:
         there = [worker for worker in self.workers if worker not in self._missing_workers]

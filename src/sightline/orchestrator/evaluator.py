@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sightline.errors import NoTrainableSamples
+from sightline.errors import EnvironmentFailed
 from sightline.media import MediaRef
 from sightline.orchestrator.rollout_scheduler import RolloutScheduler
-from sightline.orchestrator.run_state import RunState
+from sightline.orchestrator.run_state import RunState, eval_key
 from sightline.rollout.evaluation import EVAL_SPLIT, EvalSummary, play_tasks
 from sightline.run import EventLog, RunDir
 from sightline.trace import Trace, write_traces
@@ -33,12 +33,17 @@ class Evaluator:
     async def evaluate(
         self, name: str, step: int, swap_images: bool = False, server: str = ""
     ) -> float | None:
-        """The mean metric over the tasks, which is also written as an event. `server` is asked
-        in place of the run's own."""
-        if not self.tasks:
-            return None
-        # Files are named by step: a run that goes on past its end keeps its first final.
-        file = f"{name}_{step:06d}"
+        """The mean measure over the tasks, recorded and written as an event; None without tasks.
+
+        What was played before the run was resumed is not played again. `server` is asked in place
+        of the run's own.
+        """
+        known = self.run_state.find_eval(name, step)
+        if not self.tasks or known is not None:
+            return known
+        if not server:
+            self.events.write("state", phase="evaluating")
+        file = eval_key(name, step)
         traces = await self._play_all(dict.fromkeys(range(self.tasks), ()), server)
         self._write_traces(file, traces)
         played = list(traces)
@@ -55,7 +60,8 @@ class Evaluator:
         self._write_event(f"{name} {step}" if server else name, step, summary, extra)
         # Counted when all is played: an evaluation that is cut short is played again.
         for trace in played:
-            self.run_state.count(trace)
+            self.run_state.count_trace(trace)
+        self.run_state.record_eval(name, step, summary.metric)
         return summary.metric
 
     async def _play_all(
@@ -73,10 +79,10 @@ class Evaluator:
     def _write_traces(self, name: str, traces: list[Trace]) -> None:
         write_traces(self.run_dir.eval_traces(name), traces)
         if all(trace.reward is None for trace in traces):
-            raise NoTrainableSamples(
+            raise EnvironmentFailed(
                 f"evaluation {name!r}: every one of {len(traces)} rollouts broke; the first: "
                 f"{traces[0].error}",
-                "mend the environment or the server; logs/ has the details",
+                "repair the environment or the server; logs/ has the details",
             )
 
     def _write_event(

@@ -10,13 +10,17 @@ from sightline.trace import Trace
 @dataclass
 class Group:
     index: int
-    """Also the index of its task."""
+    """The group's number, and the index of its task."""
     traces: list[Trace] = field(default_factory=list)
-    """Finished or broken; a broken one has an error."""
+    """Finished or broken rollouts; a broken one has an error."""
 
     @property
     def id(self) -> str:
         return f"g{self.index}"
+
+    @property
+    def rewards(self) -> list[float]:
+        return [trace.reward for trace in self.traces if trace.reward is not None]
 
 
 def rollout_id(group: int, index: int) -> str:

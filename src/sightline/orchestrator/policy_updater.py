@@ -24,12 +24,11 @@ class PolicyUpdater:
     """Each takes the path of a manifest and returns when the engine holds its weights."""
     weights: Path
     version: int = 0
-    """What all engines hold."""
+    """The version that all engines hold."""
     published: PublishedWeights | None = None
+    """The newest version that the trainer has written."""
     pinned_versions: set[int] = field(default_factory=set)
     """Versions whose files stay although newer ones are in use."""
-    metrics: dict[int, dict[str, float | None]] = field(default_factory=dict)
-    """What the trainer said of the newest version."""
 
     def __post_init__(self) -> None:
         self._changed = asyncio.Condition()
@@ -38,7 +37,6 @@ class PolicyUpdater:
     def publish(self, published: PublishedWeights) -> None:
         """Takes note of what the trainer has written."""
         self.published = published
-        self.metrics = {published.version: published.metrics}
         self._news.set()
 
     async def keep_adopting(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,6 @@ from sightline.errors import ProcessFailed, WireError
 from sightline.media import MediaStore
 from sightline.orchestrator import loop
 from sightline.orchestrator.build import OrchestratorComponents, build
-from sightline.orchestrator.evaluator import Evaluator
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.server_stats import ServerStatsPoller
 from sightline.rollout.client import GenerateClient
@@ -40,14 +38,14 @@ TRAINER = "trainer"
 
 @dataclass
 class ControlRouter:
-    """Sends to the other processes and hands what they say to whom it concerns."""
+    """Sends to the other processes and hands what they send to whom it concerns."""
 
     hub: AsyncHub
     ready: dict[str, ProcessReady] = field(default_factory=dict)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     last_step: int = 0
     """The step that the trainer's last checkpoint covers."""
-    on_played: Callable[[RolloutResult, str], None] = lambda played, worker: None
+    on_result: Callable[[RolloutResult, str], None] = lambda result, worker: None
     on_published: Callable[[PublishedWeights], None] = lambda published: None
     on_memory_report: Callable[[str, int], None] = lambda worker, held_bytes: None
     on_worker_lost: Callable[[str, str], None] = lambda worker, why: None
@@ -58,10 +56,10 @@ class ControlRouter:
     async def send(self, peer: str, message: ControlMessage) -> None:
         await self.hub.send(peer, control.encode(message))
 
-    async def announce(self, announce: BatchReady) -> None:
-        await self.send(TRAINER, announce)
+    async def announce(self, ready: BatchReady) -> None:
+        await self.send(TRAINER, ready)
 
-    async def wait_for(self, names: set[str]) -> None:
+    async def wait_until_ready(self, names: set[str]) -> None:
         async with self._ready_changed:
             await self._ready_changed.wait_for(lambda: names <= self.ready.keys())
 
@@ -71,7 +69,7 @@ class ControlRouter:
             message = control.decode(data)
             match message:
                 case RolloutResult():
-                    self.on_played(message, peer)
+                    self.on_result(message, peer)
                 case PublishedWeights():
                     self.on_published(message)
                 case MemoryReport():
@@ -99,58 +97,53 @@ async def main(
     servers: Sequence[str],
     evaluator: str = "",
 ) -> None:
-    """`evaluator` is the address of the server that evaluates beside the run, if there is one."""
+    """Runs the loop to its end, or until a signal. `evaluator` is the address of the server that
+    evaluates while the run goes on, if there is one."""
     events = EventLog(run_dir.metrics, "orchestrator")
     router = ControlRouter(AsyncHub(hub))
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
-    evaluator_client = GenerateClient(evaluator) if evaluator else None
+    evaluator_clients = [GenerateClient(evaluator)] if evaluator else []
     store = MediaStore(media_root, max_bytes=int(config.media.max_gb * 1e9))
     clients = build_clients(config.inference, servers, store)
     run_state = RunState.open(run_dir, config.orchestrator.keep_batches)
     components = build(
-        config, run_dir, store, run_state, events, router, workers, clients, evaluator_client
-    )
-    router.on_played = components.loop_components.rollouts.played
+        config, run_dir, store, run_state, events, router, workers, clients,
+        next(iter(evaluator_clients), None),
+    )  # fmt: skip
+    router.on_result = components.rollouts.on_result
     router.on_published = components.publish
-    router.on_worker_lost = components.loop_components.rollouts.on_worker_lost
-    router.on_memory_report = components.loop_components.rollouts.dispatcher.on_memory_report
-    beat = None if config.inference.servers else run_dir.beat("server")
-    stats_poller = ServerStatsPoller(clients, events, components.caches, beat)
+    router.on_worker_lost = components.rollouts.on_worker_lost
+    router.on_memory_report = components.rollouts.dispatcher.on_memory_report
+    heartbeat = None if config.inference.servers else run_dir.heartbeat("server")
+    stats_poller = ServerStatsPoller(clients, events, components.caches, heartbeat)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
     async def job() -> None:
         events.write("state", phase="starting")
-        for each in (*clients, *([] if evaluator_client is None else [evaluator_client])):
-            await each.wait_healthy()
-        await router.wait_for({TRAINER, *workers})
-        await _replay_batches(router, run_state, components.loop_components)
+        for client in (*clients, *evaluator_clients):
+            await client.wait_healthy()
+        await router.wait_until_ready({TRAINER, *workers})
+        await _replay_batches(router, components)
         await _train(config, components, events, stop)
-        with contextlib.suppress(OSError, ValueError):
-            await stats_poller.poll()
+        await stats_poller.poll()
         await _finish(router, run_state, store, workers, events)
 
-    began = time.monotonic()
-    before = run_state.progress.seconds
+    helpers = [
+        router.keep_receiving(),
+        components.policy.keep_adopting(),
+        components.rollouts.dispatcher.keep_sending(),
+        stats_poller.keep_polling(),
+        _keep_checking_disk(store),
+    ]
+    if components.background_evaluator is not None:
+        helpers.append(components.background_evaluator.keep_evaluating())
     try:
-        await _run_with_helpers(
-            job(),
-            router.keep_receiving(),
-            components.loop_components.policy.keep_adopting(),
-            components.loop_components.rollouts.dispatcher.keep_sending(),
-            _keep_counting_seconds(run_state, before, began),
-            stats_poller.keep_polling(),
-            _keep_checking_disk(store),
-            *(
-                []
-                if components.background_evaluator is None
-                else [components.background_evaluator.keep_evaluating()]
-            ),
-        )
+        await _run_with_helpers(job(), *helpers)
     finally:
-        for each in (*clients, *([] if evaluator_client is None else [evaluator_client])):
-            await each.close()
+        for client in (*clients, *evaluator_clients):
+            await client.close()
         router.hub.close()
 
 
@@ -163,40 +156,33 @@ def build_clients(
     return [GenerateClient(server) for server in servers]
 
 
-async def _replay_batches(
-    router: ControlRouter, run_state: RunState, loop_components: loop.LoopComponents
-) -> None:
+async def _replay_batches(router: ControlRouter, components: OrchestratorComponents) -> None:
     """Brings a trainer that starts from a checkpoint to the last batch on disk."""
     at = router.ready[TRAINER].version
-    for announce in run_state.announcements_after(at):
-        await router.announce(announce)
-    await loop_components.policy.wait_for_version(
-        max(at, run_state.progress.step - loop_components.max_lag)
-    )
+    for ready in components.run_state.announcements_after(at):
+        await router.announce(ready)
+    last = components.run_state.progress.step
+    await components.policy.wait_for_version(max(at, last - components.max_lag))
 
 
 async def _train(
     config: RunFile, components: OrchestratorComponents, events: EventLog, stop: asyncio.Event
 ) -> None:
     """Evaluates, trains, evaluates; cut short, without loss, when `stop` is set."""
-    run_state, loop_components, evaluator = (
-        components.run_state,
-        components.loop_components,
-        components.evaluator,
-    )
+    evaluator, background = components.evaluator, components.background_evaluator
 
     async def play_and_train() -> None:
         last = config.run.steps
-        await _evaluate_once(evaluator, run_state, events, "start", 0)
+        await evaluator.evaluate("start", 0)
         events.write("state", phase="training")
-        await loop.run(loop_components, range(run_state.progress.step + 1, last + 1))
-        await loop_components.policy.wait_for_version(last)
-        if components.background_evaluator is not None:
-            await components.background_evaluator.drain()
-        await loop_components.rollouts.cancel()
-        await _evaluate_once(evaluator, run_state, events, "final", last, swap_images=True)
-        if components.background_evaluator is not None:
-            await components.background_evaluator.keep_final_if_best(last)
+        await loop.run(components, range(components.run_state.progress.step + 1, last + 1))
+        await components.policy.wait_for_version(last)
+        if background is not None:
+            await background.drain()
+        await components.rollouts.cancel()
+        await evaluator.evaluate("final", last, swap_images=True)
+        if background is not None:
+            await background.keep_final_if_best(last)
 
     stopping = asyncio.ensure_future(stop.wait())
     working = asyncio.ensure_future(play_and_train())
@@ -209,25 +195,6 @@ async def _train(
         working.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await working
-
-
-async def _evaluate_once(
-    evaluator: Evaluator,
-    run_state: RunState,
-    events: EventLog,
-    name: str,
-    step: int,
-    swap_images: bool = False,
-) -> None:
-    """Evaluates once: what an earlier sitting has played is not played again."""
-    key = f"{name}_{step:06d}"
-    if key in run_state.progress.evals:
-        return
-    events.write("state", phase="evaluating")
-    measure = await evaluator.evaluate(name, step, swap_images)
-    if measure is not None:
-        run_state.progress.evals[key] = measure
-        run_state.save()
 
 
 async def _finish(
@@ -253,17 +220,11 @@ async def _finish(
         images_stored=MediaStore(store.root).count(),
         tokens_sampled=run_state.progress.tokens_sampled,
         forks=run_state.progress.forks,
-        door_errors=run_state.progress.door_errors,
+        door_errors=run_state.progress.refused_requests,
         bad_media=run_state.num_bad_media,
         verdicts=dict(run_state.verdicts),
         seconds=run_state.progress.seconds,
     )
-
-
-async def _keep_counting_seconds(run_state: RunState, before: float, began: float) -> None:
-    while True:
-        run_state.progress.seconds = before + time.monotonic() - began
-        await asyncio.sleep(0.2)
 
 
 async def _keep_checking_disk(store: MediaStore) -> None:

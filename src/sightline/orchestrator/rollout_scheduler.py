@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from sightline.errors import ProcessFailed
 from sightline.media import MediaRef
-from sightline.orchestrator.dispatcher import RolloutDispatcher, SendControl
+from sightline.orchestrator.dispatcher import RolloutDispatcher
 from sightline.orchestrator.group import Group, rollout_id
 from sightline.rollout.evaluation import build_eval_request, derive_seed
 from sightline.trace import Trace, decode_trace
@@ -24,45 +23,40 @@ WORKER_LOST = "worker_lost"
 class RolloutScheduler:
     """Starts groups, spreads them over workers, collects what they played."""
 
-    send: SendControl
-    workers: Sequence[str]
+    dispatcher: RolloutDispatcher
     group_size: int
     temperature: float
     seed: int
     next_group: int = 0
-    again: list[int] = field(default_factory=list)
-    """Groups of an earlier sitting that were started and not judged; they come first."""
-    max_in_flight: int = 0
-    max_bytes: int = 0
+    unjudged_groups: list[int] = field(default_factory=list)
+    """Groups that were started and not judged before the run was resumed; they come first."""
 
     def __post_init__(self) -> None:
-        self.dispatcher = RolloutDispatcher(
-            self.send, self.workers, self.max_in_flight, self.max_bytes
-        )
         self._open: dict[str, Group] = {}
-        self._expected: dict[str, int] = {}
-        self._done: asyncio.Queue[Group] = asyncio.Queue()
+        self._finished: deque[Group] = deque()
+        self._has_finished = asyncio.Event()
         self._eval_futures: dict[str, asyncio.Future[Trace]] = {}
         self._wires: dict[str, dict[str, int]] = {}
         self.trace_bytes = 0
-        """Of all traces that came from workers."""
+        """The size of all traces that came from workers."""
         self.workers_lost: Counter[str] = Counter()
         """Workers that were replaced, by what was wrong with them."""
 
     @property
     def num_ahead(self) -> int:
         """Groups that are playing or wait to be judged."""
-        return len(self._open) + self._done.qsize()
+        return len(self._open) + len(self._finished)
 
     @property
     def open_groups(self) -> list[int]:
-        waiting = [group.index for group in self._done._queue]  # type: ignore[attr-defined]
-        return sorted([g.index for g in self._open.values()] + waiting + self.again)
+        """The groups that were started and not judged."""
+        started = [group.index for group in (*self._open.values(), *self._finished)]
+        return sorted(started + self.unjudged_groups)
 
     async def start_groups(self, num_groups: int) -> None:
         for _ in range(num_groups):
-            if self.again:
-                index = self.again.pop(0)
+            if self.unjudged_groups:
+                index = self.unjudged_groups.pop(0)
             else:
                 index, self.next_group = self.next_group, self.next_group + 1
             group = Group(index)
@@ -81,7 +75,10 @@ class RolloutScheduler:
                 )
 
     async def wait_for_group(self) -> Group:
-        return await self._done.get()
+        while not self._finished:
+            self._has_finished.clear()
+            await self._has_finished.wait()
+        return self._finished.popleft()
 
     async def play_once(
         self,
@@ -106,27 +103,27 @@ class RolloutScheduler:
             total.update(counts)
         return dict(total)
 
-    def played(self, played: RolloutResult, worker: str = "") -> None:
+    def on_result(self, result: RolloutResult, worker: str = "") -> None:
         """Takes in what a worker reports."""
-        self._wires[worker] = played.wire
-        self.trace_bytes += len(played.trace)
-        if self.dispatcher.done(played.rollout_id, played.held_bytes):
-            self._accept_trace(decode_trace(played.trace, what=f"rollout {played.rollout_id}"))
+        self._wires[worker] = result.wire
+        self.trace_bytes += len(result.trace)
+        if self.dispatcher.take_result(result.rollout_id, result.held_bytes):
+            self._accept_trace(decode_trace(result.trace, what=f"rollout {result.rollout_id}"))
 
     def on_worker_lost(self, worker: str, why: str) -> None:
         """A worker has been replaced: what it was playing is broken, and counted."""
         self.workers_lost[why.partition(":")[0]] += 1
         # Its successor counts from 0.
         self._wires[f"{worker}#{self.workers_lost.total()}"] = self._wires.pop(worker, {})
-        for play in self.dispatcher.on_worker_lost(worker):
+        for request in self.dispatcher.on_worker_lost(worker):
             self._accept_trace(
                 Trace(
-                    id=play.rollout_id,
-                    group_id=play.group_id,
-                    task=play.task,
-                    split=play.split,
-                    seed=play.seed,
-                    temperature=play.temperature,
+                    id=request.rollout_id,
+                    group_id=request.group_id,
+                    task=request.task,
+                    split=request.split,
+                    seed=request.seed,
+                    temperature=request.temperature,
                     ended=time.time(),
                     error=f"{worker} was lost while it played this: {why}",
                     error_kind=WORKER_LOST,
@@ -145,11 +142,12 @@ class RolloutScheduler:
         if len(group.traces) == self.group_size:
             del self._open[group.id]
             group.traces.sort(key=lambda t: t.id)
-            self._done.put_nowait(group)
+            self._finished.append(group)
+            self._has_finished.set()
 
     async def cancel(self) -> None:
         self.dispatcher.clear()
-        for worker in self.workers:
+        for worker in self.dispatcher.workers:
             with contextlib.suppress(ProcessFailed):  # it plays nothing, then
-                await self.send(worker, CancelRollouts())
+                await self.dispatcher.send(worker, CancelRollouts())
         self._open.clear()

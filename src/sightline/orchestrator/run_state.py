@@ -1,12 +1,16 @@
 """What the orchestrator remembers over a kill.
 
-Order of writing in a step: traces, batch, progress; then the announcement. A batch that is newer
-than the progress was never announced and is made again.
+Order of writing in a step: verdicts, traces, batch, progress; then the announcement. A batch that
+is newer than the progress was never announced and is made again; what a step that was cut short has
+seen is not counted.
 """
 
 from __future__ import annotations
 
+import json
+import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,7 +19,7 @@ from sightline.errors import ResumeRefused
 from sightline.run import RunDir
 from sightline.trace import Trace, write_traces
 from sightline.wire.control import BatchReady
-from sightline.wire.file import write_atomic
+from sightline.wire.file import append_line, write_atomic
 from sightline.wire.sample import Batch, digest_batch
 
 
@@ -44,13 +48,13 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     """The last step whose batch is complete."""
     next_group: int = 0
     open_groups: list[int] = []
-    """Started, and not judged by `step`: played again."""
+    """Groups that were started and not judged by `step`; a resumed run plays them again."""
     verdicts: dict[str, int] = {}
     images_shown: int = 0
     tokens_sampled: int = 0
     forks: dict[str, int] = {}
     """Turns that did not simply go on from the last one of their path, by reason."""
-    door_errors: int = 0
+    refused_requests: int = msgspec.field(default=0, name="door_errors")
     """Messages, and requests of agents, that were refused."""
     bad_media: int = 0
     """Rollouts that broke over an image, before any sample was made of them."""
@@ -59,11 +63,11 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     evals: dict[str, float] = {}
     """The measure of each evaluation that was played, by its name."""
     best_step: int = 0
-    """Whose weights stand in checkpoints/best; 0 for none."""
+    """The step whose weights stand in checkpoints/best; 0 for none."""
     best_measure: float = 0.0
-    earned: RewardRange = msgspec.field(default_factory=RewardRange)
+    reward_range: RewardRange = msgspec.field(default_factory=RewardRange, name="earned")
     seconds: float = 0.0
-    """Spent so far, over all sittings."""
+    """Seconds that the run has taken so far, resumed or not."""
     schema: int = 1
 
 
@@ -76,21 +80,34 @@ class RunState:
     verdicts: Counter[str] = field(default_factory=Counter)
     keep_batches: bool = False
 
+    def __post_init__(self) -> None:
+        self._began = time.monotonic() - self.progress.seconds
+
     @classmethod
     def open(cls, run_dir: RunDir, keep_batches: bool = False) -> RunState:
         progress = Progress()
         if run_dir.progress.is_file():
             progress = msgspec.json.decode(run_dir.progress.read_bytes(), type=Progress)
         run_state = cls(run_dir, progress, Counter(progress.verdicts), keep_batches)
-        for file in run_dir.batches.glob("step_*.msgpack"):
-            if _parse_step(file.name) > progress.step:
+        for step, file in run_dir.list_batches():
+            if step > progress.step:
                 file.unlink()
         return run_state
 
     def write_step(
-        self, batch: Batch, traces: list[Trace], next_group: int, open_groups: list[int]
+        self,
+        batch: Batch,
+        traces: list[Trace],
+        ids_by_verdict: Mapping[str, Sequence[str]],
+        next_group: int,
+        open_groups: list[int],
     ) -> BatchReady:
-        """Puts a step on disk and returns its announcement."""
+        """Counts a step, puts it on disk and returns its announcement."""
+        line = {"step": batch.step, "verdicts": ids_by_verdict}
+        append_line(self.run_dir.verdicts, json.dumps(line, separators=(",", ":")).encode())
+        self.verdicts.update({name: len(ids) for name, ids in ids_by_verdict.items()})
+        for trace in traces:
+            self.count_trace(trace)
         write_traces(self.run_dir.traces_of(batch.step), traces)
         data = batch.to_bytes()
         write_atomic(self.run_dir.batch(batch.step), data)
@@ -102,12 +119,12 @@ class RunState:
             batch.step, str(self.run_dir.batch(batch.step).resolve()), digest_batch(data)
         )
 
-    def count(self, trace: Trace) -> None:
+    def count_trace(self, trace: Trace) -> None:
         """Adds a trace that is on disk, or about to be, to the figures of the whole run."""
         self.progress.images_shown += trace.num_images_shown
         self.progress.tokens_sampled += trace.num_sampled
         self.progress.bad_media += is_bad_media(trace)
-        self.progress.door_errors += len(trace.door_errors)
+        self.progress.refused_requests += len(trace.door_errors)
         for reason, number in trace.forks.items():
             self.progress.forks[reason] = self.progress.forks.get(reason, 0) + number
 
@@ -115,8 +132,17 @@ class RunState:
     def num_bad_media(self) -> int:
         return self.progress.bad_media + sum(self.progress.bad_samples.values())
 
+    def find_eval(self, name: str, step: int) -> float | None:
+        """The measure of an evaluation that was played."""
+        return self.progress.evals.get(eval_key(name, step))
+
+    def record_eval(self, name: str, step: int, measure: float) -> None:
+        self.progress.evals[eval_key(name, step)] = measure
+        self.save()
+
     def save(self) -> None:
         self.progress.verdicts = dict(self.verdicts)
+        self.progress.seconds = time.monotonic() - self._began
         write_atomic(self.run_dir.progress, msgspec.json.encode(self.progress))
 
     def announcements_after(self, step: int) -> list[BatchReady]:
@@ -136,16 +162,17 @@ class RunState:
         """Removes batches that a checkpoint covers."""
         if self.keep_batches:
             return
-        for file in self.run_dir.batches.glob("step_*.msgpack"):
-            if _parse_step(file.name) <= upto:
+        for step, file in self.run_dir.list_batches():
+            if step <= upto:
                 file.unlink()
 
 
+def eval_key(name: str, step: int) -> str:
+    """The name of an evaluation's files. A run that goes on past its end keeps its first final."""
+    return f"{name}_{step:06d}"
+
+
 def is_bad_media(trace: Trace) -> bool:
-    """Whether an image broke the rollout, at the worker's door or at the server."""
+    """Whether an image broke the rollout, at the worker or at the server."""
     kind = trace.error_kind.lower()
     return kind.startswith(("media", "pixel")) and kind != "media_unavailable"
-
-
-def _parse_step(name: str) -> int:
-    return int(name.removeprefix("step_").removesuffix(".msgpack"))

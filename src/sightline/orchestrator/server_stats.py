@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import aiohttp
+
 from sightline.rollout.client import GenerateClient
 from sightline.run import EventLog
-from sightline.view.timeline import merge_intervals
 
 POLL_EVERY_S = 2.0
 
@@ -33,11 +34,14 @@ class ServerStatsPoller:
     async def keep_polling(self) -> None:
         while True:
             await asyncio.sleep(POLL_EVERY_S)
-            # A server that does not answer is the launcher's matter, not the timeline's.
-            with contextlib.suppress(OSError, ValueError):
-                await self.poll()
+            await self.poll()
 
     async def poll(self) -> None:
+        """Asks the servers once. One that does not answer is the launcher's matter."""
+        with contextlib.suppress(OSError, ValueError, aiohttp.ClientError):
+            await self._poll()
+
+    async def _poll(self) -> None:
         now = time.time()
         path = f"/sightline/v1/stats?since={self.since}"
         answers = await asyncio.gather(*(client.get(path) for client in self.clients))
@@ -51,8 +55,8 @@ class ServerStatsPoller:
                 _sum_counts([one.get("now", {}) for one in stats]),
             )
         )
-        if busy := merge_intervals([tuple(span) for one in stats for span in one.get("busy", ())]):
-            self.events.write("busy", intervals=busy)
+        if busy := [span for one in stats for span in one.get("busy", ())]:
+            self.events.write("busy", intervals=sorted(busy))
 
 
 def _sum_counts(counted: list[dict[str, float]]) -> dict[str, float]:

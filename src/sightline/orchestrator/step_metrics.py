@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from sightline.algo.verdicts import BROKEN, GroupVerdict, is_truncated
-from sightline.errors import MediaError
 from sightline.media import MediaStore
-from sightline.orchestrator.group import Group
-from sightline.orchestrator.loop import StepCollection
+from sightline.orchestrator.collection import StepCollection
 from sightline.orchestrator.policy_updater import PolicyUpdater
 from sightline.orchestrator.rollout_scheduler import RolloutScheduler
-from sightline.orchestrator.run_state import RunState, is_bad_media
+from sightline.orchestrator.run_state import RunState
 from sightline.run import EventLog
-from sightline.wire.file import append_line
 
 
 @dataclass
@@ -41,9 +37,6 @@ class StepSums:
     envs: defaultdict[str, EnvSums] = field(default_factory=lambda: defaultdict(EnvSums))
     truncated: int = 0
     tokens: int = 0
-    verdicts: Counter[str] = field(default_factory=Counter)
-    judged: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    """The ids of the rollouts of each verdict."""
 
 
 @dataclass
@@ -54,16 +47,13 @@ class StepMetrics:
     events: EventLog
     rollouts: RolloutScheduler
     steps_total: int
-    max_bad_fraction: float
     caches: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Of the server, as it last told."""
+    """The server's caches, as it last told."""
     sums: StepSums = field(default_factory=StepSums)
     _recent_s: list[float] = field(default_factory=list)
 
-    def on_group(self, step: int, group: Group, group_verdict: GroupVerdict) -> None:
+    def on_group(self, step: int, group_verdict: GroupVerdict) -> None:
         for trace, verdict in group_verdict.verdicts:
-            self.sums.verdicts[verdict] += 1
-            self.sums.judged[verdict].append(trace.id)
             self.sums.tokens += trace.num_sampled
             self.sums.truncated += is_truncated(trace)
             if verdict == BROKEN:
@@ -82,31 +72,12 @@ class StepMetrics:
                 for name, value in trace.rewards.items():
                     self.sums.parts[name] += value
 
-    def on_batch(self, step: int, collection: StepCollection) -> None:
-        """Takes a step into the books. What a step that is cut short has seen is played again,
-        and is not in them."""
-        bad = [trace for trace in collection.traces if is_bad_media(trace)]
-        if len(bad) > self.max_bad_fraction * len(collection.traces):
-            raise MediaError(
-                f"bad media broke {len(bad)} of {len(collection.traces)} rollouts, more than "
-                f"[media] max_bad_fraction = {self.max_bad_fraction} allows. The last: "
-                f"{bad[-1].error}",
-                "mend the store (`sightline media verify`), or raise the budget",
-            )
-        line = {"step": step, "verdicts": self.sums.judged}
-        append_line(
-            self.run_state.run_dir.verdicts, json.dumps(line, separators=(",", ":")).encode()
-        )
-        self.run_state.verdicts.update(self.sums.verdicts)
-        for trace in collection.traces:
-            self.run_state.count(trace)
-
     def on_step(self, step: int, collection: StepCollection) -> None:
         sums, self.sums = self.sums, StepSums()
         seconds = self.sums.began - sums.began
         self._recent_s = [*self._recent_s[-19:], seconds]
         num = max(sums.num_traces, 1)
-        trained = next(iter(self.policy.metrics.values()), {})
+        trained = self.policy.published.metrics if self.policy.published else {}
         self.events.write(
             "step",
             step,
@@ -123,7 +94,7 @@ class StepMetrics:
             samples=len(collection.samples),
             verdicts=dict(self.run_state.verdicts),
             forks=self.run_state.progress.forks,
-            door_errors=self.run_state.progress.door_errors,
+            door_errors=self.run_state.progress.refused_requests,
             bad_media=self.run_state.num_bad_media,
             tokens_sampled=sums.tokens,
             tokens_per_s=sums.tokens / max(seconds, 1e-9),

@@ -1,7 +1,6 @@
-"""What a run shows of itself: the run directory, events, the live view, the report.
+"""What the processes of a run write: the run directory, events and spans.
 
-It reads what other processes wrote and never stops them: a line, a trace or an image that cannot
-be read is left out, and said to be.
+Readers of it stand in `view`; of a run's processes only the launcher has them.
 """
 
 from sightline.run.events import EventLog, EventTail, read_events

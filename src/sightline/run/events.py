@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,15 +19,22 @@ _decoder = msgspec.json.Decoder(Event)
 
 
 class EventLog:
-    """Appends the events of one process."""
+    """Appends the events of one process. What cannot be written never ends the process: a line on
+    stderr says so once, and the run ends where its data does not fit."""
 
     def __init__(self, path: Path, process: str) -> None:
         self._path = path
         self._process = process
+        self.num_lost = 0
 
     def write(self, kind: str, step: int = 0, **values: Any) -> Event:
         event = Event(time=time.time(), process=self._process, kind=kind, step=step, values=values)
-        append_line(self._path, _encoder.encode(event))
+        try:
+            append_line(self._path, _encoder.encode(event))
+        except OSError as error:
+            if not self.num_lost:
+                print(f"events are lost, {self._path}: {error}", file=sys.stderr, flush=True)
+            self.num_lost += 1
         return event
 
 

@@ -6,9 +6,43 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+class _Inside:
+    """A path inside the run directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run_dir: RunDir, owner: type[RunDir]) -> Path:
+        return run_dir.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     path: Path
+
+    config = _Inside("config.toml")
+    media = _Inside("media")
+    traces = _Inside("traces")
+    scores = _Inside("scores")
+    batches = _Inside("batches")
+    weights = _Inside("weights")
+    checkpoints = _Inside("checkpoints")
+    logs = _Inside("logs")
+    report = _Inside("report")
+    samples = _Inside("samples")
+    sinks = _Inside("sinks")
+    metrics = _Inside("metrics.jsonl")
+    summary = _Inside("summary.json")
+    ledger = _Inside("ledger.jsonl")
+    """Step and batch digest of every step in the history of the surviving weights."""
+    verdicts = _Inside("verdicts.jsonl")
+    """What became of each rollout, a line a step; the last line of a step holds."""
+    view = _Inside("view")
+    """What the dashboard has indexed. It can be removed at any time, and is made again."""
+    spans = _Inside("spans.jsonl")
+    """The OpenTelemetry spans of a run that keeps them itself."""
+    progress = _Inside("checkpoints/orchestrator.json")
+    """The orchestrator's own state."""
 
     def make(self) -> None:
         for folder in (
@@ -17,89 +51,16 @@ class RunDir:
         ):  # fmt: skip
             folder.mkdir(parents=True, exist_ok=True)
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def media(self) -> Path:
-        return self.path / "media"
-
-    @property
-    def traces(self) -> Path:
-        return self.path / "traces"
-
-    @property
-    def scores(self) -> Path:
-        return self.path / "scores"
-
-    @property
-    def batches(self) -> Path:
-        return self.path / "batches"
-
-    @property
-    def weights(self) -> Path:
-        return self.path / "weights"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def ledger(self) -> Path:
-        """Step and batch digest of every step in the history of the surviving weights."""
-        return self.path / "ledger.jsonl"
-
-    @property
-    def verdicts(self) -> Path:
-        """What became of each rollout, a line a step; the last line of a step holds."""
-        return self.path / "verdicts.jsonl"
-
-    @property
-    def view(self) -> Path:
-        """What the dashboard has indexed. It can be removed at any time, and is made again."""
-        return self.path / "view"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def sinks(self) -> Path:
-        return self.path / "sinks"
-
-    @property
-    def spans(self) -> Path:
-        """Of OpenTelemetry, where a run keeps them itself."""
-        return self.path / "spans.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def progress(self) -> Path:
-        """The orchestrator's own state."""
-        return self.checkpoints / "orchestrator.json"
-
-    def beat(self, name: str) -> Path:
-        """Touched by a process for as long as it can run."""
+    def heartbeat(self, name: str) -> Path:
+        """The file that a process touches for as long as it can run."""
         return self.logs / f"{name}.beat"
 
     def batch(self, step: int) -> Path:
         return self.batches / f"step_{step:06d}.msgpack"
+
+    def list_batches(self) -> list[tuple[int, Path]]:
+        """The steps whose batches are on disk, each with its file."""
+        return [(int(file.stem[5:]), file) for file in self.batches.glob("step_*.msgpack")]
 
     def traces_of(self, step: int) -> Path:
         return self.traces / f"step_{step:06d}.msgpack"

@@ -16,10 +16,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextvars import ContextVar
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Protocol
 
 Attribute = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class ExportLimits:
+    """How many spans wait for a collector, and how long anything waits for it."""
+
+    queue_size: int = 4096
+    batch_size: int = 512
+    interval_ms: int = 1000
+    export_timeout_s: float = 5.0
+    close_timeout_s: float = 5.0
+
+
+DEFAULT_LIMITS = ExportLimits()
 
 
 class Stage(Protocol):
@@ -42,12 +56,7 @@ class Stage(Protocol):
 
     def __enter__(self) -> Stage: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, kind: type | None, error: object, trace: object) -> None: ...
 
 
 class StageRecorder(Protocol):
@@ -81,12 +90,7 @@ class _NoStage:
     def __enter__(self) -> Stage:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, kind: type | None, error: object, trace: object) -> None: ...
 
 
 class _NoStageRecorder:

@@ -217,6 +217,6 @@ def _import_peft():  # type: ignore[no-untyped-def]
         import peft
     except ModuleNotFoundError as error:
         raise ConfigError(
-            "[lora] rank is set, and peft is not installed", "pip install 'sightline[lora]'"
+            "[lora] rank is set, and peft is not installed", "pip install 'sightline-rl[lora]'"
         ) from error
     return peft

@@ -25,6 +25,7 @@ from sightline.wire.control import (
 from sightline.wire.rank_messages import rank_process_name
 
 NAME = "trainer"
+SFT_NAME = "sft"
 LOADING = "loading the model and its checkpoint"
 
 
@@ -51,7 +52,7 @@ def main(config: RunFile, run_dir: RunDir, hub: str, ranks: RankInfo) -> None:
         return message
 
     with _report_failure(lead):
-        watchdog = _build_watchdog(config, lead, run_dir.beat(NAME))
+        watchdog = _build_watchdog(config, lead, run_dir.heartbeat(NAME))
         if lead is not None:
             lead.meet()
         watchdog.mark(LOADING, LONG_LIMIT_S)
@@ -69,7 +70,9 @@ def run_follower(config: RunFile, run_dir: RunDir, ranks: RankInfo) -> None:
     """Any other rank: it hears rank 0 alone."""
     channel = FollowerChannel(ranks)
     with _report_failure(channel):
-        watchdog = _build_watchdog(config, channel, run_dir.beat(rank_process_name(ranks.rank)))
+        watchdog = _build_watchdog(
+            config, channel, run_dir.heartbeat(rank_process_name(ranks.rank))
+        )
         watchdog.mark(LOADING, LONG_LIMIT_S)
         components = build_follower(config, run_dir, ranks, channel, watchdog)
         channel.report_ready(components.first_step)
@@ -98,10 +101,11 @@ def _build_watchdog(
 
 def run_supervised(config: SftFile, run_dir: RunDir, ranks: RankInfo) -> None:
     """Supervised training, as any rank: there is no orchestrator to hear."""
+    heartbeat = run_dir.heartbeat(rank_process_name(ranks.rank, SFT_NAME))
     if not ranks.is_lead:
         channel = FollowerChannel(ranks)
         with _report_failure(channel):
-            watchdog = _build_watchdog(config, channel)
+            watchdog = _build_watchdog(config, channel, heartbeat)
             watchdog.mark(LOADING, LONG_LIMIT_S)
             components = sft.build_follower(config, run_dir, ranks, channel, watchdog)
             channel.report_ready(components.first_step)
@@ -111,9 +115,9 @@ def run_supervised(config: SftFile, run_dir: RunDir, ranks: RankInfo) -> None:
         return
     lead = LeadChannel(ranks) if ranks.size > 1 else None
     with _report_failure(lead):
+        watchdog = _build_watchdog(config, lead, heartbeat)
         if lead is not None:
             lead.meet()
-        watchdog = _build_watchdog(config, lead)
         watchdog.mark(LOADING, LONG_LIMIT_S)
         components = sft.build(config, run_dir, ranks, lead, watchdog)
         components.learner.watchdog.rest()

@@ -49,9 +49,9 @@ def test_show_knows_a_warm_up_file_by_its_section(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "warmup.toml"
-    path.write_text(RL + '[sft]\noutput = "o"\n')
+    path.write_text(RL + '[sft]\noutput_dir = "o"\n')
     assert main(["config", "show", str(path)]) == 0
-    assert tomllib.loads(capsys.readouterr().out)["sft"]["output"] == "o"
+    assert tomllib.loads(capsys.readouterr().out)["sft"]["output_dir"] == "o"
 
 
 def test_schema_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,12 +67,12 @@ def test_schema_spells_types_bounds_and_defaults(capsys: pytest.CaptureFixture[s
     main(["config", "schema"])
     page = capsys.readouterr().out
     assert "| `path` | str | required |" in page
-    assert "| `steps` | int ≥ 1 | `100` | free |" in page
-    assert '| `advantage` | "grpo" or "no_std" | `"grpo"` |' in page
+    assert "| `steps` | int ≥ 1 | `100` | yes |" in page
+    assert '| `engine` | "torch" or "vllm" or "stock_vllm" | `"torch"` |' in page
     assert "| `min_pixels` | int or none | none |" in page
 
 
 def test_schema_as_json_describes_both_kinds_of_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "schema", "--json"]) == 0
     schema = json.loads(capsys.readouterr().out)
-    assert {"RunFile", "SftFile", "Trainer"} <= set(schema["$defs"])
+    assert {"RunFile", "SftFile", "TrainerConfig"} <= set(schema["$defs"])

@@ -5,14 +5,25 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from sightline import __version__
-from sightline.cli.main import Parser, add_command, build_parser, list_commands, main
+from sightline.cli.main import (
+    EXTRA_OF_PACKAGE,
+    Parser,
+    add_command,
+    build_parser,
+    list_commands,
+    main,
+)
+from sightline.cli.renamed_options import RENAMED_OPTIONS
 from sightline.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_an_error_is_printed_with_its_fix_and_no_traceback(
@@ -57,9 +68,9 @@ def test_only_the_command_that_is_called_is_declared() -> None:
     assert "config" in declared and "make checkpoints" not in declared
 
 
-def test_benchmarks_are_commands_of_bench_only() -> None:
-    assert not [name for name in list_commands() if name.startswith("bench_")]
-    assert "main" not in list_commands()
+def test_only_command_files_are_commands() -> None:
+    assert {"rl", "bench"} <= set(list_commands())
+    assert not {"main", "renamed_options", "training"} & set(list_commands())
 
 
 def test_a_command_runs_its_own_file_s_run_unless_an_action_names_another() -> None:
@@ -87,3 +98,74 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.stdout == "# Settings\n"
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("command", [name for name in RENAMED_OPTIONS if name != "serve"])
+def test_an_old_option_is_refused_with_the_new_one(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = set(list_options(build_parser([command])))
+    for old, new in RENAMED_OPTIONS[command].items():
+        assert new in known and old not in known
+        assert main([command, f"{old}=1"]) == 2
+        said = capsys.readouterr().err
+        assert f"{old} is now called {new}" in said and f"fix: write {new}" in said
+
+
+def list_options(parser: argparse.ArgumentParser) -> list[str]:
+    """The options of a command and of its actions."""
+    found = []
+    for action in parser._actions:
+        found += action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                found += list_options(below)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "package", "extra"),
+    [
+        (["rl", "run.toml"], "torch", "train"),
+        (["sft", "run.toml"], "transformers", "train"),
+        (["serve", "m", "--media", "d"], "torch", "train"),
+        (["model", "tiny", "m"], "torch", "train"),
+        (["export", "run", "target"], "torch", "train"),
+        (["view", "run"], "fastapi", "view"),
+        (["samples", "run"], "pyarrow", "data"),
+    ],
+)
+def test_a_command_that_lacks_its_extra_says_which_to_install(
+    tmp_path: Path, words: list[str], package: str, extra: str
+) -> None:
+    done = run_without([package], words, tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert f"the package {package}" in done.stderr and "Traceback" not in done.stderr
+    assert f"pip install 'sightline-rl[{extra}]'" in done.stderr
+
+
+def test_the_extras_that_errors_name_are_those_of_the_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for package, extra in EXTRA_OF_PACKAGE.items():
+        assert extra in project["optional-dependencies"]
+        assert not [words for words in project["dependencies"] if words.startswith(package)]
+
+
+def test_the_light_base_has_every_command_and_reads_a_run_file(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[model]\npath = "m"\n[env]\nname = "e"\n')
+    for words in (["--help"], ["config", "show", "run.toml"], ["media", "ls", "--store", "."]):
+        done = run_without(list(EXTRA_OF_PACKAGE), words, tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+def run_without(
+    packages: list[str], words: list[str], folder: Path
+) -> subprocess.CompletedProcess[str]:
+    """The command in an interpreter that does not have these packages."""
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({packages!r}))\n"
+        f"from sightline.cli.main import main; sys.exit(main({words!r}))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=120
+    )

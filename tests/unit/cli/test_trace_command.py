@@ -99,7 +99,7 @@ def test_export_writes_messages_with_references(tmp_path: Path, tiny_model: Path
     assert sent == [trace.nodes[n].message for n in (0, 1, 4, 5)]
 
     out, images = tmp_path / "out.jsonl", tmp_path / "images"
-    tell(capsys, "export", file, "--out", out, "--images", images)
+    tell(capsys, "export", file, "--output", out, "--images", images)
     assert [json.loads(line) for line in out.read_text().splitlines()] == lines
     (copied,) = images.iterdir()
     assert copied.name == lines[0]["images"][shown.digest] == f"{shown.digest}.png"

@@ -49,7 +49,7 @@ def test_steps_may_change_only_where_no_schedule_depends_on_them() -> None:
                 "model": {"path": "m"},
                 "env": {"name": "e"},
                 "run": {"steps": steps},
-                "trainer": {"schedule": schedule},
+                "trainer": {"lr_schedule": schedule},
             }
         )
 

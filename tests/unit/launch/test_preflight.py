@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -13,10 +14,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from sightline.cli.main import main
-from sightline.config import RunFile
+from sightline.config import RunFile, SftFile
 from sightline.errors import ConfigError, DiskFull
 from sightline.families.registry import write_tiny
-from sightline.launch import preflight
+from sightline.launch.preflight import check_disk
 from sightline.launch.processes import split_threads
 from sightline.run import RunDir
 
@@ -45,7 +46,7 @@ def refuse(
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(refuse) -> None:
     said = refuse("[trainer]\nlearning_rat = 1.0\n")
     assert "unknown key [trainer] learning_rat" in said
-    assert "did you mean 'grad_norm'" in said or "known here" in said
+    assert "did you mean 'max_grad_norm'" in said or "known here" in said
     assert "did you mean 'group_size'?" in refuse("", "orchestrator.groupsize=3")
 
 
@@ -93,13 +94,34 @@ def test_top_p_has_no_setting_because_training_needs_the_whole_distribution(refu
     assert "unknown key [rollout] top_p" in refuse("", "rollout.top_p=0.9")
 
 
-def test_a_disk_that_cannot_hold_the_run_is_refused(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_disk_that_cannot_hold_the_run_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    supervised = {"model": {"path": str(tiny_model)}, "env": {"name": "color_codeword"}}
+    sft_file = SftFile.model_validate(supervised | {"sft": {"output_dir": "out"}})
+    for file in (run_file(tiny_model), sft_file):
+        check_disk(file, RunDir(tmp_path / "run"), spare_bytes=0)
+        with pytest.raises(DiskFull, match="GB free"):
+            check_disk(file, RunDir(tmp_path / "run"), spare_bytes=1 << 60)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "problem"),
+    [
+        ("trainer.loss", "pppo", "is no built-in one"),
+        ("trainer.loss_args.clip", "0.2", "cannot be called with"),
+        ("trainer.loss", "json:dumps", "cannot be called with|failed on a small batch|gave"),
+        ("trainer.loss_aggregation", "mean", "is no built-in one"),
+        ("orchestrator.advantage", "nowhere:advantage", "nowhere"),
+        ("orchestrator.credit", "tokens", "is no built-in one"),
+        ("filters.custom", '["json:dumps"]', "failed on a small batch"),
+    ],
+)
+def test_an_algorithm_that_cannot_work_is_refused_by_its_setting(
+    refuse, setting: str, value: str, problem: str
 ) -> None:
-    config = run_file(tiny_model)
-    monkeypatch.setattr(preflight, "SPARE_BYTES", 1 << 60)
-    with pytest.raises(DiskFull, match="GB free"):
-        preflight.check_disk(config, RunDir(tmp_path / "run"))
+    said = refuse("", f"{setting}={value}")
+    section, name = setting.split(".")[:2]
+    assert f"[{section}] {name.removesuffix('_args')}" in said
+    assert re.search(problem, said)
 
 
 def run_file(model: Path, **sections: dict[str, object]) -> RunFile:

@@ -72,11 +72,11 @@ def test_a_reserved_port_is_there_for_the_server_that_is_told_it() -> None:
 def test_a_trainer_whose_heartbeat_stands_still_ends_the_run(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "run")
     run_dir.make()
-    beat = run_dir.beat("trainer")
+    beat = run_dir.heartbeat("trainer")
     beat.touch()
     processes = Processes(run_dir)
     trainers = TrainerWatchdog(processes, ["trainer"], stall_timeout_s=60.0)
-    assert not beat.exists(), "that of an earlier sitting says nothing"
+    assert not beat.exists(), "one from before the run was resumed says nothing"
     processes.start(
         ProcessSpec("trainer", ["bench", "rollout", "--serve", "http://127.0.0.1:0"], 1)
     )
@@ -85,7 +85,7 @@ def test_a_trainer_whose_heartbeat_stands_still_ends_the_run(tmp_path: Path) -> 
         beat.touch()
         trainers.check()
         os.utime(beat, (time.time() - 61, time.time() - 61))
-        with pytest.raises(ProcessFailed, match="trainer gave no sign of life for 61 s"):
+        with pytest.raises(ProcessFailed, match="trainer gave no heartbeat for 61 s"):
             trainers.check()
     finally:
         processes.kill()

@@ -10,7 +10,6 @@ import pytest
 import sightline
 from sightline.config import EnvConfig
 from sightline.errors import ConfigError
-from sightline.launch import worker_python as elsewhere
 from sightline.launch.worker_python import describe_environment
 
 CODEWORD = EnvConfig(name="color_codeword")
@@ -60,7 +59,6 @@ def test_an_interpreter_without_sightline(tmp_path: Path) -> None:
         describe_environment(CODEWORD, python)
 
 
-def test_another_version_of_sightline_is_refused_with_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elsewhere.sightline, "__version__", "9.9.9")
+def test_another_version_of_sightline_is_refused_with_both() -> None:
     with pytest.raises(ConfigError, match=r"has sightline 0\.[\d.]+, and this is 9\.9\.9"):
-        describe_environment(CODEWORD, sys.executable)
+        describe_environment(CODEWORD, sys.executable, version="9.9.9")

@@ -13,12 +13,10 @@ import pytest
 
 from sightline.config import RunFile, validate_config
 from sightline.errors import ProcessFailed
-from sightline.launch import worker_supervisor as workers_module
 from sightline.launch.processes import Processes, ProcessSpec
 from sightline.launch.worker_supervisor import (
     WorkerSupervisor,
     count_in_flight,
-    get_heartbeat_file,
     get_memory_limit,
     resolve_workers,
 )
@@ -87,13 +85,13 @@ asyncio.run(main())
 """
 
 
-class Tended:
+class SupervisedWorker:
     """One worker: `code` beats as a worker does, and has no more than that of one."""
 
-    def __init__(self, folder: Path, code: str) -> None:
+    def __init__(self, folder: Path, code: str, silence_timeout_s: float) -> None:
         run_dir = RunDir(folder / "run")
         run_dir.make()
-        self.beat = get_heartbeat_file(run_dir.logs, "worker-0")
+        self.beat = run_dir.heartbeat("worker-0")
         (folder / "code.py").write_text(code)
         python = folder / "python"
         python.write_text(f"#!/bin/sh\nexec {sys.executable} {folder}/code.py {self.beat}\n")
@@ -102,8 +100,9 @@ class Tended:
         self.processes = Processes(run_dir)
         spec = ProcessSpec("worker-0", [], threads=1, python=str(python))
         self.workers = WorkerSupervisor(
-            self.processes, [spec], 60.0, 1 << 40, lambda name, why: self.lost.append((name, why))
-        )
+            self.processes, [spec], 60.0, 1 << 40, lambda name, why: self.lost.append((name, why)),
+            silence_timeout_s=silence_timeout_s,
+        )  # fmt: skip
         self.processes.start(spec)
 
     def until(self, holds: Any) -> None:
@@ -115,12 +114,12 @@ class Tended:
 
 
 @pytest.fixture
-def tended(tmp_path: Path) -> Iterator[Callable[[str], Tended]]:
+def supervise(tmp_path: Path) -> Iterator[Callable[..., SupervisedWorker]]:
     """Starts a worker and ends what became of it."""
-    started: list[Tended] = []
+    started: list[SupervisedWorker] = []
 
-    def start(code: str) -> Tended:
-        started.append(Tended(tmp_path, code))
+    def start(code: str, silence_timeout_s: float = 60.0) -> SupervisedWorker:
+        started.append(SupervisedWorker(tmp_path, code, silence_timeout_s))
         return started[-1]
 
     yield start
@@ -129,32 +128,33 @@ def tended(tmp_path: Path) -> Iterator[Callable[[str], Tended]]:
 
 
 def test_a_worker_that_is_stopped_is_missed_and_replaced(
-    tended: Callable[[str], Tended], monkeypatch: pytest.MonkeyPatch
+    supervise: Callable[..., SupervisedWorker],
 ) -> None:
     """SIGSTOP: the process is there, and not even the thread of its heartbeat runs."""
-    monkeypatch.setattr(workers_module, "SILENCE_TIMEOUT_S", 5.0)
-    worker = tended(BEATING.replace("END", ""))
+    worker = supervise(BEATING.replace("END", ""), silence_timeout_s=5.0)
     first = worker.processes.pid("worker-0")
     worker.until(lambda: find_heartbeat(worker.beat) is not None)
     assert not worker.lost, "it lives"
     worker.processes.signal("worker-0", signal.SIGSTOP)
     worker.until(lambda: worker.lost)
-    assert worker.lost[0][0] == "worker-0" and "hang: no sign of life" in worker.lost[0][1]
+    assert worker.lost[0][0] == "worker-0" and "hang: no heartbeat" in worker.lost[0][1]
     assert worker.processes.pid("worker-0") != first
     worker.until(lambda: find_heartbeat(worker.beat) is not None)
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit()"])
 def test_a_worker_that_ends_without_an_error_is_replaced(
-    tended: Callable[[str], Tended], end: str
+    supervise: Callable[..., SupervisedWorker], end: str
 ) -> None:
-    worker = tended(BEATING.replace("END", end))
+    worker = supervise(BEATING.replace("END", end))
     worker.until(lambda: worker.lost)
     assert worker.lost[0] == ("worker-0", "crash: worker-0 ended with 0")
 
 
-def test_a_worker_that_was_told_to_quit_is_not_missed(tended: Callable[[str], Tended]) -> None:
-    worker = tended(BEATING.replace("END", "heartbeat.stop(); return"))
+def test_a_worker_that_was_told_to_quit_is_not_missed(
+    supervise: Callable[..., SupervisedWorker],
+) -> None:
+    worker = supervise(BEATING.replace("END", "heartbeat.stop(); return"))
     worker.until(lambda: worker.processes.exit_code("worker-0") is not None)
     worker.workers.supervise()
     beat = find_heartbeat(worker.beat)
@@ -162,8 +162,8 @@ def test_a_worker_that_was_told_to_quit_is_not_missed(tended: Callable[[str], Te
 
 
 def test_a_worker_that_ends_well_before_its_first_beat_ends_the_run(
-    tended: Callable[[str], Tended],
+    supervise: Callable[..., SupervisedWorker],
 ) -> None:
-    worker = tended("")
+    worker = supervise("")
     with pytest.raises(ProcessFailed, match="worker-0 ended with 0"):
         worker.until(lambda: False)

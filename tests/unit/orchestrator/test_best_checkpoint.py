@@ -29,7 +29,8 @@ class Asked:
 
     base_url = "http://evaluator"
 
-    def __init__(self) -> None:
+    def __init__(self, run_state: RunState) -> None:
+        self.run_state = run_state
         self.adopted: list[str] = []
         self.evaluated: list[tuple[int, str, str]] = []
         self.gate = asyncio.Event()
@@ -40,6 +41,7 @@ class Asked:
     async def evaluate(self, name: str, step: int, server: str) -> float:
         await self.gate.wait()
         self.evaluated.append((step, self.adopted[-1], server))
+        self.run_state.record_eval(name, step, MEASURES[step])
         return MEASURES[step]
 
 
@@ -67,8 +69,8 @@ def test_every_second_step_is_evaluated_on_its_own_weights_and_the_best_is_kept(
     run_dir: RunDir,
 ) -> None:
     async def main() -> None:
-        asked: Any = Asked()
         run_state = RunState.open(run_dir)
+        asked: Any = Asked(run_state)
         policy = PolicyUpdater([], run_dir.weights)
         target = run_dir.checkpoints / "best"
         best_checkpoint = BestCheckpoint(run_dir.path.parent / "source", target, run_state)
@@ -105,8 +107,8 @@ def test_every_second_step_is_evaluated_on_its_own_weights_and_the_best_is_kept(
 
 def test_a_slow_evaluation_lets_older_versions_go_and_keeps_what_it_holds(run_dir: RunDir) -> None:
     async def main() -> None:
-        asked: Any = Asked()
         run_state = RunState.open(run_dir)
+        asked: Any = Asked(run_state)
         policy = PolicyUpdater([], run_dir.weights)
         best_checkpoint = BestCheckpoint(
             run_dir.path.parent / "source", run_dir.checkpoints / "best", run_state
@@ -148,7 +150,7 @@ def test_rollouts_at_another_server_take_no_place_of_the_runs_own() -> None:
                 RolloutRequest(f"e{i}", "", i, "eval", 0, 1.0, server="http://evaluator")
             )
         assert sent == ["t0", "t1", "e0", "e1", "e2", "e3"] and dispatcher.num_waiting == 1
-        dispatcher.done("t0", 1)
+        dispatcher.take_result("t0", 1)
         await dispatcher._send_waiting()
         assert sent[-1] == "t2"
 

@@ -12,7 +12,7 @@ from sightline.trace import Trace, encode_trace
 from sightline.wire.control import ControlMessage, RolloutRequest, RolloutResult
 
 
-def play(number: int) -> RolloutRequest:
+def make_request(number: int) -> RolloutRequest:
     return RolloutRequest(f"r{number}", "g", number, "train", number, 1.0)
 
 
@@ -49,10 +49,10 @@ def test_no_more_than_the_count_are_in_flight() -> None:
     async def check(sent: Sent) -> None:
         dispatcher = RolloutDispatcher(sent.send, ["a", "b"], max_in_flight=3)
         for number in range(8):
-            await dispatcher.submit(play(number))
+            await dispatcher.submit(make_request(number))
         assert sent.num == dispatcher.num_in_flight == 3 and dispatcher.num_waiting == 5
         for number in range(8):
-            assert dispatcher.done(f"r{number}", 10)
+            assert dispatcher.take_result(f"r{number}", 10)
             await settle(dispatcher)
             assert dispatcher.num_in_flight <= 3
         assert sent.num == 8 and not dispatcher.num_waiting and not dispatcher.num_in_flight
@@ -63,16 +63,16 @@ def test_no_more_than_the_count_are_in_flight() -> None:
 def test_no_more_start_than_the_bytes_allow_and_one_always_may() -> None:
     async def check(sent: Sent) -> None:
         dispatcher = RolloutDispatcher(sent.send, ["a"], max_bytes=1000)
-        await dispatcher.submit(play(0))
+        await dispatcher.submit(make_request(0))
         dispatcher.on_memory_report("a", 5000)
         for number in range(1, 9):
-            await dispatcher.submit(play(number))
+            await dispatcher.submit(make_request(number))
         assert dispatcher.num_in_flight == 1, "what a worker reports counts"
         dispatcher.on_memory_report("a", 0)
-        dispatcher.done("r0", 300)
+        dispatcher.take_result("r0", 300)
         await settle(dispatcher)
         assert dispatcher.num_in_flight == 3, "three of the usual size fit, a fourth does not"
-        dispatcher.done("r1", 5000)
+        dispatcher.take_result("r1", 5000)
         await settle(dispatcher)
         assert dispatcher.num_in_flight == 2
 
@@ -83,12 +83,12 @@ def test_the_idlest_worker_is_next() -> None:
     async def check(sent: Sent) -> None:
         dispatcher = RolloutDispatcher(sent.send, ["a", "b"])
         for number in range(4):
-            await dispatcher.submit(play(number))
+            await dispatcher.submit(make_request(number))
         assert sent.to == {"a": ["r0", "r2"], "b": ["r1", "r3"]}
-        dispatcher.done("r0", 1)
-        dispatcher.done("r2", 1)
-        await dispatcher.submit(play(4))
-        await dispatcher.submit(play(5))
+        dispatcher.take_result("r0", 1)
+        dispatcher.take_result("r2", 1)
+        await dispatcher.submit(make_request(4))
+        await dispatcher.submit(make_request(5))
         assert sent.to["a"] == ["r0", "r2", "r4", "r5"]
 
     run(check)
@@ -97,30 +97,30 @@ def test_the_idlest_worker_is_next() -> None:
 def test_what_a_gone_worker_was_to_play_waits_for_its_successor() -> None:
     async def check(sent: Sent) -> None:
         dispatcher = RolloutDispatcher(sent.send, ["a"])
-        await dispatcher.submit(play(0))
+        await dispatcher.submit(make_request(0))
         sent.gone.add("a")
-        await dispatcher.submit(play(1))
+        await dispatcher.submit(make_request(1))
         assert dispatcher.num_in_flight == 1 and dispatcher.num_waiting == 1
         sent.gone.clear()
-        assert [on_worker_lost.rollout_id for on_worker_lost in dispatcher.on_worker_lost("a")] == [
-            "r0"
-        ]
+        assert [request.rollout_id for request in dispatcher.on_worker_lost("a")] == ["r0"]
         await settle(dispatcher)
         assert sent.to["a"] == ["r0", "r1"] and not dispatcher.num_waiting
-        assert not dispatcher.done("r0", 1), "it comes too late"
+        assert not dispatcher.take_result("r0", 1), "it comes too late"
 
     run(check)
 
 
 def test_a_lost_worker_breaks_its_rollouts_and_the_group_goes_on() -> None:
     async def check(sent: Sent) -> None:
-        rollouts = RolloutScheduler(sent.send, ["a", "b"], group_size=4, temperature=1.0, seed=0)
+        rollouts = RolloutScheduler(
+            RolloutDispatcher(sent.send, ["a", "b"]), group_size=4, temperature=1.0, seed=0
+        )
         await rollouts.start_groups(1)
         alone = asyncio.ensure_future(rollouts.play_once(0, "eval", 1.0))
         await asyncio.sleep(0)
         for name in sent.to["b"]:
             trace = Trace(id=name, group_id="g0", reward=1.0)
-            rollouts.played(RolloutResult(name, "g0", encode_trace(trace), {"requests": 2}), "b")
+            rollouts.on_result(RolloutResult(name, "g0", encode_trace(trace), {"requests": 2}), "b")
         rollouts.on_worker_lost("a", "crash: worker-0 ended with 7")
         group = await rollouts.wait_for_group()
         kinds = {trace.id: trace.error_kind for trace in group.traces}
@@ -131,7 +131,7 @@ def test_a_lost_worker_breaks_its_rollouts_and_the_group_goes_on() -> None:
         assert (await alone).error_kind == "worker_lost"
         assert rollouts.workers_lost == {"crash": 1}
         late = Trace(id="g0.0", group_id="g0", reward=1.0)
-        rollouts.played(RolloutResult("g0.0", "g0", encode_trace(late)), "a")
+        rollouts.on_result(RolloutResult("g0.0", "g0", encode_trace(late)), "a")
         assert len(group.traces) == 4 and rollouts.num_ahead == 0
         assert rollouts.wire["requests"] == 2
 

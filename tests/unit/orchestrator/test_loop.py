@@ -6,12 +6,15 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from sightline.orchestrator.judge import GroupJudge, GroupVerdict
 
-from sightline.errors import NoTrainableSamples
+from sightline.algo.advantages import grpo
+from sightline.algo.credit import by_rollout
+from sightline.algo.verdicts import GroupJudge, GroupVerdict
+from sightline.errors import MediaError, NoTrainableSamples
 from sightline.message import assistant, user
-from sightline.orchestrator.group import Group
-from sightline.orchestrator.loop import LoopComponents, StepCollection, run
+from sightline.orchestrator.collection import StepCollection
+from sightline.orchestrator.dispatcher import RolloutDispatcher
+from sightline.orchestrator.loop import LoopComponents, run
 from sightline.orchestrator.policy_updater import PolicyUpdater
 from sightline.orchestrator.rollout_scheduler import RolloutScheduler
 from sightline.orchestrator.run_state import RunState
@@ -39,14 +42,14 @@ class World:
         self.in_flight = 0
         self.reward_of = lambda play: float(int(play.rollout_id.split(".")[1]) % 2)
         self.lags: list[int] = []
-        self.error = ""
+        self.error = self.error_kind = ""
         self.always_version: int | None = None
         self.run_state = RunState.open(run_dir)
         self.policy = PolicyUpdater([self.adopt], run_dir.weights)
         self.rollouts = RolloutScheduler(
-            self.send, ["w"], group_size=2, temperature=1.0, seed=0,
+            RolloutDispatcher(self.send, ["w"]), group_size=2, temperature=1.0, seed=0,
             next_group=self.run_state.progress.next_group,
-            again=list(self.run_state.progress.open_groups),
+            unjudged_groups=list(self.run_state.progress.open_groups),
         )  # fmt: skip
 
     def components(self, **changes: int) -> LoopComponents:
@@ -54,7 +57,7 @@ class World:
             rollouts=self.rollouts,
             policy=self.policy,
             judge=GroupJudge(
-                self.max_lag, "grpo", "rollout", [], keep_without_signal=self.keeps_all
+                self.max_lag, grpo, by_rollout, [], keep_without_signal=self.keeps_all
             ),
             run_state=self.run_state,
             trainer=self,
@@ -64,6 +67,7 @@ class World:
             diagnostics_every=changes.get("diagnostics_every", 0),
             max_empty_batches=2,
             max_resampled_groups=changes.get("max_resampled_groups", 0),
+            max_bad_fraction=0.0,
             last_step=changes.get("last_step", 1000),
             check_room=lambda: None,
         )
@@ -76,39 +80,37 @@ class World:
         version = self.policy.version if self.always_version is None else self.always_version
 
         def answer() -> None:
-            self.rollouts.played(self._played(message, version))
+            self.rollouts.on_result(self.build_result(message, version))
 
         asyncio.get_running_loop().call_later(0.001, answer)
 
-    def _played(self, play: RolloutRequest, version: int) -> RolloutResult:
+    def build_result(self, play: RolloutRequest, version: int) -> RolloutResult:
         nodes = [
             Node(0, -1, user("q"), int32_array([1, 2]), sampled_start=2),
             Node(
-                1, 0, assistant("a"), int32_array([3, 4]), sampled_start=1, logprobs=float32_array([-1.0]),
-                versions=(PolicySpan(0, 1, version=version, epoch=0),), finish_reason="stop",
+                1, 0, assistant("a"), int32_array([3, 4]), sampled_start=1,
+                logprobs=float32_array([-1.0]),
+                versions=(PolicySpan(0, 1, version=version, epoch=0),),
+                finish_reason="stop",
             ),
         ]  # fmt: skip
         trace = Trace(id=play.rollout_id, group_id=play.group_id, nodes=nodes)
         trace.reward = None if self.error else self.reward_of(play)
-        trace.error = self.error
+        trace.error, trace.error_kind = self.error, self.error_kind
         return RolloutResult(play.rollout_id, play.group_id, encode_trace(trace))
 
-    async def announce(self, announce: BatchReady) -> None:
-        assert Path(announce.path).is_file(), "a batch is on disk before it is announced"
-        self.announced.append(announce)
+    async def announce(self, ready: BatchReady) -> None:
+        assert Path(ready.path).is_file(), "a batch is on disk before it is announced"
+        self.announced.append(ready)
         delay = 0.001 * self.train_after
-        news = PublishedWeights(announce.step, 0, "m", {}, 0)
+        news = PublishedWeights(ready.step, 0, "m", {}, 0)
         asyncio.get_running_loop().call_later(delay, self.policy.publish, news)
 
     async def adopt(self, manifest: str) -> None:
         await asyncio.sleep(0.001)
 
-    def on_group(self, step: int, group: Group, group_verdict: GroupVerdict) -> None:
-        self.lags += group_verdict.lags
-
-    def on_batch(self, step: int, collection: StepCollection) -> None:
-        for trace in collection.traces:
-            self.run_state.count(trace)
+    def on_group(self, step: int, verdict: GroupVerdict) -> None:
+        self.lags += verdict.lags
 
     def on_step(self, step: int, collection: StepCollection) -> None:
         pass
@@ -155,7 +157,7 @@ def test_nothing_is_played_that_could_only_train_after_the_end(run_dir: RunDir) 
     assert len(world.played) == 5 * 3 * 2
 
 
-def test_a_probe_step_waits_for_a_fresh_group(run_dir: RunDir) -> None:
+def test_a_diagnostics_step_waits_for_a_fresh_group(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=1, train_after=5)
     fresh_at: list[int] = []
     world.on_step = lambda step, c: fresh_at.append(step) if c.has_fresh_group else None  # type: ignore
@@ -212,11 +214,29 @@ def test_groups_that_all_break_end_the_run_with_the_last_error(run_dir: RunDir) 
         play(world, range(1, 3))
 
 
-def test_a_probe_does_not_wait_for_ever_for_a_fresh_group(run_dir: RunDir) -> None:
+def test_diagnostics_do_not_wait_for_ever_for_a_fresh_group(run_dir: RunDir) -> None:
     world = World(run_dir, max_lag=1, train_after=5)
     world.always_version = 0
     play(world, range(1, 3), diagnostics_every=2)
     assert [a.step for a in world.announced] == [1, 2]
+
+
+def test_more_bad_media_than_the_fraction_allows_ends_the_run_before_the_batch_is_written(
+    run_dir: RunDir,
+) -> None:
+    world = World(run_dir, max_lag=0)
+    breaks = iter([True])
+    build = world.build_result
+
+    def build_result(play: RolloutRequest, version: int) -> RolloutResult:
+        broken = next(breaks, False)
+        world.error, world.error_kind = ("no such image", "media_missing") if broken else ("", "")
+        return build(play, version)
+
+    world.build_result = build_result  # type: ignore[method-assign]
+    with pytest.raises(MediaError, match=r"broke 1 of 8 .*max_bad_fraction = 0.0.*no such image"):
+        play(world, range(1, 3))
+    assert not world.announced and not run_dir.verdicts.exists()
 
 
 def test_open_groups_are_played_again_after_a_restart(run_dir: RunDir) -> None:

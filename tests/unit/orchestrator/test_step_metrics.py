@@ -19,18 +19,18 @@ from sightline.wire.file import read_lines
 from tests.unit.orchestrator.test_loop import World, play
 
 NUM_ROLLOUTS = 6
-"""Of one step of `World`."""
+"""Rollouts of one step of `World`."""
 
 
 class Forking(World):
     """Every rollout edits its history once, and sends one request that is refused."""
 
-    def _played(self, play: RolloutRequest, version: int) -> RolloutResult:
-        played = super()._played(play, version)
-        trace = decode_trace(played.trace)
+    def build_result(self, play: RolloutRequest, version: int) -> RolloutResult:
+        result = super().build_result(play, version)
+        trace = decode_trace(result.trace)
         trace.forks = {"diverged": 1, "tools_changed": 2}
         trace.door_errors = ["MediaRefused: messages[0].content[0].image_url.url: no image"]
-        return replace(played, trace=encode_trace(trace))
+        return replace(result, trace=encode_trace(trace))
 
     def components(self, **changes: int) -> LoopComponents:
         components = super().components(**changes)
@@ -41,7 +41,6 @@ class Forking(World):
             events=EventLog(self.run_dir.metrics, "orchestrator"),
             rollouts=self.rollouts,
             steps_total=9,
-            max_bad_fraction=0.0,
         )
         return components
 

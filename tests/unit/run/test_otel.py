@@ -29,8 +29,7 @@ from sightline.errors import ConfigError
 from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.message import ImagePart, Message, text, user
-from sightline.run import otel
-from sightline.run.otel import open_stages
+from sightline.run.otel import DEFAULT_LIMITS, ExportLimits, open_stages
 from sightline.trace import Trace
 
 BUSY = 503
@@ -135,11 +134,15 @@ async def through_an_agent(chat: Chat) -> float:
 
 @contextmanager
 def playing(
-    settings: ServerSpec, media: MediaStore, target: str, server_target: str | None = None
+    settings: ServerSpec,
+    media: MediaStore,
+    target: str,
+    server_target: str | None = None,
+    limits: ExportLimits = DEFAULT_LIMITS,
 ) -> Iterator[Worker]:
     served = settings.replace(otel=target if server_target is None else server_target)
     with embedded(served) as client:
-        stages = open_stages(target, "worker-0", "run-001")
+        stages = open_stages(target, "worker-0", "run-001", limits)
         try:
             address = f"http://{client.host}:{client.port}"
             yield Worker(Path(served.model.path), media, address, max_tokens=6, stages=stages)
@@ -251,18 +254,15 @@ def test_a_collector_that_does_not_work_changes_nothing(
     settings: ServerSpec,
     media: MediaStore,
     kind: str,
-    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(otel, "CLOSE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(otel, "EXPORT_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(otel, "EXPORT_INTERVAL_MS", 10)
+    hasty = ExportLimits(close_timeout_s=0.5, export_timeout_s=0.2, interval_ms=10)
     with playing(settings, media, "") as worker:
         without = asyncio.run(worker.play(look_twice))
     broken = None if kind == "nobody listens" else Collector(BUSY, hangs=kind == "it hangs")
     try:
         target = unused_address() if broken is None else broken.address
-        with playing(settings, media, target) as worker:
+        with playing(settings, media, target, limits=hasty) as worker:
             with_it = asyncio.run(worker.play(look_twice))
             lines = ""
             deadline = time.monotonic() + 60
@@ -277,12 +277,12 @@ def test_a_collector_that_does_not_work_changes_nothing(
     assert f"spans are lost, {target}" in lines
 
 
-def test_a_full_queue_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_never_waits() -> None:
     """Ten times what fits, while the collector holds the one thread that exports."""
-    monkeypatch.setattr(otel, "CLOSE_TIMEOUT_S", 0.1)
+    limits = ExportLimits(close_timeout_s=0.1)
     hung = Collector(hangs=True)
-    stages = open_stages(hung.address, "worker-0")
-    for _ in range(10 * otel.QUEUE_SIZE):
+    stages = open_stages(hung.address, "worker-0", limits=limits)
+    for _ in range(10 * limits.queue_size):
         with stages.begin("rollout"):
             pass
     stages.close()
@@ -328,6 +328,6 @@ def test_what_is_no_collector_is_refused_at_load(tmp_path: Path, value: str) -> 
     file = tmp_path / "run.toml"
     file.write_text('[model]\npath = "m"\n[env]\nname = "color_codeword"\n')
     for good in ("", "file", "http://127.0.0.1:4318", "https://otel.example/v1/traces"):
-        assert load_config(RunFile, file, [f'logging.otel="{good}"']).monitor.otel == good
+        assert load_config(RunFile, file, [f'logging.otel="{good}"']).logging.otel == good
     with pytest.raises(ConfigError, match="otel"):
         load_config(RunFile, file, [f'logging.otel="{value}"'])

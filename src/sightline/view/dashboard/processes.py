@@ -53,7 +53,7 @@ def describe_processes(run: RunView) -> dict[str, Any]:
 def _last_activity(run: RunView, name: str) -> float | None:
     """When a process last wrote an event, a heartbeat or a log line, in seconds since 1970."""
     signs = [run.history.last_seen.get(name)]
-    for file in (run.run_dir.beat(name), run.run_dir.logs / f"{name}.log"):
+    for file in (run.run_dir.heartbeat(name), run.run_dir.logs / f"{name}.log"):
         with contextlib.suppress(OSError):
             signs.append(file.stat().st_mtime)
     return max((sign for sign in signs if sign is not None), default=None)

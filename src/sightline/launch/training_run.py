@@ -1,0 +1,132 @@
+"""Starts, watches and resumes a training run, in one way for `sightline rl` and `sightline sft`.
+
+    resolve --> check: every refusal --> claim and lock the directory --> record --> processes
+      waits for: the end of the leading process     unblocked by: the last step, a signal, a failure
+
+A job says what is particular to a command; nothing else claims, locks, records or starts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from sightline.config import AnyRun, check_resume, dump_toml, load_config
+from sightline.errors import ProcessFailed, ResumeRefused
+from sightline.launch.claim import (
+    check_model_unchanged,
+    claim_run_dir,
+    lock_run_dir,
+    record_model_digests,
+)
+from sightline.launch.preflight import check_store, resolve_model
+from sightline.launch.processes import (
+    Processes,
+    SignalCounter,
+    call_view,
+    num_cores,
+    watch_processes,
+)
+from sightline.launch.sink_process import SinkProcess
+from sightline.launch.torchrun import (
+    TorchrunContext,
+    build_local_specs,
+    find_context,
+    run_follower_rank,
+)
+from sightline.launch.trainer_watchdog import TrainerWatchdog
+from sightline.launch.training_job import TrainingJob
+from sightline.run import EventLog, RunDir
+from sightline.wire.file import write_atomic
+
+
+def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
+    """Runs one rank of the trainer, where torchrun started this process as another than rank 0."""
+    context = find_context()
+    if context is None or context.rank == 0:
+        return False
+    run_follower_rank(context, job)
+    return True
+
+
+def start_run(job: TrainingJob[AnyRun], file: AnyRun) -> RunDir:
+    """Runs `file` from its first step, in a directory of its own."""
+    context = find_context()
+    file = _resolve(job, resolve_model(file), context)
+    job.check(file, RunDir(Path(file.run.dir)))
+    run_dir = claim_run_dir(file.run.dir, file.run.name)
+    with lock_run_dir(run_dir):
+        return _run(job, file, run_dir, record_model_digests, context)
+
+
+def resume_run(job: TrainingJob[AnyRun], path: Path, overrides: list[str]) -> RunDir:
+    """Goes on with a run that was stopped or killed, from its last checkpoint."""
+    run_dir = RunDir(path)
+    if not run_dir.config.is_file():
+        raise ResumeRefused(f"{path} is no run directory", "name the folder that holds config.toml")
+    context = find_context()
+    old = load_config(job.file_kind, run_dir.config)
+    new = _resolve(job, load_config(job.file_kind, run_dir.config, overrides), context)
+    check_resume(old, new)
+    job.check(new, run_dir)
+    with lock_run_dir(run_dir):
+        return _run(job, new, run_dir, check_model_unchanged, context)
+
+
+def _resolve(job: TrainingJob[AnyRun], file: AnyRun, context: TorchrunContext | None) -> AnyRun:
+    return job.resolve(file if context is None else context.apply_to(file))
+
+
+def _run(
+    job: TrainingJob[AnyRun],
+    file: AnyRun,
+    run_dir: RunDir,
+    look_at_model: Callable[[RunDir, Path], None],
+    context: TorchrunContext | None,
+) -> RunDir:
+    check_store(Path(file.media.root or run_dir.media), file.media.max_gb)
+    look_at_model(run_dir, Path(file.model.path))
+    run_dir.make()
+    write_atomic(run_dir.config, dump_toml(file).encode())
+    specs = []
+    for spec in job.build_specs(file, run_dir):
+        is_trainer = spec.name == job.trainer
+        specs += build_local_specs(spec, file.trainer, run_dir, context) if is_trainer else [spec]
+    threads = ", ".join(f"{spec.name} {spec.threads}" for spec in specs)
+    print(f"threads on {num_cores()} cores: {threads}")
+    events = EventLog(run_dir.metrics, "launcher")
+    processes = Processes(run_dir, job.command)
+    replace_broken = job.build_supervisor(file, processes, specs, events)
+    ranks = [spec.name for spec in specs if spec.name.partition("-")[0] == job.trainer]
+    watchdog = TrainerWatchdog(processes, ranks, file.trainer.stall_timeout_s)
+
+    def supervise() -> None:
+        replace_broken()
+        watchdog.check()
+
+    def on_sink_problem(words: str) -> None:
+        events.write("sink", words=words)
+
+    sinks = SinkProcess(job.get_logging(file), run_dir, on_sink_problem)
+    view = job.open_view(file, run_dir)
+    failure, was_stopped = None, False
+    try:
+        with sinks, SignalCounter() as signals:
+            for spec in specs:
+                processes.start(spec)
+            was_stopped = watch_processes(processes, job.leader, view.update, signals, supervise)
+    except ProcessFailed as error:
+        failure = error
+    finally:
+        processes.kill()
+        call_view(view.update)
+        call_view(view.close)
+    stopped_by = failure.problem if failure else "a signal" if was_stopped else ""
+    try:
+        job.print_outcome(file, run_dir, stopped_by)
+    except Exception as error:  # a view may fail, and never fails a run
+        print(f"no summary: {type(error).__name__}: {error}", file=sys.stderr)
+    if failure is not None:
+        raise failure
+    return run_dir

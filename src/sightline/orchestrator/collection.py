@@ -1,0 +1,65 @@
+"""What one step has gathered of its batch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from sightline.algo.verdicts import GroupVerdict
+from sightline.orchestrator.group import Group
+from sightline.orchestrator.run_state import RewardRange
+from sightline.trace import Trace
+from sightline.wire.sample import Sample
+
+
+@dataclass
+class StepCollection:
+    """The samples of a step so far, and the counts that say when its batch is full."""
+
+    samples: list[Sample] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+    lags: list[int] = field(default_factory=list)
+    ids_by_verdict: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """The rollouts of each verdict."""
+    num_groups: int = 0
+    """Groups that count towards the batch, with signal or without."""
+    has_signal: bool = False
+    num_judged: int = 0
+    num_without_signal: int = 0
+    num_resampled: int = 0
+    """Groups without signal in whose place another was played."""
+    num_empty: int = 0
+    """Whole batches in which nothing trained."""
+    num_dropped: int = 0
+    """Groups in a row that did not count towards the batch: stale, broken or filtered."""
+    has_fresh_group: bool = False
+    """Whether some group was sampled by version step-1 alone."""
+    reward_range: RewardRange = field(default_factory=RewardRange)
+    """The rewards of the groups that count towards the batch."""
+
+    def add(self, group: Group, verdict: GroupVerdict, max_resampled: int) -> None:
+        """Takes in a judged group: its samples train, or another group is played in its place."""
+        self.samples += verdict.samples
+        self.traces += group.traces
+        self.lags += verdict.lags
+        self.has_signal |= verdict.has_signal
+        self.has_fresh_group |= bool(verdict.lags) and max(verdict.lags) == 0
+        self.num_judged += 1
+        for trace, name in verdict.verdicts:
+            self.ids_by_verdict[name].append(trace.id)
+        if not verdict.fills_place:
+            self.num_dropped += 1
+            return
+        self.num_dropped = 0
+        self.reward_range.add(group.rewards)
+        self.num_without_signal += not verdict.has_signal
+        if verdict.has_signal or verdict.samples or self.num_resampled >= max_resampled:
+            self.num_groups += 1
+        else:
+            self.num_resampled += 1
+
+    def start_over(self) -> None:
+        """Empties a batch in which nothing can train; what was played stays counted."""
+        self.num_empty += 1
+        self.num_groups = 0
+        self.samples.clear()

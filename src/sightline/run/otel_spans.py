@@ -1,0 +1,180 @@
+"""Stages as spans of OpenTelemetry; imported only where a run exports them."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from google.protobuf.json_format import MessageToDict
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import DEFAULT_ON
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from sightline.run.stages import Attribute, ExportLimits
+from sightline.wire.file import append_line
+
+PREFIX = "sightline."
+PATH = "/v1/traces"
+NANOSECONDS = 1_000_000_000
+IDS = ("traceId", "spanId", "parentSpanId")
+KINDS = {"generate": SpanKind.CLIENT, "judge": SpanKind.CLIENT, "serve": SpanKind.SERVER}
+
+
+class OtelStages:
+    def __init__(self, target: str, process: str, run: str, limits: ExportLimits) -> None:
+        # Says once a second that nobody listens; `_LossReporter` says it once.
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
+        kind = process.partition("-")[0]
+        named = {"service.name": f"sightline-{kind}", "service.instance.id": process}
+        if run:
+            named[PREFIX + "run"] = run
+        # Named, for variables of the environment would decide otherwise.
+        self._provider = TracerProvider(
+            sampler=DEFAULT_ON, resource=Resource(named), shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                _LossReporter(_build_exporter(target, limits.export_timeout_s), target),
+                max_queue_size=limits.queue_size,
+                schedule_delay_millis=limits.interval_ms,
+                max_export_batch_size=limits.batch_size,
+            )
+        )
+        self._close_timeout_s = limits.close_timeout_s
+        self._tracer: Tracer = self._provider.get_tracer("sightline")
+
+    def begin(
+        self, name: str, headers: Mapping[str, str] | None = None, **attributes: Attribute
+    ) -> _OtelStage:
+        parent = Context()
+        if headers:
+            parent = TraceContextTextMapPropagator().extract(headers, parent)
+        return _begin_stage(self._tracer, name, parent, attributes)
+
+    def close(self) -> None:
+        """Exports what waits, in a thread that is left alone if a collector holds it up."""
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True, name="otel-close")
+        closing.start()
+        closing.join(self._close_timeout_s)
+
+
+class _OtelStage:
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        self._tracer = tracer
+        self._span = span
+
+    @property
+    def headers(self) -> dict[str, str]:
+        carried: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(carried, self._inside())
+        return carried
+
+    def _inside(self) -> Context:
+        return set_span_in_context(self._span, Context())
+
+    def begin(self, name: str, **attributes: Attribute) -> _OtelStage:
+        return _begin_stage(self._tracer, name, self._inside(), attributes)
+
+    def add_finished(self, name: str, began: float, ended: float, **attributes: Attribute) -> None:
+        span = self._tracer.start_span(
+            name,
+            self._inside(),
+            attributes=_prefix_names(attributes),
+            start_time=int(began * NANOSECONDS),
+        )
+        span.end(int(ended * NANOSECONDS))
+
+    def note(self, **attributes: Attribute) -> None:
+        self._span.set_attributes(_prefix_names(attributes))
+
+    def fail(self, why: str) -> None:
+        self._span.set_status(Status(StatusCode.ERROR, why))
+
+    def __enter__(self) -> _OtelStage:
+        return self
+
+    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
+        if kind is not None:
+            self.fail(f"{kind.__name__}: {error}")
+        self._span.end()
+
+
+def _begin_stage(
+    tracer: Tracer, name: str, parent: Context, attributes: Mapping[str, Attribute]
+) -> _OtelStage:
+    kind = KINDS.get(name, SpanKind.INTERNAL)
+    return _OtelStage(tracer, tracer.start_span(name, parent, kind, _prefix_names(attributes)))
+
+
+def _prefix_names(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
+    return {PREFIX + name: value for name, value in attributes.items()}
+
+
+def _build_exporter(target: str, timeout_s: float) -> SpanExporter:
+    url = urlsplit(target)
+    if not url.scheme:
+        return _FileExporter(Path(target))
+    endpoint = target if url.path.strip("/") else target.rstrip("/") + PATH
+    return OTLPSpanExporter(endpoint=endpoint, timeout=timeout_s)
+
+
+class _FileExporter(SpanExporter):
+    """OTLP's own file format: a line is a JSON object with the spans of one batch."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        found = MessageToDict(encode_spans(spans), use_integers_for_enums=True)
+        for resource in found["resourceSpans"]:
+            for scope in resource["scopeSpans"]:
+                for span in scope["spans"]:
+                    # As hexadecimal digits, where protobuf's JSON has base64.
+                    span |= {key: base64.b64decode(span[key]).hex() for key in IDS if key in span}
+        append_line(self._path, json.dumps(found, separators=(",", ":")).encode())
+        return SpanExportResult.SUCCESS
+
+
+class _LossReporter(SpanExporter):
+    """Says once that spans do not arrive, and how many were lost when they do again."""
+
+    def __init__(self, exporter: SpanExporter, target: str) -> None:
+        self._exporter, self._target = exporter, target
+        self._num_lost = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        why = "it does not take them"
+        try:
+            result = self._exporter.export(spans)
+        except Exception as error:  # a library of others, or a disk that is full
+            result, why = SpanExportResult.FAILURE, f"{type(error).__name__}: {error}"
+        if result is SpanExportResult.SUCCESS:
+            if self._num_lost:
+                _print(f"spans reach {self._target} again; {self._num_lost} were lost")
+            self._num_lost = 0
+        else:
+            if not self._num_lost:
+                _print(f"spans are lost, {self._target}: {why}; the run goes on without them")
+            self._num_lost += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        if self._num_lost:
+            _print(f"{self._num_lost} spans for {self._target} were lost")
+        self._exporter.shutdown()
+
+
+def _print(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)

@@ -1,0 +1,33 @@
+"""Of a run's processes only the launcher imports what reads runs."""
+
+from __future__ import annotations
+
+from tests.import_graph import SRC, files, imports_of, module_of
+
+
+def list_reachable(start: str) -> set[str]:
+    """Modules that `start` imports, directly or around corners, inside functions too. The package's
+    public face, which loads its names when they are asked for, is left out."""
+    paths = {
+        module_of(path): path for path in files() if path.parent != SRC or path.stem == "errors"
+    }
+    found, waiting = set(), [start]
+    while waiting:
+        name = waiting.pop()
+        if name in found or name not in paths:
+            continue
+        found.add(name)
+        for one in imports_of(paths[name]):
+            if not one.for_types:
+                waiting += [one.module, *(f"{one.module}.{part}" for part in one.names)]
+    return found
+
+
+def test_no_process_of_a_run_reaches_a_reader_of_runs() -> None:
+    reached = list_reachable("sightline.cli.process")
+    assert {"sightline.orchestrator.loop", "sightline.trainer.loop"} <= reached
+    assert not [name for name in reached if name.startswith("sightline.view")]
+
+
+def test_the_launcher_shows_the_run() -> None:
+    assert "sightline.view.console" in list_reachable("sightline.launch.rl")

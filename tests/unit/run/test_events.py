@@ -1,0 +1,23 @@
+"""Events: what cannot be written is lost, and ends nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sightline.run import EventLog, read_events
+
+
+def test_an_event_that_cannot_be_written_is_counted_and_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "gone" / "metrics.jsonl"
+    log = EventLog(missing, "trainer")
+    for step in (1, 2):
+        log.write("train", step, loss=0.5)
+    assert log.num_lost == 2
+    assert capsys.readouterr().err.count(f"events are lost, {missing}") == 1
+    missing.parent.mkdir()
+    log.write("train", 3, loss=0.5)
+    assert [event.step for event in read_events(missing)] == [3]
