@@ -186,14 +186,15 @@ class Bench:
         from sightline.bench.harness.speed import build_stack
         from sightline.pack import PackSize
         from sightline.pixels import Materializer
+        from sightline.trainer.bad_media import BadMediaPolicy
         from sightline.trainer.feed import BatchPreparer
         from sightline.wire.sample import Batch
 
         materializer = Materializer(self.family, self.store, max_bytes=GIB)
         family: Any = _As(self.family, kind)
         preparer = BatchPreparer(
-            family, materializer, PackSize(tokens, 1 << 30), max_bad_fraction=0.0,
-            allows_unverified_pixels=True, stack=build_stack(self.args.device),
+            family, materializer, PackSize(tokens, 1 << 30),
+            BadMediaPolicy(allows_unverified_pixels=True), stack=build_stack(self.args.device),
         )  # fmt: skip
         ready = preparer.prepare(Batch(1, list(samples)), digest="")
         materializer.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import cache, partial
-from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,7 @@ from sightline.compute import attention
 from sightline.families import Forward
 
 MAX_GRAPHS = 64
-"""Of one class of blocks."""
+"""Graphs that the compiler may make of one function, which all classes of blocks share."""
 
 
 def count_compiled_graphs() -> int:
@@ -31,7 +30,9 @@ def count_compiled_graphs() -> int:
 def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
     """Replaces the forward pass of each block, in place; parameters keep their names.
 
-    Before sharding: what gathers a block's parameters stays around what is called here.
+    Called before sharding: what gathers a block's parameters stays around what is called here.
+    With a `backend` it changes the whole process, for good: attention becomes one operation that
+    compilers do not look into, and more graphs of a function are allowed.
     """
     compile = partial(torch.compile, backend=backend)
     if backend:
@@ -63,15 +64,13 @@ def _forward_by_pattern(
 
 
 @cache
-def _build_recompute(kind: Any) -> Callable[..., Any]:
-    """A function for each class of blocks: a compiler counts the graphs of a function by its code,
-    and gives up after so many."""
+def _build_recompute(block_type: Any) -> Callable[..., Any]:
+    """A function for each class of blocks, so that the blocks of a class share their graphs."""
 
-    def again(block: torch.nn.Module, *args: Any, **options: Any) -> Any:
-        return checkpoint(kind.forward, block, *args, use_reentrant=False, **options)
+    def recompute(block: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        return checkpoint(block_type.forward, block, *args, use_reentrant=False, **options)
 
-    code = again.__code__.replace(co_name=f"again_{kind.__name__}")
-    return FunctionType(code, again.__globals__, code.co_name, None, again.__closure__)
+    return recompute
 
 
 def _allow_graphs() -> None:

@@ -19,9 +19,9 @@ from sightline.trainer.checkpoint import CheckpointStore, check_file, read_manif
 from sightline.trainer.lora import (
     add_adapters,
     build_merge_gather,
-    gather_adapters_for_lead,
     gather_for_lead,
     has_adapters,
+    peft_tensors,
     plain_parameters,
     save_adapters,
 )
@@ -59,9 +59,9 @@ def export_checkpoint(
 
 def gather_for_export(model: torch.nn.Module) -> None:
     """What the other ranks do while rank 0 exports: they hand over their shards."""
-    gather_for_lead(model)
+    gather_for_lead(plain_parameters(model), build_merge_gather(model))
     if has_adapters(model):
-        gather_adapters_for_lead(model)
+        gather_for_lead(peft_tensors(model))
 
 
 def export_training_checkpoint(checkpoint: Path, config: RunFile | SftFile, target: Path) -> None:

@@ -10,7 +10,7 @@ unless adapters are asked for, hold W + s B A under the name of W.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -165,10 +165,9 @@ def select_published(
     return plain_parameters(model), build_merge_gather(model), dtype
 
 
-def gather_for_lead(model: nn.Module, as_adapters: bool = False) -> None:
-    """What the other ranks do while rank 0 writes the plain parameters, or the adapters."""
-    tensors = trained_tensors(model) if as_adapters else plain_parameters(model)
-    for _ in iterate_gathered(tensors, full_tensor if as_adapters else build_merge_gather(model)):
+def gather_for_lead(tensors: Mapping[str, torch.Tensor], gather: Gather = full_tensor) -> None:
+    """What the other ranks do while rank 0 writes `tensors`: they hand over their shards."""
+    for _ in iterate_gathered(tensors, gather):
         pass
 
 
@@ -179,21 +178,15 @@ def save_adapters(model: nn.Module, target: Path, source: Path) -> None:
     config.base_model_name_or_path, config.inference_mode = str(source), True
     config.save_pretrained(target)
     write_tensors(
-        target / ADAPTER_FILE, _peft_tensors(model), full_tensor, metadata={"format": "pt"}
+        target / ADAPTER_FILE, peft_tensors(model), full_tensor, metadata={"format": "pt"}
     )
-
-
-def gather_adapters_for_lead(model: nn.Module) -> None:
-    """What the other ranks do while rank 0 saves them."""
-    for _ in iterate_gathered(_peft_tensors(model), full_tensor):
-        pass
 
 
 def has_adapters(model: nn.Module) -> bool:
     return next(_adapted_layers(model), None) is not None
 
 
-def _peft_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def peft_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The adapters under the names that peft writes."""
     return {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": parameter

@@ -79,9 +79,8 @@ def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | 
     donors = pick_donors(ready)
     if donors is None or ready.patches is None:
         return None
-    sizes = [int(np.prod(entry.item.grid)) for entry in ready.batch.items]
-    starts = np.cumsum([0, *sizes])
-    rows = np.concatenate([np.arange(starts[d], starts[d] + sizes[d]) for d in donors])
+    starts = ready.patch_starts
+    rows = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in donors])
     moved = donors != np.arange(len(donors))
     return replace(ready, patches=ready.patches[rows], has_stored_pixels=False), moved
 
@@ -120,7 +119,7 @@ def run_probe_passes(
 ) -> None:
     """As many passes as a probe takes, and through the tower, for a rank that probes elsewhere."""
     for _ in range(NUM_PASSES):
-        score(replace(ready, shows=True))
+        score(replace(ready, runs_tower=True))
 
 
 def probe(

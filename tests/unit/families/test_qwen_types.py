@@ -70,7 +70,7 @@ def build(model: Path, store: MediaStore) -> Learner:
 
 def ready(learner: Learner, store: MediaStore, given: list[Sample], limit: PackSize) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    return BatchPreparer(learner.family, materializer, limit, 0.0).prepare(
+    return BatchPreparer(learner.family, materializer, limit).prepare(
         Batch(1, given), digest=""
     )
 
@@ -80,7 +80,7 @@ def backward(learner: Learner, batch: ReadyBatch) -> tuple[dict[str, np.ndarray]
     learner.optimizer.zero_grad(set_to_none=True)
     found: dict[str, np.ndarray] = {}
     for micro_batch in batch.micro_batches:
-        logprobs = learner._backward(
+        logprobs = learner.backward(
             micro_batch, 1, MetricSums(SUM_NAMES), StepTimer(learner.device)
         )
         for origin in micro_batch.batch.origins:
