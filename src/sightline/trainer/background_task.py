@@ -1,6 +1,6 @@
-"""Work beside the loop, one piece after the other, in a thread: files that training need not wait for.
+"""Work beside the loop, in a thread: files that training need not wait for.
 
-    loop --work--> thread       loop waits for: the work before this one     unblocked by: the thread
+    loop --work--> thread      loop waits for: the work before this one     unblocked by: the thread
 
 What goes wrong in the thread is raised in the loop, where it next starts, checks or waits.
 """

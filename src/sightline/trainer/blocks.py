@@ -41,17 +41,17 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
     for block in forward.blocks():
         plain, kind = block.forward, cast(Hashable, type(block))
         broken = compile(plain) if backend else plain
-        whole = broken
+        single = broken
         if recompute:
             # To keep and set back the state of random numbers costs the host time, for each block.
             again = partial(checkpoint, use_reentrant=False, preserve_rng_state=_has_dropout(block))
             broken = partial(again, broken)
-            whole = partial(compile(_build_recompute(kind)), block) if backend else broken
-        block.forward = partial(_forward_by_pattern, whole, broken) if backend else broken
+            single = partial(compile(_build_recompute(kind)), block) if backend else broken
+        block.forward = partial(_forward_by_pattern, single, broken) if backend else broken
 
 
 def _forward_by_pattern(
-    whole: Callable[..., Any],
+    single: Callable[..., Any],
     broken: Callable[..., Any],
     hidden: torch.Tensor,
     *args: Any,
@@ -60,7 +60,7 @@ def _forward_by_pattern(
     """A block that is one graph is computed again inside of its backward graph, which costs the
     host nothing; one that is broken at its attention, as it is."""
     found = attention.find_graph_options(hidden, options)
-    return broken(hidden, *args, **options) if found is None else whole(hidden, *args, **found)
+    return broken(hidden, *args, **options) if found is None else single(hidden, *args, **found)
 
 
 @cache

@@ -39,14 +39,20 @@ from sightline.trainer.lora import NO_ADAPTERS, add_adapters, describe_adapter_b
 from sightline.trainer.optimizer import build_optimizer, freeze_vision
 from sightline.trainer.price import estimate_price
 from sightline.trainer.publish import AsyncPublisher, BroadcastPublisher, FilePublisher, Publisher
-from sightline.trainer.ranks import SINGLE_RANK, FollowerChannel, LeadChannel, RankInfo
+from sightline.trainer.ranks import (
+    NO_CHANNEL,
+    SINGLE_RANK,
+    FollowerChannel,
+    LeadChannel,
+    RankChannel,
+    RankInfo,
+)
 from sightline.trainer.run_writer import RunWriter
 from sightline.trainer.sft import ConversationBatches, open_source
 from sightline.trainer.shard import all_gather_list, join_process_group, shard_model
 from sightline.trainer.snapshot import restore
 from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
 from sightline.wire.control import BatchReady, ControlMessage
-from sightline.wire.weights import Adapter
 
 MEGABYTE = 1 << 20
 
@@ -118,11 +124,11 @@ def build_learner(
 def _build_features(
     forward: Forward, reference: Forward | None, trainer: TrainerConfig, ranks: RankInfo
 ) -> tuple[FrozenTowerFeatures | None, FrozenTowerFeatures | None]:
-    """Of the model and of the reference; a frozen tower is the reference's own."""
+    """Features of the model's tower and of the reference's; a frozen tower serves both."""
     cache = FeatureCache(trainer.feature_cache_mb * MEGABYTE)
     if has_frozen_tower(forward):
-        kept = FrozenTowerFeatures(forward, cache, ranks.size)
-        return kept, kept
+        features = FrozenTowerFeatures(forward, cache, ranks.size)
+        return features, features
     if reference is not None and has_frozen_tower(reference):
         return None, FrozenTowerFeatures(reference, cache, ranks.size)
     return None, None
@@ -155,7 +161,11 @@ def build_materializer(learner: Learner, store: MediaStore) -> Materializer:
 
 
 def build_conversations(
-    config: SftFile, learner: Learner, materializer: Materializer, done: int = 0
+    config: SftFile,
+    learner: Learner,
+    materializer: Materializer,
+    done: int = 0,
+    watchdog: StallWatchdog | None = None,
 ) -> ConversationBatches:
     """The batches of supervised training, from the step after `done`."""
     store, model = materializer.store, config.model
@@ -165,6 +175,7 @@ def build_conversations(
         build_preparer(config.media, learner, materializer, sampled=False),
         config,
         done,
+        watchdog or StallWatchdog(),
     )
 
 
@@ -181,7 +192,7 @@ def build(
     run_dir: RunDir,
     orchestrator: Orchestrator | None = None,
     ranks: RankInfo = SINGLE_RANK,
-    channel: LeadChannel | FollowerChannel | None = None,
+    channel: RankChannel = NO_CHANNEL,
     watchdog: StallWatchdog | None = None,
 ) -> TrainerComponents:
     """The parts of one rank, with the newest checkpoint of the run restored.
@@ -189,45 +200,39 @@ def build(
     Every rank calls it, since loading and restoring are collectives. `orchestrator` is given to
     rank 0 of `rl`; `channel` joins the ranks, where there are several.
     """
-    supervised = isinstance(config, SftFile)
-    store = MediaStore(Path(config.media.root or run_dir.media))
+    store, trainer = MediaStore(Path(config.media.root or run_dir.media)), config.trainer
     learner = build_learner(
-        config.model, config.trainer, store, config.run.steps, ranks, supervised, config.lora,
-        config.run.seed,
+        config.model, trainer, store, config.run.steps, ranks, isinstance(config, SftFile),
+        config.lora, config.run.seed,
     )  # fmt: skip
-    materializer = build_materializer(learner, store)
-    learner.pixels, learner.watchdog = materializer.counts, watchdog or StallWatchdog()
+    learner.watchdog = watchdog or StallWatchdog()
     checkpoints = CheckpointStore(
-        run_dir.checkpoints, config.trainer.keep_checkpoints, config.trainer.keep_checkpoints_every
+        run_dir.checkpoints, trainer.keep_checkpoints, trainer.keep_checkpoints_every
     )
     resume = restore_newest(checkpoints, learner)
-    events = EventLog(run_dir.metrics, "trainer") if ranks.is_lead else None
-    if events is not None:
-        _report_refused(resume, events)
+    events = None
+    if ranks.is_lead:
+        events = EventLog(run_dir.metrics, "trainer")
+        for problem in resume.refused:
+            print(f"refused: {problem}", file=sys.stderr, flush=True)
+            events.write("checkpoint_refused", resume.step, problem=problem)
         checkpoints.clear()
-    watch = partial(_build_watchdog, config.trainer.stall_timeout_s, channel)
-    batches: Iterable[ReadyBatch]
-    if isinstance(channel, FollowerChannel):
-        stack = partial(stack_pinned, device=learner.device)
-        axes = learner.family.num_axes
-        batches = ShareReader(channel, materializer, axes, stack, watch())
-    elif isinstance(config, SftFile):
-        batches = build_conversations(config, learner, materializer, resume.step)
-        batches.watchdog = watch()
-    else:
-        assert orchestrator is not None
-        _check_batches(resume, run_dir)
-        preparer = build_preparer(config.media, learner, materializer)
-        announcements = orchestrator.announcements
-        batches = AnnouncedBatches(announcements, preparer, resume.step + 1, watch())
-    if isinstance(channel, LeadChannel):
-        price = estimate_price(learner.forward, config.trainer.micro_batch_cost_model)
-        batches = BatchDistributor(channel, ranks.size, price).iterate_shares(batches)
-    feed = BatchPrefetcher(batches)
+    watch = partial(StallWatchdog, trainer.stall_timeout_s, channel.fail)
+    feed = BatchPrefetcher(
+        _build_batches(config, run_dir, orchestrator, learner, store, channel, resume, watch())
+    )
     writer = RunWriter(
         run_dir=run_dir,
         learner=learner,
-        saver=_build_saver(checkpoints, learner, config, resume.step, channel, watch()),
+        saver=CheckpointSaver(
+            checkpoints,
+            ranks,
+            trainer.checkpoint_every,
+            resume.step,
+            config.model.train_vision,
+            channel.collect_files,
+            BackgroundTask("checkpoint", watchdog=watch(), min_limit_s=LONG_LIMIT_S),
+        ),
         source=Path(config.model.path),
         export_dir=run_dir.checkpoints / "final",
         dtype=MODEL_DTYPES[config.model.dtype],
@@ -236,13 +241,8 @@ def build(
     if isinstance(config, SftFile):
         writer.export_dir = Path(config.sft.output_dir)
     else:
-        learner.diagnostics_every = config.orchestrator.diagnostics_every
-        writer.publishes, writer.adapter = True, _describe_base(config, learner)
-    if isinstance(config, RunFile) and orchestrator is not None:
-        publisher = _build_publisher(config, run_dir, writer.adapter)
         task = BackgroundTask("publish", feed.fail, watch())
-        writer.async_publisher = AsyncPublisher(publisher, writer.dtype, task)
-        writer.ledger, writer.send = Ledger(run_dir.ledger, resume.step), orchestrator.send
+        _add_publishing(writer, config, orchestrator, task, resume.step)
     return TrainerComponents(feed, learner, writer, learner.watchdog, resume.step)
 
 
@@ -260,34 +260,35 @@ def restore_newest(checkpoints: CheckpointStore, learner: Learner) -> ResumePoin
     return resume
 
 
-def _build_saver(
-    checkpoints: CheckpointStore,
-    learner: Learner,
+def _build_batches(
     config: RunFile | SftFile,
-    step: int,
-    channel: LeadChannel | FollowerChannel | None,
+    run_dir: RunDir,
+    orchestrator: Orchestrator | None,
+    learner: Learner,
+    store: MediaStore,
+    channel: RankChannel,
+    resume: ResumePoint,
     watchdog: StallWatchdog,
-) -> CheckpointSaver:
-    task = BackgroundTask("checkpoint", watchdog=watchdog, min_limit_s=LONG_LIMIT_S)
-    every, train_vision = config.trainer.checkpoint_every, config.model.train_vision
-    saver = CheckpointSaver(
-        checkpoints, learner.ranks, every, step, train_vision, background_task=task
-    )
-    if channel is not None:
-        saver.collect_files = channel.collect_files
-    return saver
-
-
-def _build_watchdog(limit_s: float, channel: LeadChannel | FollowerChannel | None) -> StallWatchdog:
-    """Watches a thread that works beside the loop."""
-    return StallWatchdog(limit_s) if channel is None else StallWatchdog(limit_s, channel.fail)
-
-
-def _report_refused(resume: ResumePoint, events: EventLog) -> None:
-    """Says which checkpoints were refused."""
-    for problem in resume.refused:
-        print(f"refused: {problem}", file=sys.stderr, flush=True)
-        events.write("checkpoint_refused", resume.step, problem=problem)
+) -> Iterable[ReadyBatch]:
+    """What this rank trains on, from the step after the checkpoint."""
+    materializer = build_materializer(learner, store)
+    learner.pixels = materializer.counts
+    if isinstance(channel, FollowerChannel):
+        stack = partial(stack_pinned, device=learner.device)
+        return ShareReader(channel, materializer, learner.family.num_axes, stack, watchdog)
+    batches: Iterable[ReadyBatch]
+    if isinstance(config, SftFile):
+        batches = build_conversations(config, learner, materializer, resume.step, watchdog)
+    else:
+        assert orchestrator is not None
+        _check_batches(resume, run_dir)
+        preparer = build_preparer(config.media, learner, materializer)
+        announcements = orchestrator.announcements
+        batches = AnnouncedBatches(announcements, preparer, resume.step + 1, watchdog)
+    if isinstance(channel, LeadChannel):
+        price = estimate_price(learner.forward, config.trainer.micro_batch_cost_model)
+        batches = BatchDistributor(channel, learner.ranks.size, price).iterate_shares(batches)
+    return batches
 
 
 def _check_batches(resume: ResumePoint, run_dir: RunDir) -> None:
@@ -300,14 +301,24 @@ def _check_batches(resume: ResumePoint, run_dir: RunDir) -> None:
         )
 
 
-def _describe_base(config: RunFile, learner: Learner) -> Adapter | None:
-    """The base of adapters that leave unmerged; every rank has to call it, before the first step."""
-    if config.lora.publish == "merged":
-        return None
-    return describe_adapter_base(learner.forward.model, MODEL_DTYPES[config.model.dtype])
-
-
-def _build_publisher(config: RunFile, run_dir: RunDir, adapter: Adapter | None) -> Publisher:
-    if config.trainer.publish == "files":
-        return FilePublisher(run_dir.weights, adapter)
-    return BroadcastPublisher(run_dir.weights, Broadcaster(config.trainer.address), adapter)
+def _add_publishing(
+    writer: RunWriter,
+    config: RunFile,
+    orchestrator: Orchestrator | None,
+    task: BackgroundTask,
+    step: int,
+) -> None:
+    """Lets every version leave, as `rl` needs it; every rank calls it, before the first step."""
+    writer.publishes = True
+    writer.learner.diagnostics_every = config.orchestrator.diagnostics_every
+    if config.lora.publish != "merged":
+        writer.adapter = describe_adapter_base(writer.learner.forward.model, writer.dtype)
+    if orchestrator is None:
+        return
+    weights = writer.run_dir.weights
+    publisher: Publisher = FilePublisher(weights, writer.adapter)
+    if config.trainer.publish != "files":
+        broadcaster = Broadcaster(config.trainer.address)
+        publisher = BroadcastPublisher(weights, broadcaster, writer.adapter)
+    writer.async_publisher = AsyncPublisher(publisher, writer.dtype, task)
+    writer.ledger, writer.send = Ledger(writer.run_dir.ledger, step), orchestrator.send

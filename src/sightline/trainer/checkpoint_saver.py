@@ -14,7 +14,7 @@ import torch
 
 from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.checkpoint import CheckpointManifest, CheckpointStore
-from sightline.trainer.ranks import RankInfo
+from sightline.trainer.ranks import NO_CHANNEL, RankInfo
 from sightline.trainer.snapshot import ShardSnapshot, take_snapshot
 from sightline.wire.weights import WeightFile
 
@@ -30,7 +30,7 @@ class CheckpointSaver:
     step: int
     """Step of the newest checkpoint that was begun."""
     train_vision: bool
-    collect_files: Callable[[int, WeightFile], list[WeightFile] | None] = lambda step, file: [file]
+    collect_files: Callable[[int, WeightFile], list[WeightFile] | None] = NO_CHANNEL.collect_files
     """Hands over this rank's file of a step; rank 0 gets those of all ranks once they exist."""
     background_task: BackgroundTask = field(default_factory=lambda: BackgroundTask("checkpoint"))
 

@@ -49,10 +49,10 @@ class FrozenTowerFeatures:
             assert ready.patches is not None
             entry = items[place]
             patches = copy_to_device(ready.patches[starts[place] : starts[place + 1]], device)
-            features = self.forward.encode(patches, [entry.item.grid])
-            shown[place] = ImageFeatures(features, entry.pixel_digest or "")
+            encoded = self.forward.encode(patches, [entry.item.grid])
+            shown[place] = features = ImageFeatures(encoded, entry.pixel_digest or "")
             if ready.has_stored_pixels:
-                self.cache.put(entry.item.key, shown[place])
+                self.cache.put(entry.item.key, features)
         for _ in range(passes - len(missing)):
             encode_blank(self.forward, device)
         return torch.cat([one.features for one in shown if one is not None]) if items else None

@@ -1,4 +1,4 @@
-"""A ready micro-batch through the model: tokens, positions, features of images, attention pattern."""
+"""A ready micro-batch through the model: tokens, positions, features and attention pattern."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ class Learner:
         return copy_to_device(ids, self.device)
 
     def update(self, step: int) -> torch.Tensor:
-        """Clips and applies the gradients; returns their norm before clipping, still on the device."""
+        """Clips and applies the gradients; their norm before clipping, still on the device."""
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         parameters = [p for p in trained if p.grad is not None]
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))
@@ -320,7 +320,7 @@ def measure_tokens(
     sampler_logprobs: torch.Tensor,
     is_fresh: np.ndarray,
 ) -> None:
-    """Sums entropy and mismatch; `is_fresh` marks tokens that the version in training sampled."""
+    """Sums entropy and mismatch; `is_fresh` marks tokens sampled by the version in training."""
     with torch.no_grad():
         kl = mismatch_kl(scores.logprobs, sampler_logprobs)
         metric_sums.count("tokens", len(kl))

@@ -1,10 +1,10 @@
-"""Does the model look? The same tokens are scored again with images exchanged.
+"""Does the model use its images? The same tokens are scored again with images exchanged.
 
 A model that trains blind (pixels dropped on some wire, a tower that is not connected) answers a
 picture that it was not shown exactly as it answers its own, while loss and reward look normal.
 Only images of one grid are exchanged, so that tokens and positions stay as they are. One
-micro-batch is asked, on whatever rank it lies; the others go along, for the blocks of a sharded
-model are gathered by all ranks together.
+micro-batch is probed, on whatever rank it is; the others run as many passes, for the blocks of a
+sharded model are gathered by all ranks together.
 
 Letters: S trained tokens.
 """
@@ -25,7 +25,7 @@ FLOOR = 1e-9
 NUM_PASSES = 3
 """With its own images, with its own again, and with others."""
 WEAK_CHANGE = 1e-3
-"""Below this change the model hardly looks: a probability moves by less than a thousandth."""
+"""Below this change images hardly matter: a probability moves by less than a thousandth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ImageSwapProbe:
     exchanged_kl: float
     """Mean r - 1 - log r of them, with exchanged images against their own."""
     same_kl: float
-    """The same for scoring them twice with their own images."""
+    """Mean r - 1 - log r of scoring them twice with their own images."""
     change: float
     """Mean |difference of logprobs| when images are exchanged."""
     noise: float
@@ -108,7 +108,7 @@ def can_probe(ready: ReadyMicroBatch) -> bool:
 def pick_probe_micro_batch(
     candidates: Sequence[ReadyMicroBatch],
 ) -> tuple[str, ReadyMicroBatch] | None:
-    """One that can tell, with its name: the same one, however they are spread over ranks."""
+    """A micro-batch that can be probed, with its name: the same on any number of ranks."""
     able = [ready for ready in candidates if can_probe(ready)]
     named = [(f"{(first := m.batch.origins[0]).trace_id}/{first.node}", m) for m in able]
     return min(named, key=lambda found: found[0], default=None)
@@ -117,7 +117,7 @@ def pick_probe_micro_batch(
 def run_probe_passes(
     ready: ReadyMicroBatch, score: Callable[[ReadyMicroBatch], np.ndarray]
 ) -> None:
-    """As many passes as a probe takes, and through the tower, for a rank that probes elsewhere."""
+    """Runs the passes of a probe, tower included, on a rank whose micro-batch is not probed."""
     for _ in range(NUM_PASSES):
         score(replace(ready, runs_tower=True))
 

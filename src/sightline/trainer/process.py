@@ -10,7 +10,13 @@ from sightline.errors import WireError
 from sightline.run import RunDir
 from sightline.trainer import loop
 from sightline.trainer.build import Orchestrator, build
-from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo, open_channel
+from sightline.trainer.ranks import (
+    FollowerChannel,
+    LeadChannel,
+    RankChannel,
+    RankInfo,
+    open_channel,
+)
 from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
 from sightline.transport.zmq_channel import Spoke
 from sightline.wire import control
@@ -34,9 +40,9 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
     """
     channel = open_channel(ranks)
     with _report_failure(channel):
-        # It beats before the other ranks have come, too.
-        tell = channel.fail if channel is not None else lambda problem: None
-        watchdog = StallWatchdog(config.trainer.stall_timeout_s, tell, run_dir.beat(name))
+        # From here on it touches its heartbeat file, before the other ranks have come, too.
+        limit_s, heartbeat_file = config.trainer.stall_timeout_s, run_dir.beat(name)
+        watchdog = StallWatchdog(limit_s, channel.fail, heartbeat_file)
         if isinstance(channel, LeadChannel):
             channel.wait_for_start()
         watchdog.enter("loading the model and its checkpoint", LONG_LIMIT_S)
@@ -46,7 +52,7 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
         if isinstance(channel, LeadChannel):
             watchdog.idle()  # the barrier has a deadline of its own, and names who is missing
             channel.wait_until_loaded(components.first_step)
-        elif channel is not None:
+        elif isinstance(channel, FollowerChannel):
             channel.report_ready(components.first_step)
         if orchestrator is not None:
             orchestrator.send(ProcessReady(NAME, components.first_step))
@@ -56,9 +62,10 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
             components.run_writer.publish(components.first_step, {})
         watchdog.idle()
         loop.run(components)
-    for connection in (spoke, channel if isinstance(channel, FollowerChannel) else None):
-        if connection is not None:
-            connection.close()
+    if spoke is not None:
+        spoke.close()
+    if not ranks.is_lead:  # rank 0's end goes with its process: others may still listen
+        channel.close()
 
 
 def _connect(spoke: Spoke) -> Orchestrator:
@@ -81,11 +88,10 @@ def _connect(spoke: Spoke) -> Orchestrator:
 
 
 @contextmanager
-def _report_failure(channel: LeadChannel | FollowerChannel | None) -> Iterator[None]:
+def _report_failure(channel: RankChannel) -> Iterator[None]:
     """Tells the other ranks of a failure before it goes on: they may wait in a collective."""
     try:
         yield
     except BaseException as error:
-        if channel is not None:
-            channel.fail(f"{type(error).__name__}: {error}")
+        channel.fail(f"{type(error).__name__}: {error}")
         raise

@@ -306,8 +306,25 @@ class FollowerChannel:
         self._spoke.send(wire.encode(message))
 
 
-def open_channel(ranks: RankInfo) -> LeadChannel | FollowerChannel | None:
-    """This rank's end of the channel; None where it is the only rank."""
+class NoChannel:
+    """The channel of a single rank, which has nobody to tell."""
+
+    def collect_files(self, step: int, file: WeightFile) -> list[WeightFile]:
+        return [file]
+
+    def fail(self, problem: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+NO_CHANNEL = NoChannel()
+RankChannel = LeadChannel | FollowerChannel | NoChannel
+
+
+def open_channel(ranks: RankInfo) -> RankChannel:
+    """This rank's end of the channel."""
     if ranks.size == 1:
-        return None
+        return NO_CHANNEL
     return LeadChannel(ranks) if ranks.is_lead else FollowerChannel(ranks)

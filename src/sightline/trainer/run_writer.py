@@ -1,7 +1,7 @@
 """What outlasts the trainer process, in the order that lets any moment be the last.
 
 Every rank of `rl` and `sft` has a writer, and calls the same methods in the same order, since
-gathering weights is a collective: rank 0 writes files and events, the others hand over their shards.
+gathering weights is a collective: rank 0 writes files and events, the others give their shards.
 """
 
 from __future__ import annotations

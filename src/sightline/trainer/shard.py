@@ -91,7 +91,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_ranks(values: dict[str, float], size: int) -> dict[str, float]:
-    """The same keys on every rank."""
+    """Each value summed over ranks; every rank gives the same keys."""
     if size == 1:
         return values
     total = torch.tensor([values[key] for key in sorted(values)], dtype=torch.float64)

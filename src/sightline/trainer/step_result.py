@@ -55,7 +55,7 @@ def sum_cache_figures(ranks: list[dict[str, dict[str, int]]]) -> dict[str, dict[
 
 
 def build_step_scores(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -> StepScores:
-    """What trainer and sampler said of every trained token of the step, micro-batch by micro-batch."""
+    """Logprobs, ratios and advantages of every trained token, micro-batch by micro-batch."""
     origins: list[TokenOrigin] = []
     at = 0
     for batch, logprobs in scored:

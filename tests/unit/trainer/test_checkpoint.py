@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from sightline.cli.main import main
 from sightline.config import dump_toml
-from sightline.errors import Misaligned, ResumeRefused
+from sightline.errors import ResumeRefused
 from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
 from sightline.run import RunDir, read_events
@@ -147,7 +147,7 @@ def test_training_goes_on_while_the_snapshot_is_written(tiny_model: Path, tmp_pa
     shards = checkpoints.choose().shards()
     assert shards is not None
     for name, value in before.items():
-        assert shards.whole(f"model/{name}").equal(value), name
+        assert shards.full(f"model/{name}").equal(value), name
 
 
 def test_a_failed_write_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
@@ -183,12 +183,12 @@ def test_any_rows_come_back_from_any_cut(
         ShardSnapshot({"model/w": whole[start:stop].clone()}, place).write(folder / f"{start}")
         files.append(folder / f"{start}")
     shards = ShardReader(files)
-    assert shards.whole("model/w").equal(whole)
+    assert shards.full("model/w").equal(whole)
     start, stop = sorted(min(bound, rows) for bound in bounds)
     if start < stop:
         assert shards.rows("model/w", start, stop).equal(whole[start:stop])
     if len(files) > 1:
-        with pytest.raises(Misaligned, match="not all there"):
+        with pytest.raises(ResumeRefused, match="not all there"):
             ShardReader(files[1:])
 
 
