@@ -28,7 +28,7 @@ class Notes:
         yield self
         self.found["wait again"] = self.watchdog.activity
 
-    step = 7
+    step, held_out = 7, False
 
 
 class Learns(Notes):
