@@ -34,8 +34,9 @@ def check_micro_batch(
         raise _misaligned(
             batch,
             at,
-            f"{found} (id {int(token_ids[at])}, {image} there); of {len(batch.slots)} slots the "
-            f"micro-batch has {int(in_slot.sum())} tokens, and {int(is_pad.sum())} pads",
+            f"{found} (id {int(token_ids[at])}, {image} there); the micro-batch has "
+            f"{int(is_pad.sum())} pads, {int(in_slot.sum())} slot tokens and {len(batch.slots)} "
+            "slots",
         )
     trained = batch.trained.numpy()
     banned = trained[np.isin(token_ids[trained], np.asarray(pad_ids))]
@@ -50,7 +51,8 @@ def check_patches(batch: MicroBatch, patches: np.ndarray | None) -> None:
     num = 0 if patches is None else len(patches)
     if num != batch.num_patches:
         raise Misaligned(
-            f"{_describe_images(batch)}: {num} patches, their grids say {batch.num_patches}",
+            f"{_describe_images(batch)}: {num} patches were made, their grids say "
+            f"{batch.num_patches}",
             "the family's patches and its grids disagree",
         )
 

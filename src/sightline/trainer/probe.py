@@ -59,10 +59,10 @@ class ImageSwapProbe:
         )
 
 
-def pick_donors(ready: ReadyMicroBatch) -> np.ndarray | None:
-    """For each image the one of the same grid that takes its place, in a circle.
+def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | None:
+    """The micro-batch with images exchanged, and which images changed.
 
-    None where no two distinct images have the same grid.
+    Those of one grid change places in a circle. None where no two distinct images have the same.
     """
     if ready.patches is None:
         return None
@@ -71,17 +71,11 @@ def pick_donors(ready: ReadyMicroBatch) -> np.ndarray | None:
     for grid in set(grids):
         places = [i for i, other in enumerate(grids) if other == grid]
         donors[places] = [*places[1:], places[0]]
-    return donors if (donors != np.arange(len(grids))).any() else None
-
-
-def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | None:
-    """The micro-batch with images exchanged, and which images changed; None where none can."""
-    donors = pick_donors(ready)
-    if donors is None or ready.patches is None:
+    moved = donors != np.arange(len(donors))
+    if not moved.any():
         return None
     starts = ready.patch_starts
     rows = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in donors])
-    moved = donors != np.arange(len(donors))
     return replace(ready, patches=ready.patches[rows], has_stored_pixels=False), moved
 
 
@@ -97,21 +91,25 @@ def find_tokens_behind(ready: ReadyMicroBatch, moved: np.ndarray) -> np.ndarray:
     return sees[batch.trained.numpy()]
 
 
-def can_probe(ready: ReadyMicroBatch) -> bool:
-    """Whether images can be exchanged, and something trained stands behind one of them."""
-    donors = pick_donors(ready)
-    return donors is not None and bool(
-        find_tokens_behind(ready, donors != np.arange(len(donors))).any()
-    )
+def _find_probe(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | None:
+    """The micro-batch with images exchanged, and its trained tokens (S,) that may attend to one."""
+    if (swapped := swap_images(ready)) is None:
+        return None
+    chosen = find_tokens_behind(ready, swapped[1])
+    return (swapped[0], chosen) if chosen.any() else None
 
 
 def pick_probe_micro_batch(
     candidates: Sequence[ReadyMicroBatch],
 ) -> tuple[str, ReadyMicroBatch] | None:
     """A micro-batch that can be probed, with its name: the same on any number of ranks."""
-    able = [ready for ready in candidates if can_probe(ready)]
-    named = [(f"{(first := m.batch.origins[0]).trace_id}/{first.node}", m) for m in able]
-    return min(named, key=lambda found: found[0], default=None)
+    named = [
+        (f"{first.trace_id}/{first.node}", ready)
+        for ready in candidates
+        for first in ready.batch.origins[:1]
+    ]
+    named.sort(key=lambda one: one[0])
+    return next((one for one in named if _find_probe(one[1]) is not None), None)
 
 
 def run_probe_passes(
@@ -126,13 +124,9 @@ def probe(
     ready: ReadyMicroBatch, score: Callable[[ReadyMicroBatch], np.ndarray]
 ) -> ImageSwapProbe | None:
     """None where nothing can be exchanged, or nothing trained stands behind it."""
-    made = swap_images(ready)
-    if made is None:
+    if (found := _find_probe(ready)) is None:
         return None
-    other, moved = made
-    chosen = find_tokens_behind(ready, moved)
-    if not chosen.any():
-        return None
+    other, chosen = found
     own = score(ready)[chosen].astype(np.float64)
     again = score(ready)[chosen] - own
     changed = score(other)[chosen] - own
