@@ -60,7 +60,8 @@ def build_step_scores(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) ->
     at = 0
     for batch, logprobs in scored:
         for o in batch.origins:
-            origins.append(TokenOrigin(o.trace_id, o.node, o.start + at, o.stop + at))
+            start, stop = o.start + at, o.stop + at
+            origins.append(TokenOrigin(trace_id=o.trace_id, node=o.node, start=start, stop=stop))
         at += len(logprobs)
     trainer = np.concatenate([lp for _, lp in scored]) if scored else np.zeros(0)
     sampler = [batch.logprobs.numpy() for batch, _ in scored]

@@ -27,7 +27,7 @@ class RankReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="he
 
     rank: int
     step: int
-    """Of the checkpoint that it starts from."""
+    """Step of the checkpoint that it starts from."""
 
 
 class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"):
@@ -35,7 +35,7 @@ class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 
     step: int
     digest: str
-    """Of the batch."""
+    """Digest of the batch, as the orchestrator announced it."""
     micro_batches: list[MicroBatch | None]
     """One a round, None for an empty one; every rank has as many."""
     runs_tower: list[bool]
