@@ -74,17 +74,13 @@ def main() -> None:
     asked = pick_probe_micro_batch(ready.micro_batches)
     patches = [m.patches for m in ready.micro_batches if m.patches is not None]
     found: dict[str, torch.Tensor] = {}
-    norms: list[float] = []
-    update = learner.update
 
-    def note(step: int) -> float:
+    def note(*_: object) -> None:
         for name, parameter in learner.forward.model.named_parameters():
             if parameter.grad is not None:
                 found[name] = full_tensor(parameter.grad).detach().clone()
-        norms.append(update(step))
-        return norms[-1]
 
-    learner.update = note  # type: ignore[method-assign]
+    learner.optimizer.register_step_pre_hook(note)
     learner.diagnostics_every = int("probe" in words)
     stepped = learner.step(ready)
     passes = [counts["outer"]]

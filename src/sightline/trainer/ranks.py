@@ -60,8 +60,6 @@ class RankInfo:
     """Address of rank 0's channel."""
     secret: str = ""
     """What the ranks of a run know one another by."""
-    bind: str = ""
-    """The address that rank 0 binds, where that is not `channel`."""
 
     @property
     def is_lead(self) -> bool:
@@ -99,7 +97,7 @@ class LeadChannel:
     ) -> None:
         self._ranks, self._end = ranks, end
         self._deliver_s, self._write_s = deliver_s, write_s
-        self._hub = Hub(ranks.bind or ranks.channel, ranks.secret)
+        self._hub = Hub(ranks.channel, ranks.secret)
         self._others = set(range(1, ranks.size))
         self._changed = threading.Condition()
         self._started: set[int] = set()
