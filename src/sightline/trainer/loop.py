@@ -18,24 +18,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from sightline.trainer.feed import ReadyBatch
+from sightline.trainer.learner import Learner
 from sightline.trainer.run_writer import RunWriter
-from sightline.trainer.step_result import StepResult
 from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
-
-
-class SupportsStep(Protocol):
-    def step(self, ready: ReadyBatch) -> StepResult: ...
-
-    def evaluate(self, ready: ReadyBatch) -> tuple[float, float]: ...
 
 
 @dataclass
 class TrainerComponents:
     feed: Iterable[ReadyBatch]
-    learner: SupportsStep
+    learner: Learner
     run_writer: RunWriter
     watchdog: StallWatchdog
     first_step: int
@@ -57,9 +50,7 @@ def run(components: TrainerComponents) -> None:
             trained = time.time()
             watchdog.enter(f"publishing step {step}")
             writer.record(ready, result)
-            writer.publish(
-                step, result.metrics
-            )  # where weights leave; waits for the version before
+            writer.publish(step, result.metrics)  # where weights leave, after the version before
             writer.checkpoint(step)
             writer.report(ready, result, (began, trained), time.time() - trained)
         watchdog.idle()
