@@ -22,6 +22,7 @@ from sightline.media import MediaStore
 from sightline.message import ImagePart, Message, user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
+from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer
 from sightline.wire import Slot
@@ -188,7 +189,10 @@ def test_turns_are_prefilled_anew_and_are_what_the_trainer_computes(
     learner = build_learner(making.model_config(model), making.trainer_config(), media, steps=10)
     materializer = Materializer(learner.family, media, 1 << 24)
     preparer = BatchPreparer(
-        learner.family, materializer, PackSize(4096, 4096), 0.0, allows_unverified_pixels=True
+        learner.family,
+        materializer,
+        PackSize(4096, 4096),
+        BadMediaPolicy(allows_unverified_pixels=True),
     )
     stepped = learner.step(preparer.prepare(Batch(1, samples), digest=""))
     gap = np.abs(np.log(stepped.scores.ratios.numpy())).max()

@@ -32,7 +32,7 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
-from sightline.trainer.learner import compute_hidden
+from sightline.trainer.forward_pass import compute_hidden
 from sightline.wire import MediaItem, Slot
 from sightline.wire.generate import SamplingParams
 from sightline.wire.sample import Batch
@@ -49,7 +49,7 @@ def forward(computing: Any) -> Forward:
 
 def prepare(computing: Any, samples: Sequence[Any], limit: PackSize) -> ReadyBatch:
     materializer = Materializer(computing.family, computing.store, max_bytes=1 << 24)
-    preparer = BatchPreparer(computing.family, materializer, limit, max_bad_fraction=0.0)
+    preparer = BatchPreparer(computing.family, materializer, limit)
     ready = preparer.prepare(Batch(1, list(samples)), digest="")
     materializer.close()
     return ready

@@ -20,7 +20,7 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
-from sightline.trainer.learner import SUM_NAMES, Learner, _measure_tokens
+from sightline.trainer.learner import SUM_NAMES, Learner, measure_tokens
 from sightline.trainer.metric_sums import MetricSums
 from sightline.trainer.step_timer import StepTimer
 from sightline.trainer.token_scores import TokenScores
@@ -69,7 +69,7 @@ def test_measuring_a_micro_batch_does_not_wait_for_the_device() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         build_attention_pattern(np.full(num, num), device, torch.bfloat16)
-        _measure_tokens(metric_sums, scored, old, own)
+        measure_tokens(metric_sums, scored, old, own)
         step_timer.end("forward")
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -93,7 +93,7 @@ def learner_of(model: Path, store: MediaStore, **changes: object) -> Learner:
 
 def batch_of(learner: Learner, model: Path, store: MediaStore) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20), 0.0)
+    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
     ready = preparer.prepare(Batch(1, making.samples(model, store, count=3)), digest="")
     materializer.close()
     return ready
@@ -107,7 +107,7 @@ def test_a_micro_batch_asks_nothing_of_the_device(model: Path, store: MediaStore
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        learner._backward(ready.micro_batches[0], 1, metric_sums, step_timer)
+        learner.backward(ready.micro_batches[0], 1, metric_sums, step_timer)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert np.isfinite(metric_sums.read()["loss"])
@@ -139,7 +139,7 @@ def test_compiled_blocks_give_what_plain_ones_give(
         for seed in range(4):
             draw = making.samples if kind == "flat" else making.group
             materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-            preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20), 0.0)
+            preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
             samples = draw(tiny_model, store, 4 + seed, seed=seed)
             ready = preparer.prepare(Batch(1 + seed, samples), digest="")
             materializer.close()

@@ -27,9 +27,10 @@ from sightline.media import MediaStore  # noqa: E402
 from sightline.message import assistant, user  # noqa: E402
 from sightline.pack import PackSize  # noqa: E402
 from sightline.pixels import Materializer  # noqa: E402
+from sightline.trainer.bad_media import BadMediaPolicy  # noqa: E402
 from sightline.trainer.build import build_learner  # noqa: E402
-from sightline.trainer.distribute import BatchDistributor, ShareFeed  # noqa: E402
-from sightline.trainer.feed import BatchPreparer, ReadyBatch  # noqa: E402
+from sightline.trainer.distribute import BatchDistributor, ShareReader  # noqa: E402
+from sightline.trainer.feed import BatchPreparer  # noqa: E402
 from sightline.trainer.lora import build_merge_gather, plain_parameters  # noqa: E402
 from sightline.trainer.price import estimate_price  # noqa: E402
 from sightline.trainer.probe import pick_probe_micro_batch  # noqa: E402
@@ -73,17 +74,13 @@ def main() -> None:
     asked = pick_probe_micro_batch(ready.micro_batches)
     patches = [m.patches for m in ready.micro_batches if m.patches is not None]
     found: dict[str, torch.Tensor] = {}
-    norms: list[float] = []
-    update = learner.update
 
-    def note(step: int) -> float:
+    def note(*_: object) -> None:
         for name, parameter in learner.forward.model.named_parameters():
             if parameter.grad is not None:
                 found[name] = full_tensor(parameter.grad).detach().clone()
-        norms.append(update(step))
-        return norms[-1]
 
-    learner.update = note  # type: ignore[method-assign]
+    learner.optimizer.register_step_pre_hook(note)
     learner.diagnostics_every = int("probe" in words)
     stepped = learner.step(ready)
     passes = [counts["outer"]]
@@ -103,7 +100,6 @@ def main() -> None:
         "passes": passes,
         "kept": 0 if learner.features is None else len(learner.features.cache),
         "made": materializer.counts.made,
-        "mapped": materializer.counts.mapped,
         "images": ready.num_images,
         "asked": None if asked is None else asked[0],
         "shows": [m.patches is not None for m in ready.micro_batches],
@@ -144,9 +140,9 @@ def ways(counts: Counter[str]) -> list[str]:
 
 def units(learner) -> list[bool]:  # type: ignore[no-untyped-def]
     """Of every block whether it is a unit that is gathered by itself, and of the rest."""
-    if learner.whole is None:
+    if learner.sharded is None:
         return []
-    return [isinstance(one, FSDPModule) for one in (*learner.forward.blocks(), learner.whole)]
+    return [isinstance(one, FSDPModule) for one in (*learner.forward.blocks(), learner.sharded)]
 
 
 def _local_bytes(parameter: torch.Tensor) -> int:
@@ -159,21 +155,21 @@ def feed(learner, ranks, model, store, materializer):  # type: ignore[no-untyped
     if not ranks.is_lead:
         follow = FollowerChannel(ranks)
         follow.report_ready()
-        return ShareFeed(follow, materializer, len(family.positions(1, ())[0]), 1)
+        return ShareReader(follow, materializer, family.num_axes)
     batch = Batch(1, with_loss(samples(model, store), store))
     limit = PackSize(1 << 20, 1 << 20) if "one" in sys.argv else PackSize(160, 4096)
-    ready = BatchPreparer(family, materializer, limit, 0.5).prepare(batch, "digest")
+    ready = BatchPreparer(
+        family, materializer, limit, BadMediaPolicy(max_bad_fraction=0.5)
+    ).prepare(batch, "digest")
     assert len(ready.dropped) == ("lost" in sys.argv) * 1
     num = len(ready.micro_batches)
     assert num == 1 if "one" in sys.argv else num >= 3, num
     if ranks.size == 1:
         return [ready]
     lead = LeadChannel(ranks)
-    lead.gather()
-    given: ReadyBatch = BatchDistributor(
-        lead, ranks.size, estimate_price(learner.forward), 1 << 24
-    )(ready)
-    return [given]
+    lead.wait_until_loaded()
+    price = estimate_price(learner.forward)
+    return [BatchDistributor(lead, ranks.size, price).distribute(ready)]
 
 
 def with_loss(made, store):  # type: ignore[no-untyped-def]

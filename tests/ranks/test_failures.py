@@ -31,8 +31,6 @@ SAID = {
 }
 LEAD_ALONE = ("packing", "publish", "feed")
 """What rank 0 alone does."""
-SETTINGS = {"media": ("trainer.pixel_cache_mb=0",)}
-"""Without room for them no pixels are laid for other ranks: each makes its own."""
 
 
 def faults() -> list[Any]:
@@ -60,7 +58,7 @@ def test_a_fault_on_a_rank_ends_all_with_one_cause(
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("VICTIM", victim)
-    job = Job(quick_home, *RUN, "trainer.stall_timeout_s=20", *SETTINGS.get(fault, ()))
+    job = Job(quick_home, *RUN, "trainer.stall_timeout_s=20")
     runs = quick_home / "runs"
     job.wait_until(lambda: any(runs.glob("job-*")) and bool(live_processes(job.run_dir)), 240)
     while live_processes(job.run_dir):

@@ -112,9 +112,7 @@ def talks(client: Client, reference: Reference, media: MediaStore) -> list[Talk]
 
 def preparer(learner: Any, media: MediaStore) -> BatchPreparer:
     materializer = Materializer(learner.family, media, max_bytes=1 << 24)
-    return BatchPreparer(
-        learner.family, materializer, PackSize(1 << 20, 1 << 20), max_bad_fraction=0.0
-    )
+    return BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
 
 
 def trained_logprobs(

@@ -25,7 +25,8 @@ from sightline.message import user
 from sightline.render import Rendered
 from sightline.rollout.stock_vllm_client import collapse_pads
 from sightline.run import RunDir
-from sightline.trainer import sft
+from sightline.trainer import loop
+from sightline.trainer.build import build
 from sightline.trainer.learner import Learner
 from sightline.wire.generate import SamplingParams
 
@@ -45,15 +46,15 @@ def exported(model: Path, home: Path, lora: dict[str, Any]) -> tuple[Learner, Pa
         {
             "model": {"path": str(model)},
             "env": {"name": "color_codeword"},
-            "sft": {"output": str(home / "output"), "batch_size": 4},
+            "sft": {"output_dir": str(home / "output"), "batch_size": 4},
             "run": {"steps": 3},
             "trainer": {"lr": 2e-2, "device": "cpu", "checkpoint_every": 3, "stall_timeout_s": 0},
             "lora": lora,
         }
     )
     run_dir.config.write_text(dump_toml(config))
-    parts = sft.build(config, run_dir)
-    sft.run(parts)
+    parts = build(config, run_dir)
+    loop.run(parts)
     assert main(["export", str(run_dir.path), str(home / "exported")]) == 0
     return parts.learner, home / "exported"
 

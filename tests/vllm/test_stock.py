@@ -30,6 +30,7 @@ from sightline.pixels import Materializer
 from sightline.rollout.stock_vllm_client import StockVLLMClient, collapse_pads
 from sightline.run import RunDir, read_events
 from sightline.run.events import by_step
+from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.feed import BatchPreparer
 from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingParams
 from sightline.wire.sample import Batch
@@ -156,7 +157,7 @@ def test_samples_without_proof_are_counted_and_refused_unless_allowed(
         materializer = Materializer(family, store, 1 << 24)
         limit = PackSize(1 << 20, 1 << 20)
         preparer = BatchPreparer(
-            family, materializer, limit, budget, allows_unverified_pixels=allowed
+            family, materializer, limit, BadMediaPolicy("drop_sample", budget, allowed)
         )
         return preparer.prepare(Batch(1, samples), "")
 

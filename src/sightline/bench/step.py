@@ -32,6 +32,7 @@ from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, assistant, user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
+from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.learner import Learner
@@ -188,8 +189,8 @@ class Bench:
         materializer = Materializer(self.family, self.store, max_bytes=GIB)
         family: Any = _As(self.family, kind)
         preparer = BatchPreparer(
-            family, materializer, PackSize(tokens, 1 << 30), max_bad_fraction=0.0,
-            allows_unverified_pixels=True, stack=build_stack(self.args.device),
+            family, materializer, PackSize(tokens, 1 << 30),
+            BadMediaPolicy(allows_unverified_pixels=True), stack=build_stack(self.args.device),
         )  # fmt: skip
         ready = preparer.prepare(Batch(1, list(samples)), digest="")
         materializer.close()

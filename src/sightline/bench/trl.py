@@ -28,6 +28,7 @@ from sightline.families import load_renderer
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.pack import PackSize
+from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.build import build_learner, build_materializer
 from sightline.trainer.feed import BatchPreparer
 from sightline.trainer.learner import Learner
@@ -137,9 +138,8 @@ class SightlineStep:
             self.learner.family,
             build_materializer(self.learner, store),
             PackSize(settings.micro_batch_tokens, settings.micro_batch_patches),
-            max_bad_fraction=0.0,
             # TRL says nothing of the pixels that it saw.
-            allows_unverified_pixels=True,
+            BadMediaPolicy(max_bad_fraction=0.0, allows_unverified_pixels=True),
         )
         refs = {one["image"]: store.put(folder / one["image"]) for one in prompts}
         texts = {one["image"]: one["text"] for one in prompts}

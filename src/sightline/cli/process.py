@@ -11,7 +11,6 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -21,9 +20,6 @@ from sightline.errors import SightlineError
 from sightline.launch.child import SECRET_VARIABLE, write_error_file
 from sightline.run import RunDir
 from sightline.run.parent_death import die_with_parent
-
-if TYPE_CHECKING:
-    from sightline.trainer.ranks import RankInfo
 
 
 def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -76,11 +72,7 @@ def _exit_failed(name: str) -> int:
 
 def _run_process(args: argparse.Namespace, run_dir: RunDir) -> None:
     if args.name.startswith("sft"):
-        from sightline.trainer import process as trainer
-
-        trainer.run_supervised(
-            config.load_config(SftFile, run_dir.config), run_dir, _build_ranks(args)
-        )
+        _run_trainer(args, config.load_config(SftFile, run_dir.config), run_dir)
         return
     file = config.load_config(RunFile, run_dir.config)
     media_root = Path(file.media.root or run_dir.media)
@@ -112,21 +104,13 @@ def _get_spans_target(file: RunFile, run_dir: RunDir) -> str:
     return str(run_dir.spans) if file.logging.otel == "file" else file.logging.otel
 
 
-def _build_ranks(args: argparse.Namespace) -> RankInfo:
+def _run_trainer(args: argparse.Namespace, file: RunFile | SftFile, run_dir: RunDir) -> None:
+    from sightline.trainer import process as trainer
     from sightline.trainer.ranks import RankInfo
 
     secret = os.environ.get(SECRET_VARIABLE, "")
-    return RankInfo(args.rank, args.ranks, args.rendezvous, args.channel, secret)
-
-
-def _run_trainer(args: argparse.Namespace, file: RunFile, run_dir: RunDir) -> None:
-    from sightline.trainer import process as trainer
-
-    ranks = _build_ranks(args)
-    if ranks.is_lead:
-        trainer.main(file, run_dir, args.hub, ranks)
-    else:
-        trainer.run_follower(file, run_dir, ranks)
+    ranks = RankInfo(args.rank, args.ranks, args.rendezvous, args.channel, secret)
+    trainer.run(file, run_dir, ranks, args.name, args.hub)
 
 
 def _run_server(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root: Path) -> None:

@@ -6,5 +6,6 @@ from sightline.pack.cost import CostModel, MicroBatchWork, PackSize
 from sightline.pack.truncate import truncate
 
 __all__ = [
-    "PackSize", "CostModel", "MicroBatchWork", "build_empty_micro_batch", "pack", "assign_to_ranks", "truncate",
+    "CostModel", "MicroBatchWork", "PackSize", "assign_to_ranks", "build_empty_micro_batch", "pack",
+    "truncate",
 ]  # fmt: skip

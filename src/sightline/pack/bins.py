@@ -50,11 +50,11 @@ def _fill_bins(units: Sequence[PackUnit], limit: PackSize) -> list[list[PackUnit
     for i in order:
         unit, cost = units[i], costs[i]
         bins = kinds.setdefault((unit[0].sample.temperature, len(unit) > 1), [])
-        for place, (used, held) in enumerate(bins):
+        for place, (used, members) in enumerate(bins):
             if (used + cost).fits(limit):
-                held.append(unit)
-                bins[place] = (used + cost, held)
+                members.append(unit)
+                bins[place] = (used + cost, members)
                 break
         else:
             bins.append((cost, [unit]))
-    return [held for bins in kinds.values() for _, held in bins]
+    return [members for bins in kinds.values() for _, members in bins]

@@ -1,4 +1,4 @@
-"""Units of samples laid out as a micro-batch, each token once."""
+"""Units of samples as one micro-batch, each token once."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from sightline.wire.sample import Sample
 def build_micro_batch(
     units: Sequence[PackUnit], step: int, family: Family, weight_of: Mapping[int, float]
 ) -> MicroBatch:
-    """One after another, each seeing only itself, through `subtree_end`."""
-    laid = _MicroBatchBuilder(family)
+    """The units one after another; `subtree_end` lets each attend to itself alone."""
+    builder = _MicroBatchBuilder(family)
     for unit in units:
         for row in unit:
-            laid.add(row)
-        laid.close()
+            builder.add(row)
+        builder.close()
     samples = [row.sample for unit in units for row in unit]
     return MicroBatch(
         step=step,
-        token_ids=Array.of(_concatenate(laid.token_ids), "int32"),
-        positions=Array.of(np.concatenate(laid.positions, axis=1), "int32"),
-        subtree_end=Array.of(laid.subtree_end(), "int32"),
-        parent=Array.of(_concatenate(laid.parents), "int32"),
-        trained=Array.of(_concatenate(laid.trained), "int32"),
+        token_ids=Array.of(_concatenate(builder.token_ids), "int32"),
+        positions=Array.of(np.concatenate(builder.positions, axis=1), "int32"),
+        subtree_end=Array.of(builder.subtree_end(), "int32"),
+        parent=Array.of(_concatenate(builder.parents), "int32"),
+        trained=Array.of(_concatenate(builder.trained), "int32"),
         logprobs=Array.of(_concatenate([s.logprobs.numpy() for s in samples]), "float32"),
         advantages=Array.of(_concatenate([s.advantages.numpy() for s in samples]), "float32"),
         loss_weight=Array.of(
             _concatenate([np.full(len(s.trained), weight_of[id(s)]) for s in samples]), "float32"
         ),
         versions=Array.of(_concatenate([s.versions.numpy() for s in samples]), "int32"),
-        items=laid.items.packed(),
-        slots=laid.slots,
-        origins=laid.origins,
+        items=builder.items.packed(),
+        slots=builder.slots,
+        origins=builder.origins,
         temperature=samples[0].temperature,
     )
 
 
 class _MicroBatchBuilder:
-    """What has been laid out so far. `_path` has, for the row at hand, where its tokens lie."""
+    """The micro-batch so far; `_path` holds the places of the tokens of the current row."""
 
     def __init__(self, family: Family) -> None:
         self._family = family
@@ -93,7 +93,7 @@ class _MicroBatchBuilder:
         self.positions.append(along[:, shared:])
 
     def _leave(self, shared: int) -> None:
-        """What the next row does not share is seen by nobody from here on."""
+        """Ends the tokens that the next row does not share: later tokens do not attend to them."""
         self._ended.append((self._path[shared:], self._num_tokens))
         self._path = self._path[:shared]
 
@@ -122,13 +122,13 @@ class _DistinctImages:
         return place
 
     def check(self, place: int, pixel_digest: str | None, sample: Sample) -> None:
-        held = self._packed[place]
-        if held.pixel_digest is None:
-            self._packed[place] = PackedItem(held.item, pixel_digest, held.wanted_by)
-        elif pixel_digest is not None and pixel_digest != held.pixel_digest:
+        known = self._packed[place]
+        if known.pixel_digest is None:
+            self._packed[place] = PackedItem(known.item, pixel_digest, known.wanted_by)
+        elif pixel_digest is not None and pixel_digest != known.pixel_digest:
             raise PixelMismatch(
-                f"image {held.item.ref.digest[:12]}: the sampler saw pixels {held.pixel_digest} "
-                f"for trace {held.wanted_by} and {pixel_digest} for {sample.trace_id}",
+                f"image {known.item.ref.digest[:12]}: the sampler saw pixels {known.pixel_digest} "
+                f"for trace {known.wanted_by} and {pixel_digest} for {sample.trace_id}",
                 "run the same Pillow on every inference server",
             )
 

@@ -39,7 +39,7 @@ class MicroBatchWork:
     trained: int
     """Tokens whose logprobs are computed."""
     patches: int
-    """Of distinct images: each goes through the vision tower once."""
+    """Patches of distinct images: each goes through the vision tower once."""
     attended_patches: int
     """Pairs of patches within an image."""
 
@@ -65,7 +65,7 @@ class CostModel:
     """
 
     fixed: float = 0.0
-    """Of a micro-batch, whatever it holds."""
+    """Cost of a micro-batch, whatever it holds."""
     token: float = 0.0
     attended: float = 0.0
     trained: float = 0.0

@@ -1,4 +1,4 @@
-"""The rollouts of a group as a tree: what several begin with is laid out once.
+"""The rollouts of a group as a tree: a prefix that several share is packed once.
 
 Samples are put into depth-first order. Each then brings only what it does not share with the one
 before it, and a token is shared when everything up to it is the same: ids, images and their
@@ -51,7 +51,7 @@ def build_units(samples: Sequence[Sample], limit: PackSize) -> list[PackUnit]:
 
 
 def order_depth_first(samples: Sequence[Sample]) -> list[PackRow]:
-    """The same samples in whatever order give the same rows."""
+    """The samples as rows; given in any order, they come to the same rows."""
     keys = _keys(samples)
     order = sorted(range(len(samples)), key=lambda i: (keys[i].tobytes(), samples[i].trace_id, i))
     rows, before = [], np.zeros(0, dtype=">i8")

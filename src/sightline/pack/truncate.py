@@ -1,4 +1,4 @@
-"""Samples cut to a length. An image is in the sample whole, or not at all."""
+"""Samples cut to a length. An image is never cut: it stays or goes."""
 
 from __future__ import annotations
 

@@ -5,13 +5,5 @@ bytes; a pixel digest names what was made. Failures are never cached.
 """
 
 from sightline.pixels.materialize import Materializer, PixelCacheStats, Pixels, pixel_digest
-from sightline.pixels.shared import open_shared_patches, share_patches
 
-__all__ = [
-    "Materializer",
-    "PixelCacheStats",
-    "Pixels",
-    "share_patches",
-    "open_shared_patches",
-    "pixel_digest",
-]
+__all__ = ["Materializer", "PixelCacheStats", "Pixels", "pixel_digest"]

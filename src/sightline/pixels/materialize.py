@@ -47,8 +47,6 @@ class PixelCacheStats:
     hits: int = 0
     joined: int = 0
     """Asked for while another caller's flight was under way."""
-    mapped: int = 0
-    """Made by another process of this machine, and used in its memory."""
     evicted: int = 0
     failed: int = 0
     oversized: int = 0

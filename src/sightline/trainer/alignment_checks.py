@@ -15,14 +15,13 @@ _FIX = "this data must not train; keep batches/ of the step and report it"
 def check_micro_batch(
     batch: MicroBatch, family: Family, pad_ids: tuple[int, ...], vocab_size: int
 ) -> None:
-    """Slots against pads, pads against slots, ids against the vocabulary."""
+    """Raises unless slots match pads, pads match slots, and ids are in the vocabulary."""
     token_ids = batch.token_ids.numpy()
     outside = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
     if len(outside):
         at = int(outside[0])
-        raise Misaligned(
-            f"{_describe_token(batch, at)}: token id {int(token_ids[at])} of a vocabulary of {vocab_size}",
-            _FIX,
+        raise _misaligned(
+            batch, at, f"token id {int(token_ids[at])} of a vocabulary of {vocab_size}"
         )
     is_pad = np.isin(token_ids, np.asarray(family.slot_token_ids))
     in_slot = np.zeros(len(token_ids), dtype=bool)
@@ -31,43 +30,36 @@ def check_micro_batch(
     if not np.array_equal(is_pad, in_slot):
         at = int(np.flatnonzero(is_pad != in_slot)[0])
         found = "a pad id outside every slot" if is_pad[at] else "a slot over an ordinary token"
-        image = next(
-            (
-                _describe_image(batch, s)
-                for s in batch.slots
-                if s.offset <= at < s.offset + s.length
-            ),
-            "no image",
-        )
-        raise Misaligned(
-            f"{_describe_token(batch, at)}: {found} (id {int(token_ids[at])}, {image} there); the "
-            f"micro-batch has {int(is_pad.sum())} pads, {int(in_slot.sum())} slot tokens and "
-            f"{len(batch.slots)} slots",
-            _FIX,
+        there = [s for s in batch.slots if s.offset <= at < s.offset + s.length]
+        image = _describe_image(batch, there[0]) if there else "no image"
+        raise _misaligned(
+            batch,
+            at,
+            f"{found} (id {int(token_ids[at])}, {image} there); the micro-batch has "
+            f"{int(is_pad.sum())} pads, {int(in_slot.sum())} slot tokens and {len(batch.slots)} "
+            "slots",
         )
     trained = batch.trained.numpy()
     banned = trained[np.isin(token_ids[trained], np.asarray(pad_ids))]
     if len(banned):
         at = int(banned[0])
-        raise Misaligned(
-            f"{_describe_token(batch, at)}: a banned token id is to be trained ({int(token_ids[at])}; "
-            f"{len(banned)} of {len(trained)})",
-            _FIX,
-        )
+        counts = f"{int(token_ids[at])}; {len(banned)} of {len(trained)}"
+        raise _misaligned(batch, at, f"a banned token id is to be trained ({counts})")
 
 
 def check_patches(batch: MicroBatch, patches: np.ndarray | None) -> None:
-    """As many patches as the grids of the distinct images say."""
+    """Raises unless there are as many patches as the grids of the distinct images say."""
     num = 0 if patches is None else len(patches)
     if num != batch.num_patches:
         raise Misaligned(
-            f"{_describe_images(batch)}: {num} patches were made, their grids say {batch.num_patches}",
+            f"{_describe_images(batch)}: {num} patches were made, their grids say "
+            f"{batch.num_patches}",
             "the family's patches and its grids disagree",
         )
 
 
 def check_features(batch: MicroBatch, num_features: int, family: Family) -> None:
-    """As many features as the slots of the distinct images hold pads."""
+    """Raises unless there are as many features as the slots of distinct images hold pads."""
     wanted = sum(family.num_tokens(entry.item) for entry in batch.items)
     if num_features != wanted:
         raise Misaligned(
@@ -80,26 +72,22 @@ def _check_slot(batch: MicroBatch, slot: Slot[int], family: Family, in_slot: np.
     """Marks the tokens of the slot, which is of an image, of its length, and alone there."""
     end = slot.offset + slot.length
     if not 0 <= slot.item < len(batch.items):
-        raise Misaligned(
-            f"{_describe_token(batch, slot.offset)}: a slot of image {slot.item}, of {len(batch.items)} "
-            "images",
-            _FIX,
-        )
-    name = f"{_describe_token(batch, slot.offset)}: {_describe_image(batch, slot)}"
-    wanted = family.num_tokens(batch.items[slot.item].item)
+        problem = f"a slot of image {slot.item}, of {len(batch.items)} images"
+        raise _misaligned(batch, slot.offset, problem)
+    name, wanted = _describe_image(batch, slot), family.num_tokens(batch.items[slot.item].item)
     if slot.length != wanted:
-        raise Misaligned(f"{name} has a slot of {slot.length} tokens and {wanted} features", _FIX)
+        problem = f"{name} has a slot of {slot.length} tokens and {wanted} features"
+        raise _misaligned(batch, slot.offset, problem)
     if slot.offset < 0 or end > len(in_slot) or in_slot[slot.offset : end].any():
-        raise Misaligned(
-            f"{name} has a slot from {slot.offset} to {end}, past the {len(in_slot)} tokens or "
-            "over another's",
-            _FIX,
-        )
+        problem = f"{name} has a slot from {slot.offset} to {end}"
+        where = f"past the {len(in_slot)} tokens or over another's"
+        raise _misaligned(batch, slot.offset, f"{problem}, {where}")
     in_slot[slot.offset : end] = True
 
 
-def _describe_token(batch: MicroBatch, at: int) -> str:
-    return f"step {batch.step}, sample {_find_sample(batch, at)}, token {at} of its micro-batch"
+def _misaligned(batch: MicroBatch, at: int, problem: str) -> Misaligned:
+    token = f"step {batch.step}, sample {_find_sample(batch, at)}, token {at} of its micro-batch"
+    return Misaligned(f"{token}: {problem}", _FIX)
 
 
 def _describe_image(batch: MicroBatch, slot: Slot[int]) -> str:

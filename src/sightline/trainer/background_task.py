@@ -1,5 +1,9 @@
-"""Work beside the loop, one piece after the other, in a thread: files that training need not wait
-for. What goes wrong there is raised in the loop."""
+"""Work beside the loop, in a thread: files that training need not wait for.
+
+    loop --work--> thread      loop waits for: the work before this one     unblocked by: the thread
+
+What goes wrong in the thread is raised in the loop, where it next starts, checks or waits.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,8 @@ class BackgroundTask:
     ) -> None:
         """`failed` hears of a problem at once, for the loop may wait for what never comes.
 
-        `watchdog` watches the work itself: the loop's own rests while it waits for a batch. It lets a
-        piece stand still for `min_limit_s`.
+        `watchdog` watches the work itself: the loop's own is idle while it waits for a batch. It
+        lets a piece of work take `min_limit_s`.
         """
         self._name, self._failed, self._watchdog = name, failed, watchdog or StallWatchdog()
         self._min_limit_s = min_limit_s
@@ -28,7 +32,7 @@ class BackgroundTask:
         self._problem: BaseException | None = None
 
     def start(self, what: str, work: Callable[[], None]) -> None:
-        """Begins `work` when the piece before it is done."""
+        """Waits for the work before it to be done, then begins `work` in a thread."""
         self.wait()
         self._thread = threading.Thread(
             target=self._run, args=(what, work), daemon=True, name=self._name
@@ -41,16 +45,16 @@ class BackgroundTask:
             raise self._problem
 
     def wait(self) -> None:
-        """Returns when what was begun is done."""
+        """Returns when the work that was begun is done."""
         if self._thread is not None:
             self._thread.join()
         self.check()
 
     def _run(self, what: str, work: Callable[[], None]) -> None:
-        self._watchdog.mark(what, self._min_limit_s)
+        self._watchdog.enter(what, self._min_limit_s)
         try:
             work()
         except BaseException as error:  # the loop raises it again, in the main thread
             self._problem = error
             self._failed(error)
-        self._watchdog.rest()
+        self._watchdog.idle()

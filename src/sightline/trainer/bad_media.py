@@ -36,7 +36,7 @@ class DroppedSample:
     """The digest; empty where its bytes never came."""
     reason: str
     problem: str
-    fix: str = "mend the store (`sightline media verify`)"
+    fix: str = "repair the store (`sightline media verify`)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from sightline.compute import attention
 from sightline.families import Forward
 
 MAX_GRAPHS = 64
-"""Of one class of blocks."""
+"""Graphs that the compiler may make of one class of blocks."""
 
 
 def count_compiled_graphs() -> int:
@@ -31,7 +31,9 @@ def count_compiled_graphs() -> int:
 def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
     """Replaces the forward pass of each block, in place; parameters keep their names.
 
-    Before sharding: what gathers a block's parameters stays around what is called here.
+    Called before sharding: what gathers a block's parameters stays around what is called here.
+    With a `backend` it changes the whole process, for good: attention becomes one operation that
+    compilers do not look into, and more graphs of a function are allowed.
     """
     compile = partial(torch.compile, backend=backend)
     if backend:
@@ -40,17 +42,17 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
     for block in forward.blocks():
         plain, kind = block.forward, cast(Hashable, type(block))
         broken = compile(plain) if backend else plain
-        whole = broken
+        single = broken
         if recompute:
             # To keep and set back the state of random numbers costs the host time, for each block.
             again = partial(checkpoint, use_reentrant=False, preserve_rng_state=_has_dropout(block))
             broken = partial(again, broken)
-            whole = partial(compile(_build_recompute(kind)), block) if backend else broken
-        block.forward = partial(_forward_by_pattern, whole, broken) if backend else broken
+            single = partial(compile(_build_recompute(kind)), block) if backend else broken
+        block.forward = partial(_forward_by_pattern, single, broken) if backend else broken
 
 
 def _forward_by_pattern(
-    whole: Callable[..., Any],
+    single: Callable[..., Any],
     broken: Callable[..., Any],
     hidden: torch.Tensor,
     *args: Any,
@@ -59,19 +61,22 @@ def _forward_by_pattern(
     """A block that is one graph is computed again inside of its backward graph, which costs the
     host nothing; one that is broken at its attention, as it is."""
     found = attention.find_graph_options(hidden, options)
-    return broken(hidden, *args, **options) if found is None else whole(hidden, *args, **found)
+    return broken(hidden, *args, **options) if found is None else single(hidden, *args, **found)
 
 
 @cache
-def _build_recompute(kind: Any) -> Callable[..., Any]:
-    """A function for each class of blocks: a compiler counts the graphs of a function by its code,
-    and gives up after so many."""
+def _build_recompute(block_type: Any) -> Callable[..., Any]:
+    """A function for each class of blocks, with a code object of its own.
 
-    def again(block: torch.nn.Module, *args: Any, **options: Any) -> Any:
-        return checkpoint(kind.forward, block, *args, use_reentrant=False, **options)
+    The compiler counts graphs, and learns which shapes vary, by code: with one code for all classes
+    a block of the tower makes the text's shapes vary, and test_compiled.py finds 4 graphs for 3.
+    """
 
-    code = again.__code__.replace(co_name=f"again_{kind.__name__}")
-    return FunctionType(code, again.__globals__, code.co_name, None, again.__closure__)
+    def recompute(block: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        return checkpoint(block_type.forward, block, *args, use_reentrant=False, **options)
+
+    code = recompute.__code__.replace(co_name=f"recompute_{block_type.__name__}")
+    return FunctionType(code, recompute.__globals__, code.co_name, None, recompute.__closure__)
 
 
 def _allow_graphs() -> None:

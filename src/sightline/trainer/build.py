@@ -1,11 +1,12 @@
-"""Constructs the trainer's parts from a run file. No flow here."""
+"""Constructs the trainer's parts from a run file, of `rl` or `sft`, on any rank. No flow here."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -24,17 +25,13 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.run import EventLog, RunDir
 from sightline.trainer.background_task import BackgroundTask
+from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.blocks import wrap_blocks
 from sightline.trainer.checkpoint import CheckpointStore, ResumePoint
-from sightline.trainer.checkpoint_saver import (
-    CheckpointSaver,
-    collect_from_ranks,
-    deliver_alone,
-    deliver_to_lead,
-)
-from sightline.trainer.distribute import BatchDistributor, ShareFeed
+from sightline.trainer.checkpoint_saver import CheckpointSaver
+from sightline.trainer.distribute import BatchDistributor, ShareReader
 from sightline.trainer.features import FrozenTowerFeatures, has_frozen_tower
-from sightline.trainer.feed import BatchFeed, BatchPreparer, ReadyBatch
+from sightline.trainer.feed import AnnouncedBatches, BatchPrefetcher, BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
 from sightline.trainer.ledger import Ledger, read_ledger
 from sightline.trainer.loop import TrainerComponents
@@ -42,13 +39,20 @@ from sightline.trainer.lora import NO_ADAPTERS, add_adapters, describe_adapter_b
 from sightline.trainer.optimizer import build_optimizer, freeze_vision
 from sightline.trainer.price import estimate_price
 from sightline.trainer.publish import AsyncPublisher, BroadcastPublisher, FilePublisher, Publisher
-from sightline.trainer.ranks import SINGLE_RANK, FollowerChannel, LeadChannel, RankInfo
-from sightline.trainer.run_writer import FollowerRunWriter, LeadRunWriter
+from sightline.trainer.ranks import (
+    NO_CHANNEL,
+    SINGLE_RANK,
+    FollowerChannel,
+    LeadChannel,
+    RankChannel,
+    RankInfo,
+)
+from sightline.trainer.run_writer import RunWriter
+from sightline.trainer.sft import ConversationBatches, open_source
 from sightline.trainer.shard import all_gather_list, join_process_group, shard_model
 from sightline.trainer.snapshot import restore
 from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
 from sightline.wire.control import BatchReady, ControlMessage
-from sightline.wire.weights import Adapter, WeightFile
 
 MEGABYTE = 1 << 20
 
@@ -91,10 +95,10 @@ def build_learner(
     if trainer.kl_coef > 0:
         reference = load_model(model.path, family, str(device), model.dtype)
         reference.model.eval().requires_grad_(False)
-    whole = sharded_reference = None
+    sharded = sharded_reference = None
     if ranks.size > 1 or is_mixed:
         compute = MODEL_DTYPES[model.dtype] if is_mixed else None
-        whole = shard_model(forward, ranks.size, device, compute=compute)
+        sharded = shard_model(forward, ranks.size, device, compute=compute)
     if ranks.size > 1 and reference is not None:
         sharded_reference = shard_model(reference, ranks.size, device, frozen=True)
     features, reference_features = _build_features(forward, reference, trainer, ranks)
@@ -109,7 +113,7 @@ def build_learner(
         vocab_size=renderer.vocab_size,
         device=device,
         ranks=ranks,
-        whole=whole,
+        sharded=sharded,
         sharded_reference=sharded_reference,
         features=features,
         reference_features=reference_features,
@@ -120,107 +124,34 @@ def build_learner(
 def _build_features(
     forward: Forward, reference: Forward | None, trainer: TrainerConfig, ranks: RankInfo
 ) -> tuple[FrozenTowerFeatures | None, FrozenTowerFeatures | None]:
-    """Of the model and of the reference; a frozen tower is the reference's own."""
+    """Features of the model's tower and of the reference's; a frozen tower serves both."""
     cache = FeatureCache(trainer.feature_cache_mb * MEGABYTE)
     if has_frozen_tower(forward):
-        kept = FrozenTowerFeatures(forward, cache, ranks.size)
-        return kept, kept
+        features = FrozenTowerFeatures(forward, cache, ranks.size)
+        return features, features
     if reference is not None and has_frozen_tower(reference):
         return None, FrozenTowerFeatures(reference, cache, ranks.size)
     return None, None
 
 
-def build_run_learner(
-    config: RunFile | SftFile, store: MediaStore, ranks: RankInfo, supervised: bool = False
-) -> Learner:
-    return build_learner(
-        config.model, config.trainer, store, config.run.steps, ranks, supervised, config.lora,
-        config.run.seed,
-    )  # fmt: skip
-
-
 def build_preparer(
-    media: MediaConfig, learner: Learner, store: MediaStore, sampled: bool = True
+    media: MediaConfig, learner: Learner, materializer: Materializer, sampled: bool = True
 ) -> BatchPreparer:
     """`sampled` is false for conversations that no sampler saw: there is no digest to ask for."""
     trainer = learner.config
     return BatchPreparer(
         family=learner.family,
-        materializer=build_materializer(learner, store),
+        materializer=materializer,
         limit=PackSize(trainer.micro_batch_tokens, trainer.micro_batch_patches),
-        max_bad_fraction=media.max_bad_fraction,
-        allows_unverified_pixels=media.allow_unverified_pixels or not sampled,
+        bad_media=BadMediaPolicy(
+            media.on_bad_image,
+            media.max_bad_fraction,
+            media.allow_unverified_pixels or not sampled,
+        ),
         aggregation=load_aggregation(trainer.loss_aggregation, trainer.loss_aggregation_args),
-        on_bad_image=media.on_bad_image,
         max_sequence_tokens=trainer.max_sequence_tokens,
         stack=partial(stack_pinned, device=learner.device),
     )
-
-
-def build(
-    config: RunFile,
-    run_dir: RunDir,
-    announcements: Callable[[], BatchReady | None],
-    send: Callable[[ControlMessage], None],
-    ranks: RankInfo = SINGLE_RANK,
-    lead: LeadChannel | None = None,
-    watchdog: StallWatchdog | None = None,
-) -> TrainerComponents:
-    """Of rank 0, which hears the orchestrator; with `lead` it hands out what the others compute."""
-    store = MediaStore(Path(config.media.root or run_dir.media))
-    learner = build_run_learner(config, store, ranks)
-    events = EventLog(run_dir.metrics, "trainer")
-    deliver = deliver_alone if lead is None else collect_from_ranks(lead)
-    watch = build_watchdog_factory(config, lead)
-    saver, chosen = build_saver(config, run_dir, learner, deliver, watch())
-    _check_fallback(chosen, run_dir, events)
-    saver.checkpoints.clear()
-    preparer = build_preparer(config.media, learner, store)
-    learner.pixels = preparer.materializer.counts
-    learner.watchdog = watchdog or StallWatchdog()
-    learner.diagnostics_every = config.orchestrator.diagnostics_every
-    distribute: Callable[[ReadyBatch], ReadyBatch] = _keep_all
-    if lead is not None:
-        distribute = build_distributor(lead, ranks, learner)
-    feed = BatchFeed(announcements, preparer, chosen.step + 1, distribute, watch())
-    publisher = _build_publisher(config, run_dir, _describe_base(config, learner))
-    dtype = MODEL_DTYPES[config.model.dtype]
-    async_publisher = AsyncPublisher(
-        publisher, dtype, BackgroundTask("publish", feed.fail, watch())
-    )
-    run_writer = LeadRunWriter(
-        run_dir=run_dir,
-        learner=learner,
-        saver=saver,
-        ledger=Ledger(run_dir.ledger, chosen.step),
-        events=events,
-        send=send,
-        source=Path(config.model.path),
-        train_vision=config.model.train_vision,
-        async_publisher=async_publisher,
-        dtype=dtype,
-        materializer=preparer.materializer,
-    )
-    return TrainerComponents(
-        feed=feed,
-        learner=learner,
-        run_writer=run_writer,
-        watchdog=learner.watchdog,
-        first_step=chosen.step,
-    )
-
-
-def build_watchdog_factory(
-    config: RunFile | SftFile, channel: LeadChannel | FollowerChannel | None
-) -> Callable[[], StallWatchdog]:
-    """Makes what watches a thread that works beside the loop."""
-    tell = channel.fail if channel is not None else lambda problem: None
-    return lambda: StallWatchdog(config.trainer.stall_timeout_s, tell)
-
-
-def build_distributor(lead: LeadChannel, ranks: RankInfo, learner: Learner) -> BatchDistributor:
-    price = estimate_price(learner.forward, learner.config.micro_batch_cost_model)
-    return BatchDistributor(lead, ranks.size, price, learner.config.pixel_cache_mb * MEGABYTE)
 
 
 def build_materializer(learner: Learner, store: MediaStore) -> Materializer:
@@ -229,90 +160,165 @@ def build_materializer(learner: Learner, store: MediaStore) -> Materializer:
     return Materializer(learner.family, store, max_bytes, threads=torch.get_num_threads())
 
 
-def _build_publisher(config: RunFile, run_dir: RunDir, stand: Adapter | None) -> Publisher:
-    if config.trainer.publish == "files":
-        return FilePublisher(run_dir.weights, stand)
-    return BroadcastPublisher(run_dir.weights, Broadcaster(config.trainer.address), stand)
+def build_conversations(
+    config: SftFile,
+    learner: Learner,
+    materializer: Materializer,
+    done: int = 0,
+    watchdog: StallWatchdog | None = None,
+) -> ConversationBatches:
+    """The batches of supervised training, from the step after `done`."""
+    store, model = materializer.store, config.model
+    return ConversationBatches(
+        open_source(config, store),
+        load_renderer(model.path, store, learner.family, number_images=model.number_images),
+        build_preparer(config.media, learner, materializer, sampled=False),
+        config,
+        done,
+        watchdog or StallWatchdog(),
+    )
 
 
-def _describe_base(config: RunFile, learner: Learner) -> Adapter | None:
-    """What published adapters stand on; every rank looks at it once, before the first step."""
-    if config.lora.publish == "merged":
-        return None
-    return describe_adapter_base(learner.forward.model, MODEL_DTYPES[config.model.dtype])
+class Orchestrator(NamedTuple):
+    """The orchestrator, as rank 0 of `rl` sees it."""
+
+    announcements: Callable[[], BatchReady | None]
+    """Waits for the next batch to be announced; None where there are no more."""
+    send: Callable[[ControlMessage], None]
 
 
-def build_saver(
+def build(
     config: RunFile | SftFile,
     run_dir: RunDir,
-    learner: Learner,
-    deliver: Callable[[int, WeightFile], list[WeightFile] | None],
-    watchdog: StallWatchdog,
-) -> tuple[CheckpointSaver, ResumePoint]:
-    """What writes checkpoints from now on, with the newest whole one put back."""
-    settings, ranks = config.trainer, learner.ranks
+    orchestrator: Orchestrator | None = None,
+    ranks: RankInfo = SINGLE_RANK,
+    channel: RankChannel = NO_CHANNEL,
+    watchdog: StallWatchdog | None = None,
+) -> TrainerComponents:
+    """The parts of one rank, with the newest checkpoint of the run restored.
+
+    Every rank calls it, since loading and restoring are collectives. `orchestrator` is given to
+    rank 0 of `rl`; `channel` joins the ranks, where there are several.
+    """
+    store, trainer = MediaStore(Path(config.media.root or run_dir.media)), config.trainer
+    learner = build_learner(
+        config.model, trainer, store, config.run.steps, ranks, isinstance(config, SftFile),
+        config.lora, config.run.seed,
+    )  # fmt: skip
+    learner.watchdog = watchdog or StallWatchdog()
     checkpoints = CheckpointStore(
-        run_dir.checkpoints, settings.keep_checkpoints, settings.keep_checkpoints_every
+        run_dir.checkpoints, trainer.keep_checkpoints, trainer.keep_checkpoints_every
     )
-    chosen = checkpoints.choose(
+    resume = restore_newest(checkpoints, learner)
+    events = None
+    if ranks.is_lead:
+        events = EventLog(run_dir.metrics, "trainer")
+        for problem in resume.refused:
+            print(f"refused: {problem}", file=sys.stderr, flush=True)
+            events.write("checkpoint_refused", resume.step, problem=problem)
+        checkpoints.clear()
+    watch = partial(StallWatchdog, trainer.stall_timeout_s, channel.fail)
+    feed = BatchPrefetcher(
+        _build_batches(config, run_dir, orchestrator, learner, store, channel, resume, watch())
+    )
+    writer = RunWriter(
+        run_dir=run_dir,
+        learner=learner,
+        saver=CheckpointSaver(
+            checkpoints,
+            ranks,
+            trainer.checkpoint_every,
+            resume.step,
+            config.model.train_vision,
+            channel.collect_files,
+            BackgroundTask("checkpoint", watchdog=watch(), min_limit_s=LONG_LIMIT_S),
+        ),
+        source=Path(config.model.path),
+        export_dir=run_dir.checkpoints / "final",
+        dtype=MODEL_DTYPES[config.model.dtype],
+        events=events,
+    )
+    if isinstance(config, SftFile):
+        writer.export_dir = Path(config.sft.output_dir)
+    else:
+        task = BackgroundTask("publish", feed.fail, watch())
+        _add_publishing(writer, config, orchestrator, task, resume.step)
+    return TrainerComponents(feed, learner, writer, learner.watchdog, resume.step)
+
+
+def restore_newest(checkpoints: CheckpointStore, learner: Learner) -> ResumePoint:
+    """Restores model, optimizer and random state from the newest intact checkpoint, if any.
+
+    Every rank calls it, checks its share of the files, and comes to the same checkpoint.
+    """
+    ranks = learner.ranks
+    resume = checkpoints.choose(
         lambda found: all_gather_list(found, ranks.size), ranks.rank, ranks.size
     )
-    shards = chosen.shards()
-    if shards is not None and chosen.path is not None:
-        restore(shards, learner.forward.model, learner.optimizer, ranks, chosen.path)
-    every = settings.checkpoint_every
-    train_vision = config.model.train_vision
-    background_task = BackgroundTask("checkpoint", watchdog=watchdog, min_limit_s=LONG_LIMIT_S)
-    return CheckpointSaver(
-        checkpoints, ranks, every, chosen.step, train_vision, deliver, background_task
-    ), chosen
+    if (shards := resume.shards()) is not None and resume.path is not None:
+        restore(shards, learner.forward.model, learner.optimizer, ranks, resume.path)
+    return resume
 
 
-def _check_fallback(chosen: ResumePoint, run_dir: RunDir, events: EventLog) -> None:
-    """Says which checkpoints were refused; going back needs the batches since."""
-    for problem in chosen.refused:
-        print(f"refused: {problem}", file=sys.stderr, flush=True)
-        events.write("checkpoint_refused", chosen.step, problem=problem)
+def _build_batches(
+    config: RunFile | SftFile,
+    run_dir: RunDir,
+    orchestrator: Orchestrator | None,
+    learner: Learner,
+    store: MediaStore,
+    channel: RankChannel,
+    resume: ResumePoint,
+    watchdog: StallWatchdog,
+) -> Iterable[ReadyBatch]:
+    """What this rank trains on, from the step after the checkpoint."""
+    materializer = build_materializer(learner, store)
+    learner.pixels = materializer.counts
+    if isinstance(channel, FollowerChannel):
+        stack = partial(stack_pinned, device=learner.device)
+        return ShareReader(channel, materializer, learner.family.num_axes, stack, watchdog)
+    batches: Iterable[ReadyBatch]
+    if isinstance(config, SftFile):
+        batches = build_conversations(config, learner, materializer, resume.step, watchdog)
+    else:
+        assert orchestrator is not None
+        _check_batches(resume, run_dir)
+        preparer = build_preparer(config.media, learner, materializer)
+        announcements = orchestrator.announcements
+        batches = AnnouncedBatches(announcements, preparer, resume.step + 1, watchdog)
+    if isinstance(channel, LeadChannel):
+        price = estimate_price(learner.forward, config.trainer.micro_batch_cost_model)
+        batches = BatchDistributor(channel, learner.ranks.size, price).iterate_shares(batches)
+    return batches
+
+
+def _check_batches(resume: ResumePoint, run_dir: RunDir) -> None:
+    """Going back further than the newest checkpoint needs the batches since."""
     trained = len(read_ledger(run_dir.ledger))
-    if chosen.refused and trained > chosen.step and not run_dir.batch(chosen.step + 1).is_file():
+    if resume.refused and trained > resume.step and not run_dir.batch(resume.step + 1).is_file():
         raise ResumeRefused(
-            f"{chosen.refused[0]}, and the batches after step {chosen.step} are gone",
+            f"{resume.refused[0]}, and the batches after step {resume.step} are gone",
             "restore the checkpoint from a copy, or start a new run",
         )
 
 
-def _keep_all(ready: ReadyBatch) -> ReadyBatch:
-    return ready
-
-
-def build_follower(
+def _add_publishing(
+    writer: RunWriter,
     config: RunFile,
-    run_dir: RunDir,
-    ranks: RankInfo,
-    follow: FollowerChannel,
-    watchdog: StallWatchdog,
-) -> TrainerComponents:
-    """Of a rank other than 0."""
-    store = MediaStore(Path(config.media.root or run_dir.media))
-    learner = build_run_learner(config, store, ranks)
-    watch = build_watchdog_factory(config, follow)
-    saver, chosen = build_saver(config, run_dir, learner, deliver_to_lead(follow), watch())
-    as_adapters = _describe_base(config, learner) is not None
-    learner.watchdog = watchdog
-    learner.diagnostics_every = config.orchestrator.diagnostics_every
-    family, materializer = learner.family, build_materializer(learner, store)
-    learner.pixels = materializer.counts
-    return TrainerComponents(
-        feed=ShareFeed(
-            follow,
-            materializer,
-            len(family.positions(1, ())[0]),
-            chosen.step + 1,
-            partial(stack_pinned, device=learner.device),
-            watch(),
-        ),
-        learner=learner,
-        run_writer=FollowerRunWriter(learner, saver, as_adapters),
-        watchdog=learner.watchdog,
-        first_step=chosen.step,
-    )
+    orchestrator: Orchestrator | None,
+    task: BackgroundTask,
+    step: int,
+) -> None:
+    """Lets every version leave, as `rl` needs it; every rank calls it, before the first step."""
+    writer.publishes = True
+    writer.learner.diagnostics_every = config.orchestrator.diagnostics_every
+    if config.lora.publish != "merged":
+        writer.adapter = describe_adapter_base(writer.learner.forward.model, writer.dtype)
+    if orchestrator is None:
+        return
+    weights = writer.run_dir.weights
+    publisher: Publisher = FilePublisher(weights, writer.adapter)
+    if config.trainer.publish != "files":
+        broadcaster = Broadcaster(config.trainer.address)
+        publisher = BroadcastPublisher(weights, broadcaster, writer.adapter)
+    writer.async_publisher = AsyncPublisher(publisher, writer.dtype, task)
+    writer.ledger, writer.send = Ledger(writer.run_dir.ledger, step), orchestrator.send

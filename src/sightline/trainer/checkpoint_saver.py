@@ -14,7 +14,7 @@ import torch
 
 from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.checkpoint import CheckpointManifest, CheckpointStore
-from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo
+from sightline.trainer.ranks import NO_CHANNEL, RankInfo
 from sightline.trainer.snapshot import ShardSnapshot, take_snapshot
 from sightline.wire.weights import WeightFile
 
@@ -28,17 +28,16 @@ class CheckpointSaver:
     every: int
     """Steps between checkpoints."""
     step: int
-    """The newest one that was begun."""
+    """Step of the newest checkpoint that was begun."""
     train_vision: bool
-    deliver: Callable[[int, WeightFile], list[WeightFile] | None]
-    """Hands over the file of a step; rank 0 gets those of all ranks, when they are written."""
-
+    collect_files: Callable[[int, WeightFile], list[WeightFile] | None] = NO_CHANNEL.collect_files
+    """Hands over this rank's file of a step; rank 0 gets those of all ranks once they exist."""
     background_task: BackgroundTask = field(default_factory=lambda: BackgroundTask("checkpoint"))
 
     def save(
         self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, last: bool
     ) -> None:
-        """Begins the checkpoint of `step` if it is due; the last one is whole on return."""
+        """Begins the checkpoint of `step` if it is due; the last one is on the disk on return."""
         self.background_task.check()
         if step > self.step and (last or step % self.every == 0):
             self.wait()
@@ -49,31 +48,11 @@ class CheckpointSaver:
             self.wait()
 
     def wait(self) -> None:
-        """Returns when what was begun is on the disk."""
+        """Returns when the checkpoint that was begun is on the disk."""
         self.background_task.wait()
 
     def _write(self, step: int, snapshot: ShardSnapshot) -> None:
         file = self.checkpoints.write_shard(step, self.ranks.rank, snapshot)
-        files = self.deliver(step, file)
-        if files is not None:
+        if (files := self.collect_files(step, file)) is not None:
             vision = step if self.train_vision else 0
             self.checkpoints.complete(CheckpointManifest(step, vision, files))
-
-
-def deliver_alone(step: int, file: WeightFile) -> list[WeightFile]:
-    """Of a single rank: its file is all there is."""
-    return [file]
-
-
-def deliver_to_lead(follow: FollowerChannel) -> Callable[[int, WeightFile], None]:
-    def deliver(step: int, file: WeightFile) -> None:
-        follow.report_file(step, file)
-
-    return deliver
-
-
-def collect_from_ranks(lead: LeadChannel) -> Callable[[int, WeightFile], list[WeightFile]]:
-    def deliver(step: int, file: WeightFile) -> list[WeightFile]:
-        return [file, *lead.wait_for_files(step)]
-
-    return deliver

@@ -212,7 +212,7 @@ def open_conversations(
 
 
 class _PlaceholderResolver:
-    """A door that looks at urls, and takes nothing in."""
+    """Resolves every url to one made-up image, and fetches nothing."""
 
     ref = MediaRef("0" * 64, "image/png", 64, 64, 1)
 
@@ -221,8 +221,11 @@ class _PlaceholderResolver:
 
 
 def check_rows_for_images(data: DataConfig, seed: int, most: int = 200) -> bool:
-    """Whether the first rows, which are checked on the way, show images. Nothing is stored."""
-    look = _PlaceholderResolver()
-    found = FileConversations(data, lambda source: look.ref, look, seed)
+    """Checks the first rows, and says whether they show images. Nothing is stored.
+
+    Raises where one of them is no conversation.
+    """
+    resolver = _PlaceholderResolver()
+    found = FileConversations(data, lambda source: resolver.ref, resolver, seed)
     shown = [found.row(i).shows_images for i in range(min(most, len(found)))]
     return any(shown)

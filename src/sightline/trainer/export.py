@@ -19,9 +19,9 @@ from sightline.trainer.checkpoint import CheckpointStore, check_file, read_manif
 from sightline.trainer.lora import (
     add_adapters,
     build_merge_gather,
-    gather_adapters_for_lead,
     gather_for_lead,
     has_adapters,
+    peft_tensors,
     plain_parameters,
     save_adapters,
 )
@@ -47,10 +47,10 @@ def export_checkpoint(
     known = open_checkpoint(source)
     if known and not weights.keys() <= known.keys():
         # In memory transformers may hold tensors joined that files hold apart, experts say.
-        whole = {name: tensor.cpu() for name, tensor in iterate_gathered(weights, gather)}
-        weights, gather = revert_weight_conversion(model, whole), keep_tensor
-    turned = find_transposed(known, weights)
-    write_tensors(part / WEIGHTS_FILE, weights, gather, dtype, {"format": "pt"}, turned)
+        full = {name: tensor.cpu() for name, tensor in iterate_gathered(weights, gather)}
+        weights, gather = revert_weight_conversion(model, full), keep_tensor
+    transposed = find_transposed(known, weights)
+    write_tensors(part / WEIGHTS_FILE, weights, gather, dtype, {"format": "pt"}, transposed)
     if has_adapters(model):
         save_adapters(model, part / ADAPTERS, source)
     shutil.rmtree(target, ignore_errors=True)
@@ -59,9 +59,9 @@ def export_checkpoint(
 
 def gather_for_export(model: torch.nn.Module) -> None:
     """What the other ranks do while rank 0 exports: they hand over their shards."""
-    gather_for_lead(model)
+    gather_for_lead(plain_parameters(model), build_merge_gather(model))
     if has_adapters(model):
-        gather_adapters_for_lead(model)
+        gather_for_lead(peft_tensors(model))
 
 
 def export_training_checkpoint(checkpoint: Path, config: RunFile | SftFile, target: Path) -> None:
@@ -79,15 +79,15 @@ def export_training_checkpoint(checkpoint: Path, config: RunFile | SftFile, targ
 
 
 def get_newest_checkpoint(root: Path) -> Path:
-    """The newest whole one under `root`."""
+    """The newest intact checkpoint under `root`; raises where there is none."""
     chosen = CheckpointStore(root, keep=1).choose()
     if chosen.path is None:
-        said = f": {chosen.refused[0]}" if chosen.refused else ""
-        raise ConfigError(f"{root} holds no whole checkpoint{said}", "name another run")
+        reason = f": {chosen.refused[0]}" if chosen.refused else ""
+        raise ConfigError(f"{root} holds no intact checkpoint{reason}", "name another run")
     return chosen.path
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a checkpoint holds beside parameters: the bias of a router, say. It does not train."""
-    kept = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}

@@ -1,7 +1,7 @@
-"""Features of images where the vision tower is frozen: made once, and kept across steps.
+"""Features of images where the vision tower is frozen: made once, and cached across steps.
 
-Each image goes through the tower alone. What comes out is then a function of the image, whatever
-else a step shows and whatever is still held: a run that was killed, and begins with nothing held,
+Each image goes through the tower alone. Its features are then a function of the image, whatever
+else a step shows and whatever is cached: a run that was killed, and begins with an empty cache,
 comes to the same bits.
 """
 
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from sightline.compute.feature_cache import FeatureCache, ImageFeatures
-from sightline.errors import Misaligned
+from sightline.errors import FamilyError
 from sightline.families import Forward
 from sightline.families.device_copy import copy_to_device
 from sightline.trainer.feed import ReadyMicroBatch
@@ -33,40 +32,36 @@ class FrozenTowerFeatures:
     num_ranks: int = 1
 
     @torch.no_grad()
-    def of(self, ready: ReadyMicroBatch, device: torch.device) -> torch.Tensor | None:
-        """Of the distinct images, in their order; None where this rank shows none.
+    def encode(self, ready: ReadyMicroBatch, device: torch.device) -> torch.Tensor | None:
+        """Features of the distinct images, in their order; None where this rank shows none.
 
-        The tower's collectives want every rank as often as any: one that has its features at hand
-        sends the smallest image through instead.
+        The tower's collectives want every rank as often as any: one that finds its features in the
+        cache sends the smallest image through instead.
         """
-        items = ready.batch.items
-        sizes = [int(np.prod(entry.item.grid)) for entry in items]
-        starts = np.cumsum([0, *sizes])
+        items, starts = ready.batch.items, ready.patch_starts
         shown = [
             self.cache.find(entry.item.key) if ready.has_stored_pixels else None for entry in items
         ]
         missing = [place for place, found in enumerate(shown) if found is None]
-        # Before the first of them: from then on every rank stands in the tower's collectives.
-        passes = max_over_ranks(len(missing), self.num_ranks) if ready.shows else len(missing)
+        # Before the first of them: from then on every rank is in the tower's collectives.
+        passes = max_over_ranks(len(missing), self.num_ranks) if ready.runs_tower else len(missing)
         for place in missing:
             assert ready.patches is not None
             entry = items[place]
             patches = copy_to_device(ready.patches[starts[place] : starts[place + 1]], device)
-            made = ImageFeatures(
-                self.forward.encode(patches, [entry.item.grid]), entry.pixel_digest or ""
-            )
-            shown[place] = made
+            encoded = self.forward.encode(patches, [entry.item.grid])
+            shown[place] = features = ImageFeatures(encoded, entry.pixel_digest or "")
             if ready.has_stored_pixels:
-                self.cache.put(entry.item.key, made)
+                self.cache.put(entry.item.key, features)
         for _ in range(passes - len(missing)):
             encode_blank(self.forward, device)
         return torch.cat([one.features for one in shown if one is not None]) if items else None
 
 
 def encode_blank(forward: Forward, device: torch.device) -> torch.Tensor:
-    """The smallest image through the tower, as one number: its collectives want every rank."""
+    """Sends the smallest image through the tower, whose collectives want every rank; one number."""
     smallest = forward.blank_image()
     if smallest is None:
-        raise Misaligned("images on another rank, and no vision tower here", "report this")
+        raise FamilyError("images on another rank, and no vision tower here", "report this")
     patches, grid = smallest
     return forward.encode(patches.to(device), [grid]).sum()

@@ -1,8 +1,8 @@
 """Makes batches ready ahead of the loop: read, materialize, verify, pack.
 
-    orchestrator --announce--> feed (own thread) --Ready batch--> loop
+    orchestrator --announcement--> prefetcher (own thread) --ready batch--> loop
       waits for: an announcement, then pixels        waits for: a ready batch
-      unblocked by: the orchestrator, the pool       unblocked by: feed
+      unblocked by: the orchestrator, the pool       unblocked by: the prefetcher
 
 Media are read and verified before packing, so that a bad image costs exactly the samples that
 show it and the packs are those of the batch without them.
@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
 
 from sightline.algo.aggregation import AggregationFunction, by_tokens
-from sightline.errors import MediaError, Misaligned
+from sightline.errors import MediaError, Misaligned, WireError
 from sightline.families import Family
 from sightline.pack import PackSize, pack, truncate
 from sightline.pixels import Materializer, Pixels
@@ -43,18 +42,24 @@ from sightline.wire.micro_batch import MicroBatch, PackedItem
 from sightline.wire.sample import Batch, digest_batch
 
 StackPatches = Callable[[Sequence[np.ndarray]], np.ndarray]
-"""Lays the patches of a micro-batch's images one after the other, where the device takes them."""
+"""Copies the patches of a micro-batch's images one after the other into memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyMicroBatch:
     batch: MicroBatch
     patches: np.ndarray | None
-    """uint8, of the distinct images in their order; None when there is none."""
-    shows: bool = False
-    """Whether another rank shows an image beside it: then this one goes through the tower too."""
+    """uint8 patches of the distinct images, in their order; None when there is none."""
+    runs_tower: bool = False
+    """Whether some rank shows an image in this round: then this one goes through the tower too."""
     has_stored_pixels: bool = True
     """Whether the patches are those of the items; a probe exchanges them."""
+
+    @property
+    def patch_starts(self) -> np.ndarray:
+        """Where in `patches` each image begins; last, how many patches there are."""
+        sizes = [int(np.prod(entry.item.grid)) for entry in self.batch.items]
+        return np.cumsum([0, *sizes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +67,28 @@ class ReadyBatch:
     step: int
     digest: str
     micro_batches: list[ReadyMicroBatch]
-    num_samples: int
-    num_slots: int
-    num_images: int
     materialize_s: float
+    """Seconds that reading and making the pixels took."""
+    num_samples: int = 0
+    """Samples of the batch; this and the counts below are known to rank 0 alone."""
+    num_slots: int = 0
+    """Images that the samples show, as often as they show them."""
+    num_images: int = 0
+    """Distinct images of the samples."""
     dropped: list[DroppedSample] = field(default_factory=list)
     """Samples that bad media cost."""
     truncated: dict[str, int] = field(default_factory=dict)
     """Samples beyond `[trainer] max_sequence_tokens`: cut, or left out and why."""
     held_out: bool = False
-    """To be evaluated; nothing is learnt from it."""
+    """Whether the batch is evaluated, and nothing is learnt from it."""
     is_last: bool = False
-    """Whether the evaluation ends with it."""
+    """Whether the evaluation ends with this batch."""
     waited_s: float = 0.0
-    """How long the loop stood still for it."""
+    """How long the loop waited for the batch."""
     num_unproven: int = 0
     """Samples that train although their sampler gave no digest of its pixels."""
     num_made: int = 0
-    """Of the distinct images, those that were materialized; the others came from the cache."""
+    """Distinct images that were materialized for the batch; the others came from the cache."""
 
     @property
     def bad(self) -> dict[str, int]:
@@ -94,13 +103,10 @@ class BatchPreparer:
     family: Family
     materializer: Materializer
     limit: PackSize
-    max_bad_fraction: float
+    bad_media: BadMediaPolicy = BadMediaPolicy()
     aggregation: AggregationFunction = by_tokens
-    on_bad_image: Literal["drop_sample", "stop"] = "drop_sample"
     max_sequence_tokens: int = 0
-    """In tokens; 0 is any length."""
-    allows_unverified_pixels: bool = False
-    """Whether samples train whose sampler gave no digest of its pixels."""
+    """Longest sample that trains uncut; 0 is any length."""
     stack: StackPatches = np.concatenate
 
     def prepare(self, batch: Batch, digest: str, lost: Sequence[DroppedSample] = ()) -> ReadyBatch:
@@ -112,20 +118,18 @@ class BatchPreparer:
         began = time.monotonic()
         made_before = self.materializer.counts.made
         made, problems = self._materialize(batch)
-        policy = BadMediaPolicy(
-            self.on_bad_image, self.max_bad_fraction, self.allows_unverified_pixels
-        )
-        kept, dropped = policy.filter_samples(batch, made, problems, self.materializer.store, lost)
+        store = self.materializer.store
+        kept, dropped = self.bad_media.filter_samples(batch, made, problems, store, lost)
         spent = time.monotonic() - began
         packs = pack(kept, batch.step, self.family, self.limit, self.aggregation)
         return ReadyBatch(
             step=batch.step,
             digest=digest,
             micro_batches=[_attach_pixels(packed, made, self.stack) for packed in packs],
+            materialize_s=spent,
             num_samples=len(kept),
             num_slots=sum(len(sample.slots) for sample in kept),
             num_images=len({item.key for sample in kept for item in sample.items}),
-            materialize_s=spent,
             dropped=dropped,
             truncated=truncated,
             num_unproven=sum(is_unproven(sample) for sample in kept),
@@ -173,7 +177,10 @@ def _attach_pixels(
 
 
 class BatchPrefetcher:
-    """Iterates over batches that a thread makes ready, one ahead; it begins with the first."""
+    """Iterates over batches that a thread makes ready, one ahead of the loop.
+
+    The thread starts with the iteration, and waits while the batch ahead is not taken.
+    """
 
     def __init__(self, batches: Iterable[ReadyBatch]) -> None:
         self._batches = batches
@@ -208,47 +215,31 @@ class BatchPrefetcher:
             self._ready.put(error)
 
 
-class BatchFeed:
-    """Iterates over ready batches, in step order, prepared one ahead by a thread."""
+@dataclass
+class AnnouncedBatches:
+    """Iterates over the batches that the orchestrator announces, made ready, in step order."""
 
-    def __init__(
-        self,
-        announcements: Callable[[], BatchReady | None],
-        preparer: BatchPreparer,
-        next_step: int,
-        distribute: Callable[[ReadyBatch], ReadyBatch] = lambda ready: ready,
-        watchdog: StallWatchdog | None = None,
-    ) -> None:
-        """`watchdog` watches the thread: the loop's own rests while it waits for a batch."""
-        self._announcements = announcements
-        self._watchdog = watchdog or StallWatchdog()
-        self._distribute = distribute
-        self._preparer = preparer
-        self._next_step = next_step
-        self._ahead = BatchPrefetcher(self._batches())
-        self.fail = self._ahead.fail
+    announcements: Callable[[], BatchReady | None]
+    preparer: BatchPreparer
+    next_step: int
+    watchdog: StallWatchdog = field(default_factory=StallWatchdog)
+    """Watches the thread that iterates: the loop's own is idle while it waits for a batch."""
 
     def __iter__(self) -> Iterator[ReadyBatch]:
-        return iter(self._ahead)
-
-    def _batches(self) -> Iterator[ReadyBatch]:
-        while (announced := self._announcements()) is not None:
-            self._watchdog.mark(f"preparing step {announced.step}")
+        while (announced := self.announcements()) is not None:
+            self.watchdog.enter(f"preparing step {announced.step}")
             ready = self._read(announced)
-            self._watchdog.rest()  # ranks that do not take their share are named by who hands it out
-            yield self._distribute(ready)
+            self.watchdog.idle()  # ranks that do not take their share are named by the channel
+            yield ready
 
     def _read(self, announced: BatchReady) -> ReadyBatch:
-        if announced.step != self._next_step:
-            raise Misaligned(
-                f"batch of step {announced.step} announced, step {self._next_step} is next",
-                "resume the run: `sightline rl --resume RUN`",
-            )
         data = Path(announced.path).read_bytes()
-        if digest_batch(data) != announced.digest:
-            raise Misaligned(
-                f"{announced.path} is not the batch that was announced",
-                "resume the run: `sightline rl --resume RUN`",
-            )
-        self._next_step += 1
-        return self._preparer.prepare(Batch.from_bytes(data), announced.digest)
+        problem = ""
+        if announced.step != self.next_step:
+            problem = f"batch of step {announced.step} announced, step {self.next_step} is next"
+        elif digest_batch(data) != announced.digest:
+            problem = f"{announced.path} is not the batch that was announced"
+        if problem:
+            raise WireError(problem, "resume the run: `sightline rl --resume RUN`")
+        self.next_step += 1
+        return self.preparer.prepare(Batch.from_bytes(data), announced.digest)

@@ -1,31 +1,29 @@
 """One optimizer step: forward, loss and backward over micro-batches, then the update.
 
-Letters: T tokens, S trained tokens, H hidden size, V vocabulary.
+Letters: S trained tokens.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from sightline.algo.losses import LossFunction, LossInputs, mismatch_kl
-from sightline.compute.attention import build_attention_pattern
 from sightline.compute.logprobs import chosen_logprobs
 from sightline.config import TrainerConfig
 from sightline.errors import TrainingDiverged
 from sightline.families import Family, Forward
 from sightline.families.device_copy import copy_to_device
 from sightline.pixels import PixelCacheStats
-from sightline.trainer.alignment_checks import check_features, check_micro_batch, check_patches
+from sightline.trainer.alignment_checks import check_micro_batch
 from sightline.trainer.blocks import count_compiled_graphs
-from sightline.trainer.features import FrozenTowerFeatures, encode_blank
+from sightline.trainer.features import FrozenTowerFeatures
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
+from sightline.trainer.forward_pass import compute_hidden
 from sightline.trainer.metric_sums import MetricSums
 from sightline.trainer.optimizer import lr_scale, set_learning_rate
 from sightline.trainer.probe import ImageSwapProbe, pick_probe_micro_batch, probe, run_probe_passes
@@ -33,100 +31,36 @@ from sightline.trainer.ranks import RankInfo
 from sightline.trainer.shard import (
     ShardedModel,
     all_gather_list,
+    call_gathered,
     full_tensor,
     gather_to_lead,
     sum_over_ranks,
 )
+from sightline.trainer.step_result import (
+    StepResult,
+    build_step_scores,
+    copy_to_host,
+    sum_cache_figures,
+)
 from sightline.trainer.step_timer import StepTimer
 from sightline.trainer.token_scores import TokenScorer, TokenScores
 from sightline.trainer.watchdog import StallWatchdog
-from sightline.wire.array import Array
-from sightline.wire.micro_batch import MicroBatch, TokenOrigin
-from sightline.wire.score import StepScores
+from sightline.wire.micro_batch import MicroBatch
 
-T = TypeVar("T")
 SUM_NAMES = (
     "all_tokens", "clipped", "entropy", "fresh_kl", "fresh_tokens", "kl_ref", "loss", "older_kl",
     "older_tokens", "tokens",
 )  # fmt: skip
-_DIVERGED_FIX = (
-    "start a new run, with a lower [trainer] lr, from the last checkpoint: it is whole, and these "
-    "weights were not published"
-)
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What a step did."""
-
-    metrics: dict[str, float | None]
-    scores: StepScores
-    step_timer: StepTimer
-    probe: ImageSwapProbe | None = None
-    """Whether the model looks, where this step asked."""
-    caches: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Hits, misses, evictions and bytes so far, summed over ranks; on rank 0."""
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Of its parts: forward, backward, optimizer."""
-        return self.step_timer.seconds()
-
-
-def compute_hidden(
-    forward: Forward,
-    ready: ReadyMicroBatch,
-    family: Family,
-    device: torch.device,
-    kept: FrozenTowerFeatures | None = None,
-) -> torch.Tensor:
-    """The hidden states (S, H) that predict the trained tokens. Each image is encoded once, or
-    comes from what is kept of a frozen tower."""
-    batch = ready.batch
-    token_ids = copy_to_device(batch.token_ids.numpy().astype(np.int64), device)[None]
-    positions = copy_to_device(batch.positions.numpy().astype(np.int64), device)[:, None]
-    features = places = encoded = None
-    blank = None
-    check_patches(batch, ready.patches)
-    if kept is not None:
-        encoded = kept.of(ready, device)
-    elif ready.patches is not None:
-        patches = copy_to_device(ready.patches, device)
-        encoded = forward.encode(patches, [entry.item.grid for entry in batch.items])
-    elif ready.shows:
-        blank = encode_blank(forward, device)
-    if encoded is not None:
-        index, where = _locate_features(batch, family)
-        check_features(batch, len(encoded), family)
-        features = encoded[copy_to_device(index, device)]
-        places = copy_to_device(where, device)
-    dtype = next(forward.model.parameters()).dtype
-    pattern = build_attention_pattern(batch.subtree_end.numpy(), device, dtype)
-    hidden = forward.hidden(token_ids, positions, features, places, pattern)[0]
-    if blank is not None:
-        hidden = hidden + 0.0 * blank.to(hidden.dtype)
-    predicting = batch.parent.numpy()[batch.trained.numpy()].astype(np.int64)
-    return hidden[copy_to_device(predicting, device)]
-
-
-def _locate_features(batch: MicroBatch, family: Family) -> tuple[np.ndarray, np.ndarray]:
-    """For each visual token of the pack the row of its feature, and its place, ascending."""
-    counts = [family.num_tokens(entry.item) for entry in batch.items]
-    firsts = np.cumsum([0, *counts])
-    slots = sorted(batch.slots, key=lambda slot: slot.offset)
-    index = np.concatenate([firsts[s.item] + np.arange(s.length) for s in slots])
-    where = np.concatenate([s.offset + np.arange(s.length) for s in slots])
-    return index.astype(np.int64), where.astype(np.int64)
 
 
 @dataclass
 class Learner:
-    """Holds the model, its optimizer and, where the loss wants one, a frozen reference."""
+    """Holds the model, its optimizer and, where a KL term is wanted, a frozen reference."""
 
     forward: Forward
     reference: Forward | None
     loss: LossFunction
-    """From tokens to their losses: `[trainer] loss`, or the supervised one."""
+    """From trained tokens to their losses: `[trainer] loss`, or the supervised loss."""
     optimizer: torch.optim.AdamW
     family: Family
     config: TrainerConfig
@@ -135,24 +69,34 @@ class Learner:
     vocab_size: int
     device: torch.device
     ranks: RankInfo = field(default_factory=RankInfo)
-    whole: ShardedModel | None = None
-    """Around the sharded model; None where one rank holds all of it."""
+    sharded: ShardedModel | None = None
+    """Gathers the model's parameters around a call; None where one rank holds all of them."""
     sharded_reference: ShardedModel | None = None
+    """Gathers the reference's parameters around a call; None where they are not sharded."""
     features: FrozenTowerFeatures | None = None
-    """Of the tower, where it is frozen."""
+    """Features of a frozen vision tower; None where the tower trains."""
     reference_features: FrozenTowerFeatures | None = None
+    """Features of the reference's vision tower; None where there is no reference."""
     pixels: PixelCacheStats | None = None
-    """Of what makes this rank's pixels."""
+    """Counts of the cache that makes this rank's pixels."""
     watchdog: StallWatchdog = field(default_factory=StallWatchdog)
     diagnostics_every: int = 0
-    """Steps between two looks at whether the model looks; 0 is never."""
+    """Steps between two measurements of whether the model uses its images; 0 is never."""
     banned: torch.Tensor = field(init=False)
+    """Token ids that no logprob is given to."""
 
     def __post_init__(self) -> None:
         self.banned = torch.tensor(self.pad_ids, dtype=torch.long, device=self.device)
 
     def step(self, ready: ReadyBatch) -> StepResult:
-        """Turns policy version step-1 into version step."""
+        """Turns policy version step-1 into version step.
+
+            each micro-batch: checks, forward, loss (`_loss`), backward     gradients add up
+            all of them:      clip, optimizer                               (`update`)
+
+        The host waits for the device once, when all of it has been asked for; it waits for other
+        ranks in the collectives of a sharded model, and for their sums and scores at the end.
+        """
         began = time.monotonic()
         metric_sums = MetricSums((*SUM_NAMES, "grad_norm"))
         scored: list[tuple[MicroBatch, torch.Tensor]] = []
@@ -160,61 +104,69 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         step_timer = StepTimer(self.device)
         for number, micro_batch in enumerate(ready.micro_batches, start=1):
-            self.watchdog.mark(f"micro-batch {number} of step {ready.step}")
+            self.watchdog.enter(f"micro-batch {number} of step {ready.step}")
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
             metric_sums.count("all_tokens", len(micro_batch.batch.token_ids))
             if len(micro_batch.batch.trained) or self.ranks.size > 1:
-                logprobs = self._backward(micro_batch, ready.step, metric_sums, step_timer)
+                logprobs = self.backward(micro_batch, ready.step, metric_sums, step_timer)
                 scored.append((micro_batch.batch, logprobs))
-        looked = self._probe(ready)
-        if looked is not None:
+        found = self._probe(ready)
+        if found is not None:
             step_timer.end("probe")
-        self.watchdog.mark(f"the update of step {ready.step}")
+        self.watchdog.enter(f"the update of step {ready.step}")
         metric_sums.add("grad_norm", self.update(ready.step))
         step_timer.end("optimizer")
-        # The first time in the step that the host waits for the device. What diverged has spoilt
-        # these weights, which end here: they are neither published nor kept.
-        sums, said = metric_sums.read(), _to_host(scored)
-        norm = sums.pop("grad_norm")
-        if not math.isfinite(sums["loss"]):
-            raise TrainingDiverged(f"step {ready.step}: the loss is {sums['loss']}", _DIVERGED_FIX)
-        # One rank's loss spoils the norm of all: here the others wait to be told whose it was.
-        metrics = self._metrics(ready, sum_over_ranks(sums, self.ranks.size))
-        if not math.isfinite(norm):
-            raise TrainingDiverged(
-                f"step {ready.step}: the gradient's norm is {norm}", _DIVERGED_FIX
-            )
-        metrics["grad_norm"] = norm
+        # The first time in the step that the host waits for the device.
+        sums, logprobs_of = metric_sums.read(), copy_to_host(scored)
+        metrics = self._check_finite(ready, sums)
         metrics["compilations"] = (
             count_compiled_graphs() - compiled if self.config.compile_backend else None
         )
         metrics["compute_s"] = time.monotonic() - began
-        everyone = gather_to_lead((said, self._caches()), self.ranks)
-        scores = _build_step_scores(ready.step, [one for rank, _ in everyone for one in rank])
+        everyone = gather_to_lead((logprobs_of, self._cache_figures()), self.ranks)
         return StepResult(
             metrics,
-            scores,
+            build_step_scores(ready.step, [one for rank, _ in everyone for one in rank]),
             step_timer,
-            looked,
-            _sum_cache_figures([caches for _, caches in everyone]),
+            found,
+            sum_cache_figures([caches for _, caches in everyone]),
         )
 
-    def _caches(self) -> dict[str, dict[str, int]]:
-        """Of this rank."""
+    def _check_finite(self, ready: ReadyBatch, sums: dict[str, float]) -> dict[str, float | None]:
+        """The step's metrics over all ranks; raises where loss or gradient diverged.
+
+        What diverged has spoilt these weights, which end here: they are neither published nor kept.
+        """
+        norm = sums.pop("grad_norm")
+        problem = f"the loss is {sums['loss']}" if not math.isfinite(sums["loss"]) else ""
+        if not problem:
+            # One rank's loss spoils the norm of all: here the others wait to be told whose it was.
+            metrics = self._metrics(ready, sum_over_ranks(sums, self.ranks.size))
+            if math.isfinite(norm):
+                return metrics | {"grad_norm": norm}
+            problem = f"the gradient's norm is {norm}"
+        raise TrainingDiverged(
+            f"step {ready.step}: {problem}",
+            "start a new run, with a lower [trainer] lr, from the last checkpoint: it is intact, "
+            "and these weights were not published",
+        )
+
+    def _cache_figures(self) -> dict[str, dict[str, int]]:
+        """Hits, misses, evictions and bytes of this rank's caches, by cache."""
         found = {} if self.pixels is None else {"trainer_pixels": self.pixels.figures()}
-        if (kept := self.features or self.reference_features) is not None:
-            found["trainer_features"] = kept.cache.figures()
+        if (frozen := self.features or self.reference_features) is not None:
+            found["trainer_features"] = frozen.cache.figures()
         return found
 
     def _probe(self, ready: ReadyBatch) -> ImageSwapProbe | None:
-        """Asks one micro-batch of the step, before the update; what it says comes to rank 0."""
+        """Probes one micro-batch of the step, before the update; the result comes to rank 0."""
         if not self.diagnostics_every or ready.step % self.diagnostics_every:
             return None
         own = pick_probe_micro_batch(ready.micro_batches)
         names = all_gather_list([] if own is None else [own[0]], self.ranks.size)
         if not names:
             return None
-        self.watchdog.mark(f"the probe of step {ready.step}")
+        self.watchdog.enter(f"the probe of step {ready.step}")
         found = None
         if own is not None and own[0] == min(names):
             found = probe(own[1], self.score)
@@ -226,48 +178,49 @@ class Learner:
 
     def score(self, ready: ReadyMicroBatch) -> np.ndarray:
         """The logprobs (S,) of the trained tokens; nothing is learnt."""
-        with torch.no_grad():
-            logprobs = self.call_gathered(self._logprobs, ready)
-        if self.whole is not None:
-            self.whole.reshard()  # without a backward pass nothing else does
-        return logprobs.cpu().numpy()
+        return self._forward_only(ready).cpu().numpy()
 
-    @torch.no_grad()
     def evaluate(self, ready: ReadyBatch) -> tuple[float, float]:
         """The summed -log pi of the trained tokens, and how many they are; nothing is learnt."""
         metric_sums = MetricSums(("nll", "tokens"))
         for number, micro_batch in enumerate(ready.micro_batches, start=1):
-            self.watchdog.mark(f"micro-batch {number} of the evaluation after step {ready.step}")
+            self.watchdog.enter(f"micro-batch {number} of the evaluation after step {ready.step}")
             check_micro_batch(micro_batch.batch, self.family, self.pad_ids, self.vocab_size)
             if len(micro_batch.batch.trained) or self.ranks.size > 1:
-                logprobs = self.call_gathered(self._logprobs, micro_batch)
+                logprobs = self._forward_only(micro_batch)
                 metric_sums.add("nll", -logprobs.double().sum())
                 metric_sums.count("tokens", len(logprobs))
-        if self.whole is not None:
-            self.whole.reshard()  # without a backward pass nothing else does
         total = sum_over_ranks(metric_sums.read(), self.ranks.size)
         return total["nll"], total["tokens"]
 
-    def _logprobs(self, ready: ReadyMicroBatch) -> torch.Tensor:
-        batch = ready.batch
-        hidden = compute_hidden(self.forward, ready, self.family, self.device, self.features)
-        tokens = _to_device(batch.token_ids.numpy()[batch.trained.numpy()], self.device).long()
-        return chosen_logprobs(self.forward, hidden, tokens, self.banned, batch.temperature)
+    @torch.no_grad()
+    def _forward_only(self, ready: ReadyMicroBatch) -> torch.Tensor:
+        """The logprobs (S,) of the trained tokens, on the device."""
 
-    def _backward(
+        def compute() -> torch.Tensor:
+            hidden = compute_hidden(self.forward, ready, self.family, self.device, self.features)
+            tokens = self._trained_ids(ready.batch)
+            temperature = ready.batch.temperature
+            return chosen_logprobs(self.forward, hidden, tokens, self.banned, temperature)
+
+        logprobs = call_gathered(self.sharded, compute)
+        if self.sharded is not None:
+            self.sharded.reshard()  # without a backward pass nothing else does
+        return logprobs
+
+    def backward(
         self, ready: ReadyMicroBatch, step: int, metric_sums: MetricSums, step_timer: StepTimer
     ) -> torch.Tensor:
-        total, chosen = self.call_gathered(self._loss_with_reference, ready, step, metric_sums)
+        """Adds the gradient of a micro-batch; the logprobs (S,) of its trained tokens."""
+        total, logprobs = call_gathered(
+            self.sharded, lambda: self._loss_with_reference(ready, step, metric_sums)
+        )
         step_timer.end("forward")
         # Gradients are averaged over ranks, and the losses of a step are to be added.
         (total * self.ranks.size).backward()
         step_timer.end("backward")
         metric_sums.add("loss", total)
-        return chosen
-
-    def call_gathered(self, function: Callable[..., T], *args: Any) -> T:
-        """Calls `function` with the parameters at hand, where they are sharded."""
-        return _call_gathered(self.whole, function, *args)
+        return logprobs
 
     def _loss_with_reference(
         self, ready: ReadyMicroBatch, step: int, metric_sums: MetricSums
@@ -278,7 +231,7 @@ class Learner:
         reference for again in the backward pass.
         """
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        _call_gathered(
+        call_gathered(
             self.sharded_reference, lambda: found.append(self._loss(ready, step, metric_sums))
         )
         return found[0]
@@ -286,45 +239,52 @@ class Learner:
     def _loss(
         self, ready: ReadyMicroBatch, step: int, metric_sums: MetricSums
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = ready.batch
+        """Where a micro-batch becomes a loss; and the logprobs (S,) of its trained tokens."""
+        batch, config = ready.batch, self.config
         hidden = compute_hidden(self.forward, ready, self.family, self.device, self.features)
-        reference = None
+        reference_hidden = None
         if self.reference is not None:
             with torch.no_grad():
-                kept = self.reference_features
-                reference = compute_hidden(self.reference, ready, self.family, self.device, kept)
-        tokens = _to_device(batch.token_ids.numpy()[batch.trained.numpy()], self.device).long()
-        old = _to_device(batch.logprobs.numpy(), self.device)
-        advantages = _to_device(batch.advantages.numpy(), self.device)
-        weight = _to_device(batch.loss_weight.numpy(), self.device)
-        own = batch.versions.numpy() == step - 1
+                reference_hidden = compute_hidden(
+                    self.reference, ready, self.family, self.device, self.reference_features
+                )
         scorer = TokenScorer(
             self.forward,
             self.reference,
             self.banned,
             batch.temperature,
-            self.config.measure_entropy,
-            backend=self.config.compile_backend,
+            config.measure_entropy,
+            backend=config.compile_backend,
         )
-        scored = scorer.score(hidden, tokens, reference)
-        logprobs = scored.logprobs
-        _measure_tokens(metric_sums, scored, old, own)
-        inputs = LossInputs(logprobs, old, advantages, _number_sequences(batch, self.device))
-        token_loss, clipped = self.loss(inputs)
+        scores = scorer.score(hidden, self._trained_ids(batch), reference_hidden)
+        sampler_logprobs, advantages, loss_weight = (
+            copy_to_device(array.numpy().copy(), self.device)
+            for array in (batch.logprobs, batch.advantages, batch.loss_weight)
+        )
+        measure_tokens(metric_sums, scores, sampler_logprobs, batch.versions.numpy() == step - 1)
+        sequence_ids = _number_sequences(batch, self.device)
+        token_loss, clipped = self.loss(
+            LossInputs(scores.logprobs, sampler_logprobs, advantages, sequence_ids)
+        )
         metric_sums.add("clipped", clipped.sum())
-        if scored.kl is not None:
-            token_loss = token_loss + self.config.kl_coef * scored.kl
-            metric_sums.add("kl_ref", scored.kl.detach().sum())
-        total = (token_loss * weight).sum()
+        if scores.kl is not None:
+            token_loss = token_loss + config.kl_coef * scores.kl
+            metric_sums.add("kl_ref", scores.kl.detach().sum())
+        total = (token_loss * loss_weight).sum()
         if self.ranks.size > 1:
             # Also where nothing trains: every parameter needs a gradient on every rank.
             total = total + self.forward.logits(hidden[:0]).float().sum()
-        return total, logprobs.detach()
+        return total, scores.logprobs.detach()
+
+    def _trained_ids(self, batch: MicroBatch) -> torch.Tensor:
+        """The ids (S,) of the tokens that train."""
+        ids = batch.token_ids.numpy()[batch.trained.numpy()].astype(np.int64)
+        return copy_to_device(ids, self.device)
 
     def update(self, step: int) -> torch.Tensor:
         """Clips and applies the gradients; their norm before clipping, still on the device."""
-        held = (p for group in self.optimizer.param_groups for p in group["params"])
-        parameters = [p for p in held if p.grad is not None]
+        trained = (p for group in self.optimizer.param_groups for p in group["params"])
+        parameters = [p for p in trained if p.grad is not None]
         norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))
         set_learning_rate(self.optimizer, lr_scale(self.config, step, self.steps))
         self.optimizer.step()
@@ -350,76 +310,30 @@ class Learner:
             "samples": float(ready.num_samples),
             "images": float(ready.num_slots),
             "distinct_images": float(ready.num_images),
+            "bad_media": float(len(ready.dropped)),
         }
 
 
-def _call_gathered(whole: ShardedModel | None, function: Callable[..., T], *args: Any) -> T:
-    # Nothing as an argument: FSDP on a GPU hands on copies, and sums are to come back.
-    result: T = function(*args) if whole is None else whole(lambda: function(*args))
-    return result
-
-
-def _measure_tokens(
-    metric_sums: MetricSums, scored: TokenScores, old: torch.Tensor, own: np.ndarray
+def measure_tokens(
+    metric_sums: MetricSums,
+    scores: TokenScores,
+    sampler_logprobs: torch.Tensor,
+    is_fresh: np.ndarray,
 ) -> None:
-    """`own` says which tokens the version that is trained sampled itself."""
+    """Sums entropy and mismatch; `is_fresh` marks tokens sampled by the version in training."""
     with torch.no_grad():
-        kl = mismatch_kl(scored.logprobs, old)
+        kl = mismatch_kl(scores.logprobs, sampler_logprobs)
         metric_sums.count("tokens", len(kl))
-        if scored.entropy is not None:
-            metric_sums.add("entropy", scored.entropy.sum())
-        for name, chosen in (("fresh", own), ("older", ~own)):
+        if scores.entropy is not None:
+            metric_sums.add("entropy", scores.entropy.sum())
+        for name, chosen in (("fresh", is_fresh), ("older", ~is_fresh)):
             metric_sums.count(f"{name}_tokens", int(chosen.sum()))
             # By places that the host knows: a mask on the device would have to be counted first.
-            metric_sums.add(f"{name}_kl", kl[_to_device(np.flatnonzero(chosen), kl.device)].sum())
+            places = copy_to_device(np.flatnonzero(chosen), kl.device)
+            metric_sums.add(f"{name}_kl", kl[places].sum())
 
 
 def _number_sequences(batch: MicroBatch, device: torch.device) -> torch.Tensor:
     """For each trained token the number of the model call that it was sampled in."""
     lengths = [origin.stop - origin.start for origin in batch.origins]
     return copy_to_device(np.repeat(np.arange(len(lengths)), lengths), device)
-
-
-def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return copy_to_device(array.copy(), device)
-
-
-def _to_host(
-    scored: list[tuple[MicroBatch, torch.Tensor]],
-) -> list[tuple[MicroBatch, np.ndarray]]:
-    """In one copy from the device."""
-    if not scored:
-        return []
-    whole = torch.cat([logprobs for _, logprobs in scored]).cpu().numpy()
-    ends = np.cumsum([len(logprobs) for _, logprobs in scored])
-    parts = np.split(whole, ends[:-1])
-    return [(batch, part) for (batch, _), part in zip(scored, parts, strict=True)]
-
-
-def _sum_cache_figures(ranks: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, float]]:
-    """The figures of each cache over all ranks, which have the same caches."""
-    return {
-        name: {figure: sum(rank[name][figure] for rank in ranks) for figure in first}
-        for name, first in (ranks[0] if ranks else {}).items()
-    }
-
-
-def _build_step_scores(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -> StepScores:
-    origins: list[TokenOrigin] = []
-    at = 0
-    for batch, logprobs in scored:
-        for o in batch.origins:
-            start, stop = o.start + at, o.stop + at
-            origins.append(TokenOrigin(start, stop, node=o.node, trace_id=o.trace_id))
-        at += len(logprobs)
-    trainer = np.concatenate([lp for _, lp in scored]) if scored else np.zeros(0)
-    sampler = [batch.logprobs.numpy() for batch, _ in scored]
-    advantages = [batch.advantages.numpy() for batch, _ in scored]
-    empty = np.zeros(0, dtype=np.float32)
-    return StepScores(
-        step=step,
-        origins=origins,
-        logprobs=Array.of(trainer, "float32"),
-        ratios=Array.of(np.exp(trainer - np.concatenate(sampler or [empty])), "float32"),
-        advantages=Array.of(np.concatenate(advantages or [empty]), "float32"),
-    )

@@ -10,7 +10,7 @@ unless adapters are asked for, hold W + s B A under the name of W.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -36,7 +36,7 @@ ADAPTER = "default"
 _BASE = ".base_layer."
 _A, _B = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight"
 ADAPTER_FILE = "adapter_model.safetensors"
-"""As peft calls it."""
+"""The name that peft gives the file of an adapter."""
 
 
 def add_adapters(
@@ -44,7 +44,8 @@ def add_adapters(
 ) -> list[str]:
     """Puts adapters into the layers that `settings` name, which come back; the rest is frozen.
 
-    A vision tower that trains and gets none trains whole. All ranks draw the same numbers.
+    A vision tower that trains and gets none trains all its parameters. All ranks draw the same
+    numbers.
     """
     peft = _import_peft()
     names = _find_target_layers(forward, settings)
@@ -115,7 +116,7 @@ def plain_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def build_merge_gather(model: nn.Module) -> Gather:
-    """How each of the plain parameters becomes whole: gathered, and W as W + s B A.
+    """How each of the plain parameters is made full: gathered, and W as W + s B A.
 
     Where the model is sharded every rank has to call it, for the same ones in the same order.
     """
@@ -126,17 +127,17 @@ def build_merge_gather(model: nn.Module) -> Gather:
         added[id(parameters[f"{layer}{_BASE}weight"])] = (a, b, _scale(model, layer))
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
-        whole = full_tensor(tensor)
+        full = full_tensor(tensor)
         if (found := added.get(id(tensor))) is None:
-            return whole
+            return full
         b, a, scale = full_tensor(found[1]), full_tensor(found[0]), found[2]
-        return published.merge_lora(whole, a, b, scale)
+        return published.merge_lora(full, a, b, scale)
 
     return gather
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What trains: A and B under the name of their W, and whole what trains without any."""
+    """What trains: A and B under the name of their W, and parameters that train without them."""
     found = {n: p for n, p in plain_parameters(model).items() if p.requires_grad}
     parameters = dict(model.named_parameters())
     for layer in _adapted_layers(model):
@@ -146,7 +147,7 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def describe_adapter_base(model: nn.Module, dtype: torch.dtype) -> Adapter:
-    """What the adapters stand on, and how much each counts. Every rank has to call it."""
+    """The base that adapters are added to, with their scales. Every rank has to call it."""
     frozen = {n: p for n, p in plain_parameters(model).items() if not p.requires_grad}
     base = published.digest_tensors(iterate_gathered(frozen, full_tensor), dtype)
     scales = {f"{layer}.weight": _scale(model, layer) for layer in _adapted_layers(model)}
@@ -156,7 +157,7 @@ def describe_adapter_base(model: nn.Module, dtype: torch.dtype) -> Adapter:
 def select_published(
     model: nn.Module, adapter: Adapter | None, dtype: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], Gather, torch.dtype | None]:
-    """What a version consists of, how each tensor becomes whole, and as what it is written.
+    """The tensors of a version, how each is gathered, and the dtype that it is written as.
 
     Adapters are written as they train: rounded, they would not merge to what the trainer has.
     """
@@ -165,10 +166,9 @@ def select_published(
     return plain_parameters(model), build_merge_gather(model), dtype
 
 
-def gather_for_lead(model: nn.Module, as_adapters: bool = False) -> None:
-    """What the other ranks do while rank 0 writes the plain parameters, or the adapters."""
-    tensors = trained_tensors(model) if as_adapters else plain_parameters(model)
-    for _ in iterate_gathered(tensors, full_tensor if as_adapters else build_merge_gather(model)):
+def gather_for_lead(tensors: Mapping[str, torch.Tensor], gather: Gather = full_tensor) -> None:
+    """What the other ranks do while rank 0 writes `tensors`: they hand over their shards."""
+    for _ in iterate_gathered(tensors, gather):
         pass
 
 
@@ -179,21 +179,15 @@ def save_adapters(model: nn.Module, target: Path, source: Path) -> None:
     config.base_model_name_or_path, config.inference_mode = str(source), True
     config.save_pretrained(target)
     write_tensors(
-        target / ADAPTER_FILE, _peft_tensors(model), full_tensor, metadata={"format": "pt"}
+        target / ADAPTER_FILE, peft_tensors(model), full_tensor, metadata={"format": "pt"}
     )
-
-
-def gather_adapters_for_lead(model: nn.Module) -> None:
-    """What the other ranks do while rank 0 saves them."""
-    for _ in iterate_gathered(_peft_tensors(model), full_tensor):
-        pass
 
 
 def has_adapters(model: nn.Module) -> bool:
     return next(_adapted_layers(model), None) is not None
 
 
-def _peft_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def peft_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The adapters under the names that peft writes."""
     return {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": parameter

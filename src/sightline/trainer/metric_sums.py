@@ -22,8 +22,8 @@ class MetricSums:
     def add(self, name: str, value: torch.Tensor) -> None:
         """Adds a number that the device knows; sums are in float64 on either side."""
         value = value.detach().double()
-        held = self._device.get(name)
-        self._device[name] = value if held is None else held + value
+        known = self._device.get(name)
+        self._device[name] = value if known is None else known + value
 
     def read(self) -> dict[str, float]:
         """Every sum, in one copy from the device."""

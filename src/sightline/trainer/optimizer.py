@@ -45,7 +45,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, scale: float) -> None:
 
 
 def lr_scale(config: TrainerConfig, step: int, steps: int) -> float:
-    """Of the peak learning rates, at `step`, counted from 1."""
+    """The fraction of the peak learning rates at `step`, counted from 1."""
     if step <= config.warmup_steps:
         return step / config.warmup_steps
     if config.lr_schedule == "constant":

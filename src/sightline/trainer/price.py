@@ -39,7 +39,7 @@ def estimate_price(forward: Forward, stated: Sequence[float] = ()) -> CostModel:
 
 
 def _tower_outside_blocks(forward: Forward, blocks: Sequence[nn.Module]) -> float:
-    """Of the vision tower outside of its blocks, by patch: convolutions, and the mergers' share."""
+    """Matrix elements of the tower outside its blocks, by patch: convolutions and mergers."""
     smallest = forward.blank_image()
     if smallest is None:
         return 0.0

@@ -1,10 +1,10 @@
-"""Does the model look? The same tokens are scored again with images exchanged.
+"""Does the model use its images? The same tokens are scored again with images exchanged.
 
 A model that trains blind (pixels dropped on some wire, a tower that is not connected) answers a
 picture that it was not shown exactly as it answers its own, while loss and reward look normal.
 Only images of one grid are exchanged, so that tokens and positions stay as they are. One
-micro-batch is asked, on whatever rank it lies; the others go along, for the blocks of a sharded
-model are gathered by all ranks together.
+micro-batch is probed, on whatever rank it is; the others run as many passes, for the blocks of a
+sharded model are gathered by all ranks together.
 
 Letters: S trained tokens.
 """
@@ -25,7 +25,7 @@ FLOOR = 1e-9
 NUM_PASSES = 3
 """With its own images, with its own again, and with others."""
 WEAK_CHANGE = 1e-3
-"""Below this change the model hardly looks: a probability moves by less than a thousandth."""
+"""Below this change images hardly matter: a probability moves by less than a thousandth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class ImageSwapProbe:
     exchanged_kl: float
     """Mean r - 1 - log r of them, with exchanged images against their own."""
     same_kl: float
-    """The same for scoring them twice with their own images."""
+    """Mean r - 1 - log r of scoring them twice with their own images."""
     change: float
     """Mean |difference of logprobs| when images are exchanged."""
     noise: float
@@ -59,10 +59,10 @@ class ImageSwapProbe:
         )
 
 
-def pick_donors(ready: ReadyMicroBatch) -> np.ndarray | None:
-    """For each image the one of the same grid that takes its place, in a circle.
+def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | None:
+    """The micro-batch with images exchanged, and which images changed.
 
-    None where no two distinct images have the same grid.
+    Those of one grid change places in a circle. None where no two distinct images have the same.
     """
     if ready.patches is None:
         return None
@@ -71,18 +71,11 @@ def pick_donors(ready: ReadyMicroBatch) -> np.ndarray | None:
     for grid in set(grids):
         places = [i for i, other in enumerate(grids) if other == grid]
         donors[places] = [*places[1:], places[0]]
-    return donors if (donors != np.arange(len(grids))).any() else None
-
-
-def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | None:
-    """The micro-batch with images exchanged, and which images changed; None where none can."""
-    donors = pick_donors(ready)
-    if donors is None or ready.patches is None:
-        return None
-    sizes = [int(np.prod(entry.item.grid)) for entry in ready.batch.items]
-    starts = np.cumsum([0, *sizes])
-    rows = np.concatenate([np.arange(starts[d], starts[d] + sizes[d]) for d in donors])
     moved = donors != np.arange(len(donors))
+    if not moved.any():
+        return None
+    starts = ready.patch_starts
+    rows = np.concatenate([np.arange(starts[d], starts[d + 1]) for d in donors])
     return replace(ready, patches=ready.patches[rows], has_stored_pixels=False), moved
 
 
@@ -98,42 +91,42 @@ def find_tokens_behind(ready: ReadyMicroBatch, moved: np.ndarray) -> np.ndarray:
     return sees[batch.trained.numpy()]
 
 
-def can_probe(ready: ReadyMicroBatch) -> bool:
-    """Whether images can be exchanged, and something trained stands behind one of them."""
-    donors = pick_donors(ready)
-    return donors is not None and bool(
-        find_tokens_behind(ready, donors != np.arange(len(donors))).any()
-    )
+def _find_probe(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | None:
+    """The micro-batch with images exchanged, and its trained tokens (S,) that may attend to one."""
+    if (swapped := swap_images(ready)) is None:
+        return None
+    chosen = find_tokens_behind(ready, swapped[1])
+    return (swapped[0], chosen) if chosen.any() else None
 
 
 def pick_probe_micro_batch(
     candidates: Sequence[ReadyMicroBatch],
 ) -> tuple[str, ReadyMicroBatch] | None:
-    """One that can tell, with its name: the same one, however they are spread over ranks."""
-    able = [ready for ready in candidates if can_probe(ready)]
-    named = [(f"{(first := m.batch.origins[0]).trace_id}/{first.node}", m) for m in able]
-    return min(named, key=lambda found: found[0], default=None)
+    """A micro-batch that can be probed, with its name: the same on any number of ranks."""
+    named = [
+        (f"{first.trace_id}/{first.node}", ready)
+        for ready in candidates
+        for first in ready.batch.origins[:1]
+    ]
+    named.sort(key=lambda one: one[0])
+    return next((one for one in named if _find_probe(one[1]) is not None), None)
 
 
 def run_probe_passes(
     ready: ReadyMicroBatch, score: Callable[[ReadyMicroBatch], np.ndarray]
 ) -> None:
-    """As many passes as a probe takes, and through the tower, for a rank that probes elsewhere."""
+    """Runs the passes of a probe, tower included, on a rank whose micro-batch is not probed."""
     for _ in range(NUM_PASSES):
-        score(replace(ready, shows=True))
+        score(replace(ready, runs_tower=True))
 
 
 def probe(
     ready: ReadyMicroBatch, score: Callable[[ReadyMicroBatch], np.ndarray]
 ) -> ImageSwapProbe | None:
     """None where nothing can be exchanged, or nothing trained stands behind it."""
-    made = swap_images(ready)
-    if made is None:
+    if (found := _find_probe(ready)) is None:
         return None
-    other, moved = made
-    chosen = find_tokens_behind(ready, moved)
-    if not chosen.any():
-        return None
+    other, chosen = found
     own = score(ready)[chosen].astype(np.float64)
     again = score(ready)[chosen] - own
     changed = score(other)[chosen] - own

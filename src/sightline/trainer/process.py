@@ -1,17 +1,22 @@
-"""The trainer as a process: connects, says that it is ready, and runs the loop."""
+"""The trainer as a process, of any rank: connects, loads, says that it is ready, runs the loop."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from sightline.config import RunFile, SftFile
 from sightline.errors import WireError
 from sightline.run import RunDir
-from sightline.trainer import loop, sft
-from sightline.trainer.build import build, build_follower
-from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo
+from sightline.trainer import loop
+from sightline.trainer.build import Orchestrator, build
+from sightline.trainer.ranks import (
+    FollowerChannel,
+    LeadChannel,
+    RankChannel,
+    RankInfo,
+    open_channel,
+)
 from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
 from sightline.transport.zmq_channel import Spoke
 from sightline.wire import control
@@ -22,18 +27,48 @@ from sightline.wire.control import (
     ProcessReady,
     QuitRequest,
 )
-from sightline.wire.rank_messages import rank_process_name
 
 NAME = "trainer"
-SFT_NAME = "sft"
-LOADING = "loading the model and its checkpoint"
 
 
-def main(config: RunFile, run_dir: RunDir, hub: str, ranks: RankInfo) -> None:
-    """Rank 0, which hears the orchestrator; or the only one."""
-    spoke = Spoke(hub, NAME)
-    lead = LeadChannel(ranks) if ranks.size > 1 else None
+def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, hub: str) -> None:
+    """Trains as one rank until there is nothing more to train.
 
+    Rank 0 of `rl` hears the orchestrator at `hub`, and the other ranks hear rank 0 alone. It waits
+    for every rank to start before the model is loaded, which is a collective, and for every rank
+    to have loaded it before the first batch is handed out.
+    """
+    channel = open_channel(ranks)
+    with _report_failure(channel):
+        # From here on it touches its heartbeat file, before the other ranks have come, too.
+        limit_s, heartbeat_file = config.trainer.stall_timeout_s, run_dir.heartbeat(name)
+        watchdog = StallWatchdog(limit_s, channel.fail, heartbeat_file)
+        if isinstance(channel, LeadChannel):
+            channel.wait_for_start()
+        watchdog.enter("loading the model and its checkpoint", LONG_LIMIT_S)
+        spoke = Spoke(hub, NAME) if hub and ranks.is_lead else None
+        orchestrator = None if spoke is None else _connect(spoke)
+        components = build(config, run_dir, orchestrator, ranks, channel, watchdog)
+        if isinstance(channel, LeadChannel):
+            watchdog.idle()  # the barrier has a deadline of its own, and names who is missing
+            channel.wait_until_loaded(components.first_step)
+        elif isinstance(channel, FollowerChannel):
+            channel.report_ready(components.first_step)
+        if orchestrator is not None:
+            orchestrator.send(ProcessReady(NAME, components.first_step))
+        if isinstance(config, RunFile) and (components.first_step or config.inference.servers):
+            # Servers that the run starts hold its checkpoint; others hold whatever they hold.
+            watchdog.enter(f"publishing version {components.first_step}", LONG_LIMIT_S)
+            components.run_writer.publish(components.first_step, {})
+        watchdog.idle()
+        loop.run(components)
+    if spoke is not None:
+        spoke.close()
+    if not ranks.is_lead:  # rank 0's end goes with its process: others may still listen
+        channel.close()
+
+
+def _connect(spoke: Spoke) -> Orchestrator:
     def send(message: ControlMessage) -> None:
         spoke.send(control.encode(message))
 
@@ -42,8 +77,6 @@ def main(config: RunFile, run_dir: RunDir, hub: str, ranks: RankInfo) -> None:
         assert data is not None
         message = control.decode(data)
         if isinstance(message, (FinishTraining, QuitRequest)):
-            if lead is not None:
-                lead.announce_end()
             return None
         if not isinstance(message, BatchReady):
             raise WireError(
@@ -51,87 +84,14 @@ def main(config: RunFile, run_dir: RunDir, hub: str, ranks: RankInfo) -> None:
             )
         return message
 
-    with _report_failure(lead):
-        watchdog = _build_watchdog(config, lead, run_dir.heartbeat(NAME))
-        if lead is not None:
-            lead.meet()
-        watchdog.mark(LOADING, LONG_LIMIT_S)
-        components = build(config, run_dir, announcements, send, ranks, lead, watchdog)
-        if lead is not None:
-            watchdog.rest()  # the barrier has a deadline of its own, and names who is missing
-            lead.gather(components.first_step)
-        send(ProcessReady(NAME, components.first_step))
-        _publish_first(config, components)
-        loop.run(components)
-    spoke.close()
-
-
-def run_follower(config: RunFile, run_dir: RunDir, ranks: RankInfo) -> None:
-    """Any other rank: it hears rank 0 alone."""
-    channel = FollowerChannel(ranks)
-    with _report_failure(channel):
-        watchdog = _build_watchdog(
-            config, channel, run_dir.heartbeat(rank_process_name(ranks.rank))
-        )
-        watchdog.mark(LOADING, LONG_LIMIT_S)
-        components = build_follower(config, run_dir, ranks, channel, watchdog)
-        channel.report_ready(components.first_step)
-        _publish_first(config, components)
-        loop.run(components)
-    channel.close()
-
-
-def _publish_first(config: RunFile, components: loop.TrainerComponents) -> None:
-    """Servers that the run starts hold its checkpoint; others hold whatever they hold."""
-    if components.first_step > 0 or config.inference.servers:
-        components.watchdog.mark(f"publishing version {components.first_step}", LONG_LIMIT_S)
-        components.run_writer.republish(components.first_step)
-    components.watchdog.rest()
-
-
-def _build_watchdog(
-    config: RunFile | SftFile,
-    channel: LeadChannel | FollowerChannel | None,
-    beat: Path | None = None,
-) -> StallWatchdog:
-    """What watches this process from its start: it beats before the others have come, too."""
-    tell = channel.fail if channel is not None else lambda problem: None
-    return StallWatchdog(config.trainer.stall_timeout_s, tell, beat)
-
-
-def run_supervised(config: SftFile, run_dir: RunDir, ranks: RankInfo) -> None:
-    """Supervised training, as any rank: there is no orchestrator to hear."""
-    heartbeat = run_dir.heartbeat(rank_process_name(ranks.rank, SFT_NAME))
-    if not ranks.is_lead:
-        channel = FollowerChannel(ranks)
-        with _report_failure(channel):
-            watchdog = _build_watchdog(config, channel, heartbeat)
-            watchdog.mark(LOADING, LONG_LIMIT_S)
-            components = sft.build_follower(config, run_dir, ranks, channel, watchdog)
-            channel.report_ready(components.first_step)
-            components.learner.watchdog.rest()
-            sft.run(components)
-        channel.close()
-        return
-    lead = LeadChannel(ranks) if ranks.size > 1 else None
-    with _report_failure(lead):
-        watchdog = _build_watchdog(config, lead, heartbeat)
-        if lead is not None:
-            lead.meet()
-        watchdog.mark(LOADING, LONG_LIMIT_S)
-        components = sft.build(config, run_dir, ranks, lead, watchdog)
-        components.learner.watchdog.rest()
-        if lead is not None:
-            lead.gather(components.first_step)
-        sft.run(components)
+    return Orchestrator(announcements, send)
 
 
 @contextmanager
-def _report_failure(channel: LeadChannel | FollowerChannel | None) -> Iterator[None]:
+def _report_failure(channel: RankChannel) -> Iterator[None]:
     """Tells the other ranks of a failure before it goes on: they may wait in a collective."""
     try:
         yield
     except BaseException as error:
-        if channel is not None:
-            channel.fail(f"{type(error).__name__}: {error}")
+        channel.fail(f"{type(error).__name__}: {error}")
         raise

@@ -1,6 +1,6 @@
 """How a new version leaves the trainer: as files, or sent to the engines that adopt it.
 
-    loop --copy on the host--> thread: files or manifest --Published k--> orchestrator
+    loop --copy on the host--> thread: files or manifest --PublishedWeights k--> orchestrator
       waits for: the version before this one     unblocked by: the disk, or engines that adopt
 
 Every rank takes part in the copy: tensors are gathered one by one, so that no device holds the
@@ -32,7 +32,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 class Publisher(Protocol):
     adapter: Adapter | None
-    """What adapters stand on, where they leave unmerged."""
+    """The base of adapters, where they leave unmerged."""
 
     def publish(self, tensors: Tensors, step: int, vision_version: int) -> tuple[Path, Manifest]:
         """Puts a manifest on the disk and returns its path."""
@@ -47,7 +47,7 @@ class Publisher(Protocol):
 class FilePublisher:
     root: Path
     adapter: Adapter | None = None
-    """What adapters stand on, where they leave unmerged."""
+    """The base of adapters, where they leave unmerged."""
 
     def publish(self, tensors: Tensors, step: int, vision_version: int) -> tuple[Path, Manifest]:
         return write_weights(self.root, tensors, step, vision_version, adapter=self.adapter)
@@ -80,14 +80,14 @@ class PublishTiming:
 
     began: float
     ended: float
-    """Its manifest stood on the disk; seconds since 1970, as `began`."""
+    """When its manifest was on the disk; in seconds since 1970, as `began`."""
 
     @property
     def seconds(self) -> float:
         return self.ended - self.began
 
     def hidden_share(self, busy: tuple[float, float]) -> float:
-        """Of that time, what a step that was busy so long ran beside."""
+        """The fraction of that time that a step, busy from `busy[0]` to `busy[1]`, ran beside."""
         beside = min(self.ended, busy[1]) - max(self.began, busy[0])
         return max(beside, 0.0) / self.seconds if self.seconds > 0 else 0.0
 
@@ -101,7 +101,7 @@ class AsyncPublisher:
     background_task: BackgroundTask
     copy: HostCopy = field(default_factory=HostCopy)
     previous: PublishTiming | None = None
-    """The version before the newest that was put in."""
+    """When the version before the newest was published."""
     _last: PublishTiming | None = None
 
     def put(

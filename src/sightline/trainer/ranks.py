@@ -1,10 +1,10 @@
 """The ranks of a trainer: what they tell one another, and how they end together.
 
-    rank r --here--> rank 0        before any collective: who is missing is named
-    rank r --hello k--> rank 0     its model is loaded, from the checkpoint of step k
-    rank 0 --share k--> rank r     a thread of r takes it, whatever r computes meanwhile
-      waits for: `taken` of every rank, DELIVER_S at most     unblocked by: those threads
-    rank r --failed--> rank 0 --failed--> every rank          each ends at once, and says why
+    rank r --RankStarted--> rank 0             before any collective: who is missing is named
+    rank r --RankReady k--> rank 0             its model is loaded, from the checkpoint of step k
+    rank 0 --RankAssignment k--> rank r        a thread of r takes it, whatever r computes meanwhile
+      waits for: AssignmentReceived of every rank, DELIVER_S at most   unblocked by: those threads
+    rank r --RankFailed--> rank 0 --RankFailed--> every rank    each ends at once, and says why
 
 A rank that waits in a collective for one that failed cannot be reached there: the thread that
 listens ends the process.
@@ -21,10 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from sightline.errors import ProcessFailed, WireError
-from sightline.pixels import open_shared_patches
 from sightline.transport.zmq_channel import Hub, Spoke
 from sightline.wire import rank_messages as wire
 from sightline.wire.rank_messages import (
@@ -37,32 +34,32 @@ from sightline.wire.rank_messages import (
     RankReady,
     RankStarted,
     ShardWritten,
+    rank_process_name,
 )
 from sightline.wire.weights import WeightFile
 
-MEET_S = 600.0
+START_S = 600.0
 """How long the ranks of a run may take to start."""
-GATHER_S = 600.0
+LOAD_S = 600.0
 """How long they may take longer than rank 0 to load their models."""
 DELIVER_S = 60.0
+"""How long a rank may take to acknowledge its share of a batch."""
 WRITE_S = 3600.0
 """How long a rank may take to write its part of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Which of how many, and where they meet."""
+    """Which rank of how many this process is, and where it finds the others."""
 
     rank: int = 0
     size: int = 1
-    meet: str = ""
-    """host:port of torch.distributed."""
+    master_address: str = ""
+    """host:port at which torch.distributed brings the ranks together."""
     channel: str = ""
     """Address of rank 0's channel."""
     secret: str = ""
     """What the ranks of a run know one another by."""
-    bind: str = ""
-    """What rank 0 binds, where that is not `channel`."""
 
     @property
     def is_lead(self) -> bool:
@@ -70,6 +67,7 @@ class RankInfo:
 
 
 SINGLE_RANK = RankInfo()
+_LOGS = "look at their logs (trainer-N.log)"
 
 
 def exit_for_failure(own: int, failed: RankFailed) -> None:
@@ -91,76 +89,80 @@ class LeadChannel:
     """Rank 0's end of the channel."""
 
     def __init__(
-        self, ranks: RankInfo, end: Callable[[int, RankFailed], None] = exit_for_failure
+        self,
+        ranks: RankInfo,
+        end: Callable[[int, RankFailed], None] = exit_for_failure,
+        deliver_s: float = DELIVER_S,
+        write_s: float = WRITE_S,
     ) -> None:
         self._ranks, self._end = ranks, end
-        self._hub = Hub(ranks.bind or ranks.channel, ranks.secret)
+        self._deliver_s, self._write_s = deliver_s, write_s
+        self._hub = Hub(ranks.channel, ranks.secret)
         self._others = set(range(1, ranks.size))
         self._changed = threading.Condition()
-        self._here: set[int] = set()
+        self._started: set[int] = set()
         self._ready: dict[int, int] = {}
-        self._taken: dict[int, int] = {}
-        self._wrote: dict[tuple[int, int], WeightFile] = {}
-        """By step and rank."""
+        self._received: dict[int, int] = {}
+        self._written: dict[tuple[int, int], WeightFile] = {}
+        """The files of checkpoints that other ranks have written, by step and rank."""
         self._step = 0
         self._strangers: list[str] = []
         threading.Thread(target=self._listen, daemon=True, name="ranks").start()
 
-    def meet(self, timeout_s: float = MEET_S) -> None:
+    def wait_for_start(self, timeout_s: float = START_S) -> None:
         """Waits for every rank to start. What comes next is a collective, which names nobody."""
-        self._check_missing(self._wait(lambda: self._others - self._here, timeout_s), timeout_s)
+        self._wait_for_ranks(lambda: self._others - self._started, timeout_s)
 
-    def gather(self, step: int = 0, timeout_s: float = GATHER_S) -> None:
-        """Waits for every rank to say that it is ready, at the same step."""
+    def wait_until_loaded(self, step: int = 0, timeout_s: float = LOAD_S) -> None:
+        """Waits for every rank to say that its model is loaded, from the checkpoint of `step`."""
         self._step = step
-        missing = self._wait(lambda: self._others - self._ready.keys(), timeout_s)
-        self._check_missing(missing, timeout_s)
+        self._wait_for_ranks(lambda: self._others - self._ready.keys(), timeout_s)
         if apart := {r: at for r, at in self._ready.items() if at != step}:
             raise ProcessFailed(
                 f"rank 0 starts from step {step}, others from {apart}",
                 "give all ranks the same run directory",
             )
 
-    def _check_missing(self, missing: set[int], timeout_s: float) -> None:
-        if missing:
+    def _wait_for_ranks(self, missing: Callable[[], set[int]], timeout_s: float) -> None:
+        if late := self._wait(missing, timeout_s):
             strangers = f"; refused: {', '.join(self._strangers)}" if self._strangers else ""
             raise ProcessFailed(
-                f"ranks {sorted(missing)} of {self._ranks.size} are missing after {timeout_s:.0f} s"
+                f"ranks {sorted(late)} of {self._ranks.size} are missing after {timeout_s:.0f} s"
                 f"{strangers}",
-                "look at their logs (trainer-N.log), and at [trainer] ranks, address and secret: "
-                "who does not know the secret is not heard",
+                f"{_LOGS}, and at [trainer] ranks, address and secret: who does not know the "
+                "secret is not heard",
             )
 
     def send_shares(self, shares: list[RankAssignment]) -> None:
-        """To ranks 1 and up, in order; returns when all have theirs."""
+        """Sends ranks 1 and up their shares, in order; returns when all have received theirs."""
         # Before the first is sent: its answer may come before the last is.
         step = self._step = shares[0].step if shares else self._step
         for rank, share in enumerate(shares, start=1):
             self._send(rank, share)
         late = self._wait(
-            lambda: {r for r in self._others if self._taken.get(r, -1) < step}, DELIVER_S
+            lambda: {r for r in self._others if self._received.get(r, -1) < step}, self._deliver_s
         )
         if late:
             raise ProcessFailed(
                 f"ranks {sorted(late)} have not taken their share of step {step} within "
-                f"{DELIVER_S:.0f} s",
-                "look at their logs (trainer-N.log), and at the network between the machines",
+                f"{self._deliver_s:.0f} s",
+                f"{_LOGS}, and at the network between the machines",
             )
 
-    def wait_for_files(self, step: int) -> list[WeightFile]:
-        """What ranks 1 and up wrote of a checkpoint, in order; returns when all have."""
+    def collect_files(self, step: int, file: WeightFile) -> list[WeightFile]:
+        """The files of the checkpoint of `step`, by rank; returns when every rank wrote its own."""
 
         def missing() -> set[int]:
             # Of exactly this step: a rank may have gone on and written the next.
-            return {rank for rank in self._others if (step, rank) not in self._wrote}
+            return {rank for rank in self._others if (step, rank) not in self._written}
 
-        if late := self._wait(missing, WRITE_S):
+        if late := self._wait(missing, self._write_s):
             raise ProcessFailed(
                 f"ranks {sorted(late)} have not written their part of the checkpoint of step "
-                f"{step} within {WRITE_S:.0f} s",
-                "look at their logs (trainer-N.log), and at the disk of the run",
+                f"{step} within {self._write_s:.0f} s",
+                f"{_LOGS}, and at the disk of the run",
             )
-        return [self._wrote.pop((step, rank)) for rank in sorted(self._others)]
+        return [file, *(self._written.pop((step, rank)) for rank in sorted(self._others))]
 
     def announce_end(self) -> None:
         for rank in self._others:
@@ -194,33 +196,34 @@ class LeadChannel:
 
     def _note(self, peer: str, message: RankMessage) -> None:
         if isinstance(message, (RankStarted, RankReady)):
-            if peer == peer_name(message.rank) and message.rank in self._others:
-                self._here.add(message.rank)
+            if peer == rank_process_name(message.rank) and message.rank in self._others:
+                self._started.add(message.rank)
                 if isinstance(message, RankReady):
                     self._ready[message.rank] = message.step
             else:
                 self._strangers.append(f"{peer} (says that it is rank {message.rank})")
-        elif peer not in map(peer_name, self._here):
-            self._strangers.append(f"{peer} (said no hello)")
+        elif peer not in map(rank_process_name, self._started):
+            self._strangers.append(f"{peer} (did not say which rank it is)")
         elif isinstance(message, AssignmentReceived):
             if message.step != self._step:
                 problem = f"rank {message.rank} took step {message.step}, not {self._step}"
                 self._tell(RankFailed(0, problem))
                 self._end(0, RankFailed(0, problem))
-            self._taken[message.rank] = message.step
+                return
+            self._received[message.rank] = message.step
         elif isinstance(message, ShardWritten):
-            self._wrote[message.step, message.rank] = message.file
+            self._written[message.step, message.rank] = message.file
         elif isinstance(message, RankFailed):
             self._tell(message)
             self._end(0, message)
 
     def _tell(self, failed: RankFailed) -> None:
-        for rank in self._here - {failed.rank}:
+        for rank in self._started - {failed.rank}:
             self._send(rank, failed)
         self.close()  # which sends it, before the process ends
 
     def _send(self, rank: int, message: RankMessage) -> None:
-        self._hub.send(peer_name(rank), wire.encode(message))
+        self._hub.send(rank_process_name(rank), wire.encode(message))
 
 
 class FollowerChannel:
@@ -230,27 +233,27 @@ class FollowerChannel:
         self, ranks: RankInfo, end: Callable[[int, RankFailed], None] = exit_for_failure
     ) -> None:
         self._ranks, self._end = ranks, end
-        self._spoke = Spoke(ranks.channel, peer_name(ranks.rank), ranks.secret)
+        self._spoke = Spoke(ranks.channel, rank_process_name(ranks.rank), ranks.secret)
         self._step = 0
-        self._shares: queue.SimpleQueue[tuple[RankAssignment, list[np.ndarray | None]] | None]
-        self._shares = queue.SimpleQueue()
+        self._shares: queue.SimpleQueue[RankAssignment | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True, name="ranks").start()
         self._send(RankStarted(ranks.rank))
 
     def report_ready(self, step: int = 0) -> None:
-        """Ready for the share of the step after `step`."""
+        """Tells rank 0 that this rank is ready for its share of the step after `step`."""
         self._step = step
         self._send(RankReady(self._ranks.rank, step))
 
-    def shares(self) -> Iterator[tuple[RankAssignment, list[np.ndarray | None]]]:
-        """Each with the patches that were laid for it, until rank 0 says that it is over.
+    def shares(self) -> Iterator[RankAssignment]:
+        """This rank's shares in step order, until rank 0 announces the end.
 
         A step may take hours: there is no deadline.
         """
-        while (arrived := self._shares.get()) is not None:
-            yield arrived
+        while (share := self._shares.get()) is not None:
+            yield share
 
-    def report_file(self, step: int, file: WeightFile) -> None:
+    def collect_files(self, step: int, file: WeightFile) -> None:
+        """Tells rank 0, which collects them, of this rank's file of the checkpoint of `step`."""
         self._send(ShardWritten(self._ranks.rank, step, file))
 
     def fail(self, problem: str) -> None:
@@ -271,14 +274,15 @@ class FollowerChannel:
 
     def _take(self, message: RankMessage) -> None:
         if isinstance(message, (RankAssignment, NoMoreWork)):
-            self._check_step(message)
-        if isinstance(message, RankAssignment):
-            self._step = message.step
-            # Opened before it is taken: after that, rank 0 lets go of the memory.
-            self._shares.put((message, open_shared_patches(message.laid)))
-            self._send(AssignmentReceived(self._ranks.rank, message.step))
-        elif isinstance(message, NoMoreWork):
-            self._shares.put(None)
+            if problem := self._find_gap(message):
+                self.fail(problem)
+                self._end(self._ranks.rank, RankFailed(self._ranks.rank, problem))
+            elif isinstance(message, RankAssignment):
+                self._step = message.step
+                self._shares.put(message)
+                self._send(AssignmentReceived(self._ranks.rank, message.step))
+            else:
+                self._shares.put(None)
         elif isinstance(message, RankFailed):
             self._end(self._ranks.rank, message)
         else:
@@ -287,19 +291,38 @@ class FollowerChannel:
                 "this is a bug; report it",
             )
 
-    def _check_step(self, message: RankAssignment | NoMoreWork) -> None:
-        """Nothing between rank 0 and this one was lost, or came twice."""
+    def _find_gap(self, message: RankAssignment | NoMoreWork) -> str:
+        """What is wrong where a message was lost on its way, or came twice; empty if none was."""
         is_next = isinstance(message, RankAssignment) and not message.held_out
         expected = self._step + is_next
-        if message.step != expected:
-            kind = type(message).__name__
-            problem = f"rank {self._ranks.rank} was sent {kind} {message.step}, not {expected}"
-            self.fail(problem)
-            self._end(self._ranks.rank, RankFailed(self._ranks.rank, problem))
+        if message.step == expected:
+            return ""
+        kind = type(message).__name__
+        return f"rank {self._ranks.rank} was sent {kind} {message.step}, not {expected}"
 
     def _send(self, message: RankMessage) -> None:
         self._spoke.send(wire.encode(message))
 
 
-def peer_name(rank: int) -> str:
-    return f"rank-{rank}"
+class NoChannel:
+    """The channel of a single rank, which has nobody to tell."""
+
+    def collect_files(self, step: int, file: WeightFile) -> list[WeightFile]:
+        return [file]
+
+    def fail(self, problem: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+NO_CHANNEL = NoChannel()
+RankChannel = LeadChannel | FollowerChannel | NoChannel
+
+
+def open_channel(ranks: RankInfo) -> RankChannel:
+    """This rank's end of the channel."""
+    if ranks.size == 1:
+        return NO_CHANNEL
+    return LeadChannel(ranks) if ranks.is_lead else FollowerChannel(ranks)

@@ -1,100 +1,113 @@
-"""What outlasts the trainer process, in the order that lets any moment be the last."""
+"""What outlasts the trainer process, in the order that lets any moment be the last.
+
+Every rank of `rl` and `sft` has a writer, and calls the same methods in the same order, since
+gathering weights is a collective: rank 0 writes files and events, the others give their shards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from sightline.families import Forward
-from sightline.pixels import Materializer
 from sightline.run import EventLog, RunDir
 from sightline.trainer.checkpoint_saver import CheckpointSaver
 from sightline.trainer.export import export_checkpoint, gather_for_export
 from sightline.trainer.feed import ReadyBatch
-from sightline.trainer.learner import Learner, StepResult
+from sightline.trainer.learner import Learner
 from sightline.trainer.ledger import Ledger
-from sightline.trainer.lora import gather_for_lead
+from sightline.trainer.lora import gather_for_lead, select_published
 from sightline.trainer.publish import AsyncPublisher
+from sightline.trainer.step_result import StepResult
 from sightline.wire.control import ControlMessage, PublishedWeights, TrainingFinished
 from sightline.wire.file import write_atomic
-from sightline.wire.weights import Manifest
+from sightline.wire.weights import Adapter, Manifest
+
+Metrics = Mapping[str, float | None]
+_SFT_METRICS = (
+    "loss", "lr", "grad_norm", "tokens", "trained_tokens", "samples", "images", "compilations",
+)  # fmt: skip
 
 
 @dataclass
-class LeadRunWriter:
+class RunWriter:
+    """What a rank leaves behind: checkpoints, the exported model and, in `rl`, every version."""
+
     run_dir: RunDir
     learner: Learner
     saver: CheckpointSaver
-    ledger: Ledger
-    events: EventLog
-    send: Callable[[ControlMessage], None]
     source: Path
     """The checkpoint folder that the run started from."""
-    train_vision: bool
-    async_publisher: AsyncPublisher
+    export_dir: Path
+    """Where the trained model is written at the end, as a plain checkpoint."""
     dtype: torch.dtype
-    """Of what is exported."""
-    materializer: Materializer
-
-    @property
-    def _forward(self) -> Forward:
-        return self.learner.forward
-
-    def record(self, ready: ReadyBatch, result: StepResult) -> None:
-        write_atomic(self.run_dir.scores_of(ready.step), result.scores.to_bytes())
-        self.ledger.add(ready.step, ready.digest)
+    """Precision of published and exported weights."""
+    events: EventLog | None = None
+    """Takes the metrics; None on ranks other than 0, which report nothing."""
+    publishes: bool = False
+    """Whether a version leaves after every step, as in `rl`; `sft` only exports at the end."""
+    adapter: Adapter | None = None
+    """What LoRA adapters are added to, where they leave unmerged."""
+    ledger: Ledger | None = None
+    """Lists the batch of every step; on rank 0 of `rl`."""
+    async_publisher: AsyncPublisher | None = None
+    """Writes or sends versions in a thread; on rank 0 of `rl`."""
+    send: Callable[[ControlMessage], None] | None = None
+    """Tells the orchestrator; on rank 0 of `rl`."""
+    _nll: float = 0.0
+    _num_tokens: float = 0.0
 
     def check(self) -> None:
-        self.async_publisher.background_task.check()
+        """Raises what went wrong in the publisher's thread."""
+        if self.async_publisher is not None:
+            self.async_publisher.background_task.check()
 
-    def publish(self, ready: ReadyBatch, result: StepResult) -> None:
-        result.metrics["bad_media"] = float(len(ready.dropped))
-        self._publish(ready.step, dict(result.metrics))
+    def record(self, ready: ReadyBatch, result: StepResult) -> None:
+        """Writes down what the step was trained on, before anyone hears of its weights."""
+        if self.ledger is not None:
+            write_atomic(self.run_dir.scores_of(ready.step), result.scores.to_bytes())
+            self.ledger.add(ready.step, ready.digest)
 
-    def republish(self, step: int) -> None:
-        self._publish(step, {})
+    def publish(self, step: int, metrics: Metrics) -> None:
+        """Lets version `step` leave; returns when the weights may change again.
 
-    def _publish(self, step: int, metrics: dict[str, float | None]) -> None:
+        Waits for the version before it to have left, and for a copy of this one on the host.
+        """
+        if not self.publishes:
+            return
+        model = self.learner.forward.model
+        if self.async_publisher is None:
+            gather_for_lead(*select_published(model, self.adapter, self.dtype)[:2])
+            return
+
         def tell(path: Path, manifest: Manifest) -> None:
-            oldest_resume_step = self.saver.checkpoints.oldest_resume_step
-            where = str(path.resolve())
-            self.send(PublishedWeights(step, manifest.epoch, where, metrics, oldest_resume_step))
+            assert self.send is not None
+            oldest, where = self.saver.checkpoints.oldest_resume_step, str(path.resolve())
+            self.send(PublishedWeights(step, manifest.epoch, where, dict(metrics), oldest))
 
-        self.async_publisher.put(self._forward.model, step, step if self.train_vision else 0, tell)
+        vision_version = step if self.saver.train_vision else 0
+        self.async_publisher.put(model, step, vision_version, tell)
 
     def checkpoint(self, step: int, last: bool = False) -> None:
-        self.saver.save(step, self._forward.model, self.learner.optimizer, last)
+        """Begins a checkpoint where one is due; the last is on the disk on return."""
+        self.saver.save(step, self.learner.forward.model, self.learner.optimizer, last)
 
     def report(
         self, ready: ReadyBatch, result: StepResult, busy: tuple[float, float], publish_s: float
     ) -> None:
-        metrics = dict(result.metrics)
-        visible = min(ready.waited_s, ready.materialize_s)
-        metrics["hidden_share"] = (
-            1 - visible / ready.materialize_s if ready.materialize_s > 0 else None
-        )
-        previous = self.async_publisher.previous
-        metrics["publish_s"] = previous.seconds if previous is not None else None
-        metrics["publish_hidden_share"] = (
-            previous.hidden_share(busy) if previous is not None else None
-        )
-        metrics["unproven"] = float(ready.num_unproven)
-        metrics["images_made"] = float(ready.num_made)
-        metrics["images_from_cache"] = float(max(ready.num_images - ready.num_made, 0))
-        seconds = {
-            "wait": ready.waited_s,
-            "materialize": ready.materialize_s,
-            **result.seconds,
-            "publish": publish_s,
-        }
-        counts = self.materializer.counts
-        self.events.write(
-            "train", ready.step, **metrics, seconds=seconds, busy=list(busy), bad=ready.bad,
-            truncated=ready.truncated, pixels=asdict(counts), caches=result.caches,
-        )  # fmt: skip
+        """Writes the metrics of a step, which began and ended at `busy`, in seconds since 1970."""
+        if self.events is None:
+            return
+        if self.publishes:
+            kind, figures = "train", self._rl_figures(ready, result, busy, publish_s)
+        else:
+            kind, figures = "sft", {name: result.metrics[name] for name in _SFT_METRICS}
+            figures |= {"seconds": busy[1] - busy[0], "waited_s": ready.waited_s}
+            figures["steps_total"] = self.learner.steps
+        self.events.write(kind, ready.step, **figures, bad=ready.bad, truncated=ready.truncated)
         for lost in ready.dropped:
             self.events.write("bad_media", ready.step, **asdict(lost))
         if (probe := result.probe) is not None:
@@ -102,46 +115,52 @@ class LeadRunWriter:
                 "probe", ready.step, **asdict(probe), is_blind=probe.is_blind, words=probe.words
             )
 
-    def finish(self, step: int) -> None:
-        self.async_publisher.background_task.wait()
-        if step > 0:
-            export_checkpoint(
-                self.source, self.run_dir.checkpoints / "final", self._forward.model, self.dtype
-            )
-        # A run that was stopped early goes on, and may have to go back further than this.
-        is_over = step >= self.learner.steps
-        self.send(TrainingFinished(step if is_over else self.saver.checkpoints.oldest_resume_step))
-
-
-@dataclass
-class FollowerRunWriter:
-    """What a rank other than 0 does meanwhile: it hands over its shards, in the same order."""
-
-    learner: Learner
-    saver: CheckpointSaver
-    as_adapters: bool = False
-    """Whether adapters leave unmerged."""
-
-    def record(self, ready: ReadyBatch, result: StepResult) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
-
-    def publish(self, ready: ReadyBatch, result: StepResult) -> None:
-        gather_for_lead(self.learner.forward.model, self.as_adapters)
-
-    def republish(self, step: int) -> None:
-        gather_for_lead(self.learner.forward.model, self.as_adapters)
-
-    def checkpoint(self, step: int, last: bool = False) -> None:
-        self.saver.save(step, self.learner.forward.model, self.learner.optimizer, last)
-
-    def report(
+    def _rl_figures(
         self, ready: ReadyBatch, result: StepResult, busy: tuple[float, float], publish_s: float
-    ) -> None:
-        pass
+    ) -> dict[str, Any]:
+        visible = min(ready.waited_s, ready.materialize_s)
+        assert self.async_publisher is not None and self.learner.pixels is not None
+        previous = self.async_publisher.previous
+        return {
+            **result.metrics,
+            "hidden_share": 1 - visible / ready.materialize_s if ready.materialize_s > 0 else None,
+            "publish_s": previous and previous.seconds,
+            "publish_hidden_share": previous and previous.hidden_share(busy),
+            "unproven": float(ready.num_unproven),
+            "images_made": float(ready.num_made),
+            "images_from_cache": float(max(ready.num_images - ready.num_made, 0)),
+            "seconds": {
+                "wait": ready.waited_s,
+                "materialize": ready.materialize_s,
+                **result.seconds,
+                "publish": publish_s,
+            },
+            "busy": list(busy),
+            "pixels": asdict(self.learner.pixels),
+            "caches": result.caches,
+        }
+
+    def report_evaluation(self, ready: ReadyBatch, nll: float, num_tokens: float) -> None:
+        """Adds a batch that was held out; with the last one, writes the mean over all."""
+        if self.events is None:
+            return
+        self._nll, self._num_tokens = self._nll + nll, self._num_tokens + num_tokens
+        if ready.is_last:
+            loss = self._nll / self._num_tokens if self._num_tokens else None
+            self.events.write("sft_eval", ready.step, loss=loss, trained_tokens=self._num_tokens)
+            self._nll = self._num_tokens = 0.0
 
     def finish(self, step: int) -> None:
-        if step > 0:
-            gather_for_export(self.learner.forward.model)
+        """Exports the model after `step`, once every version has left."""
+        if self.async_publisher is not None:
+            self.async_publisher.background_task.wait()
+        model = self.learner.forward.model
+        if step > 0 and self.learner.ranks.is_lead:
+            export_checkpoint(self.source, self.export_dir, model, self.dtype)
+        elif step > 0:
+            gather_for_export(model)
+        if self.send is not None:
+            # A run that was stopped early is resumed, and may have to go back further than this.
+            is_over = step >= self.learner.steps
+            oldest = self.saver.checkpoints.oldest_resume_step
+            self.send(TrainingFinished(step if is_over else oldest))

@@ -33,8 +33,17 @@ class ShardedModel(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, function: Callable[..., T], *args: Any) -> T:
-        return function(*args)
+    def forward(self, function: Callable[[], T]) -> T:
+        return function()
+
+
+def call_gathered(sharded: ShardedModel | None, function: Callable[[], T]) -> T:
+    """Calls `function` with the parameters of `sharded` gathered; None where none are sharded.
+
+    It takes no arguments: FSDP on a GPU would hand on copies, and sums are to come back.
+    """
+    result: T = function() if sharded is None else sharded(function)
+    return result
 
 
 def join_process_group(ranks: RankInfo, device: torch.device) -> None:
@@ -45,7 +54,7 @@ def join_process_group(ranks: RankInfo, device: torch.device) -> None:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return
     dist.init_process_group(
-        backend, init_method=f"tcp://{ranks.meet}", rank=ranks.rank, world_size=ranks.size
+        backend, init_method=f"tcp://{ranks.master_address}", rank=ranks.rank, world_size=ranks.size
     )
 
 
@@ -70,10 +79,10 @@ def shard_model(
     )
     for block in forward.blocks():
         fully_shard(block, mesh=mesh, mp_policy=inner)
-    whole = ShardedModel(forward.model)
+    sharded = ShardedModel(forward.model)
     # What has no backward pass would stay gathered for ever.
-    fully_shard(whole, mesh=mesh, mp_policy=outer, reshard_after_forward=True if frozen else None)
-    return whole
+    fully_shard(sharded, mesh=mesh, mp_policy=outer, reshard_after_forward=True if frozen else None)
+    return sharded
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +91,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_ranks(values: dict[str, float], size: int) -> dict[str, float]:
-    """The same keys on every rank."""
+    """Each value summed over ranks; every rank gives the same keys."""
     if size == 1:
         return values
     total = torch.tensor([values[key] for key in sorted(values)], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What a rank holds of model and optimizer, as a file of its own, and as rows of a whole again.
+"""What a rank holds of model and optimizer, as a file of its own, and read back as any rows.
 
 A sharded tensor is cut along its rows: each rank has some in a row. Files say which, so that any
 number of ranks can read what any other number wrote.
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from sightline.compute.tensor_file import write_tensors
 from sightline.compute.weights import check_parameters
-from sightline.errors import Misaligned, ResumeRefused
+from sightline.errors import ResumeRefused
 from sightline.trainer.ranks import RankInfo
 from sightline.wire.weights import WeightFile
 
@@ -32,7 +32,7 @@ class ShardSnapshot:
 
     tensors: dict[str, torch.Tensor]
     places: dict[str, tuple[int, int]]
-    """Of each tensor its first row in the whole, and how many rows that has."""
+    """First row of each tensor in the full one, and how many rows the full one has."""
 
     def write(self, path: Path) -> WeightFile:
         return write_tensors(path, self.tensors, metadata={_PLACES: json.dumps(self.places)})
@@ -41,7 +41,7 @@ class ShardSnapshot:
 def take_snapshot(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: RankInfo
 ) -> ShardSnapshot:
-    """What this rank holds, and what stands on every rank from rank 0."""
+    """A copy of what this rank holds; what every rank has is copied by rank 0 alone."""
     tensors: dict[str, torch.Tensor] = {}
     places: dict[str, tuple[int, int]] = {}
     for key, tensor in _named_tensors(model, optimizer):
@@ -56,19 +56,22 @@ def take_snapshot(
 
 
 def get_local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """This rank's rows, and the first of them in the whole tensor."""
+    """This rank's rows, and the place of the first of them in the full tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
     [placement] = tensor.placements
     if not placement.is_shard(0):
-        raise Misaligned(f"a tensor placed as {placement}", "shard along rows")
+        raise ResumeRefused(
+            f"checkpoints hold rows of tensors, and one is placed as {placement}",
+            "shard along rows",
+        )
     share = -(-tensor.shape[0] // tensor.device_mesh.size())
     first = min(share * tensor.device_mesh.get_local_rank(), tensor.shape[0])
     return tensor.to_local(), first
 
 
 class ShardReader:
-    """The files of a checkpoint, read as whole tensors or as any rows of them."""
+    """The files of a checkpoint, read as full tensors or as any rows of them."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._pieces: dict[str, list[tuple[int, int, Any]]] = {}
@@ -83,7 +86,9 @@ class ShardReader:
             pieces.sort(key=lambda piece: piece[0])
             ends = [0, *(stop for _, stop, _ in pieces)]
             if [start for start, _, _ in pieces] != ends[:-1] or ends[-1] != self._num_rows[key]:
-                raise Misaligned(f"the rows of {key} are not all there", "use another checkpoint")
+                raise ResumeRefused(
+                    f"the rows of {key} are not all there", "use another checkpoint"
+                )
 
     def names(self, kind: str) -> list[str]:
         return [key.partition("/")[2] for key in self._pieces if key.startswith(f"{kind}/")]
@@ -100,7 +105,7 @@ class ShardReader:
                 found.append(part[max(start, first) - first : min(stop, last) - first])
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def whole(self, key: str) -> torch.Tensor:
+    def full(self, key: str) -> torch.Tensor:
         if not self.shape(key):
             tensor: torch.Tensor = self._pieces[key][0][2].get_tensor(key)
             return tensor
@@ -118,9 +123,9 @@ def restore(
     restore_model(shards, model)
     _restore_optimizer(shards, model, optimizer, source)
     states = shards.names(RNG)
-    torch.set_rng_state(shards.whole(f"{RNG}/{ranks.rank % len(states)}"))
+    torch.set_rng_state(shards.full(f"{RNG}/{ranks.rank % len(states)}"))
     if states := shards.names(CUDA_RNG):
-        torch.cuda.set_rng_state(shards.whole(f"{CUDA_RNG}/{ranks.rank % len(states)}"))
+        torch.cuda.set_rng_state(shards.full(f"{CUDA_RNG}/{ranks.rank % len(states)}"))
 
 
 def restore_model(shards: ShardReader, model: torch.nn.Module) -> None:
@@ -138,7 +143,7 @@ def restore_model(shards: ShardReader, model: torch.nn.Module) -> None:
 def _fill_from_shards(own: torch.Tensor, shards: ShardReader, key: str) -> None:
     local, first = get_local_rows(own)
     if not own.shape:
-        local.copy_(shards.whole(key))
+        local.copy_(shards.full(key))
     elif local.numel():
         local.copy_(shards.rows(key, first, first + len(local)))
 
@@ -162,7 +167,7 @@ def _restore_optimizer(
             value = torch.empty_like(own)
             _fill_from_shards(value, shards, key)
         else:
-            value = shards.whole(key)
+            value = shards.full(key)
         state.setdefault(places[parameter], {})[what] = value
     description = optimizer.state_dict()
     description["state"] = state
@@ -195,5 +200,5 @@ def _rng_states() -> dict[str, torch.Tensor]:
 
 
 def _count_rows(shape: Iterable[int]) -> int:
-    """Of a scalar there is one."""
+    """The length of the first dim; a scalar is one row."""
     return next(iter(shape), 1)

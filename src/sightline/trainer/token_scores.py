@@ -20,18 +20,18 @@ from sightline.compute.logprobs import log_softmax
 from sightline.families import Forward
 
 MAX_LOGITS = 1 << 28
-"""Numbers of a part: 1 GiB of them in float32."""
+"""Logits that a part may hold: 1 GiB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """float32 (S,) each."""
+    """Logprob, entropy and KL of each token, float32 (S,)."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor | None
     """Without a gradient; None where it is not measured."""
     kl: torch.Tensor | None
-    """To the reference; None without one."""
+    """KL to the reference; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class TokenScorer:
     with_entropy: bool = True
     max_logits: int = MAX_LOGITS
     backend: str = ""
-    """Of the compiler; nothing: as it is written."""
+    """Backend of torch.compile; empty where nothing is compiled."""
 
     def score(
         self, hidden: torch.Tensor, tokens: torch.Tensor, reference_hidden: torch.Tensor | None
     ) -> TokenScores:
-        """Of hidden (S, H) that predict `tokens` (S,); of the reference's where there is one."""
+        """Scores of `tokens` (S,), predicted by `hidden` (S, H) and the reference's, if given."""
         # No rows: the head says how wide it is, whatever the family calls it.
         with torch.no_grad():
             width = self.forward.logits(hidden[:0]).shape[-1]

@@ -1,6 +1,6 @@
-"""Notices a process that is alive and stuck: its mark stands still while it has work.
+"""Notices a process that is alive and stuck: it has been at one activity for too long.
 
-Waiting for a batch is no work, however long it takes.
+Waiting for a batch is no activity, however long it takes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from types import FrameType
 
 _COLLECTIVES = "/torch/distributed/"
 LONG_LIMIT_S = 600.0
-"""What loads or writes a whole model may stand still so long, however short a step's limit is."""
+"""How long loading or writing a whole model may take, however short a step's limit is."""
 STALLED_EXIT_CODE = 4
 """Exit status of a process that ended itself because it was stuck."""
 
 
 class StallWatchdog:
-    """`mark` says what is done now, `rest` that there is nothing to do."""
+    """`enter` names the activity that begins, `idle` says that there is nothing to do."""
 
     def __init__(
         self,
@@ -35,30 +35,32 @@ class StallWatchdog:
         `heartbeat_file` is a file that stays young as long as this process can run at all.
         """
         self._limit_s, self._tell, self._heartbeat_file = limit_s, tell, heartbeat_file
-        self._doing, self._since, self._min_limit_s = "", time.monotonic(), 0.0
+        self._since, self._min_limit_s = time.monotonic(), 0.0
+        self.activity = ""
+        """What is being done now; empty while there is nothing to do."""
         if limit_s:
-            threading.Thread(target=self._watch, daemon=True, name="pulse").start()
+            threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
 
-    def mark(self, doing: str, min_limit_s: float = 0.0) -> None:
-        """`min_limit_s` is given to it where the limit is shorter."""
+    def enter(self, activity: str, min_limit_s: float = 0.0) -> None:
+        """Begins `activity`, which may take `min_limit_s` where the limit is shorter."""
         self._min_limit_s = min_limit_s
-        self._doing, self._since = doing, time.monotonic()
+        self.activity, self._since = activity, time.monotonic()
 
-    def rest(self) -> None:
-        self._doing = ""
+    def idle(self) -> None:
+        self.activity = ""
 
     def problem(self) -> str:
         """What is stuck, in words; empty while nothing is."""
-        doing, still_s = self._doing, time.monotonic() - self._since
+        activity, still_s = self.activity, time.monotonic() - self._since
         limit_s = max(self._limit_s, self._min_limit_s)
-        if not doing or still_s < limit_s:
+        if not activity or still_s < limit_s:
             return ""
         if not _is_in_collective():
-            return f"stuck for {still_s:.0f} s in {doing}"
+            return f"stuck for {still_s:.0f} s in {activity}"
         # Another rank holds it up, and is given the time to say so itself.
         if still_s < 2 * limit_s:
             return ""
-        return f"waited {still_s:.0f} s for another rank in {doing}"
+        return f"waited {still_s:.0f} s for another rank in {activity}"
 
     def _watch(self) -> None:
         while not (problem := self.problem()):
@@ -73,7 +75,11 @@ class StallWatchdog:
 
 
 def _is_in_collective() -> bool:
-    """Whether a thread of this process stands inside torch.distributed."""
+    """Whether Python code of a thread is inside torch.distributed.
+
+    A rank that waits in NCCL below torch's own operators, without such a frame, is not seen: it is
+    then called stuck, after the shorter limit.
+    """
     for frame in sys._current_frames().values():
         at: FrameType | None = frame
         while at is not None:

@@ -1,4 +1,4 @@
-"""Messages between the ranks of a trainer. References only: to images, and to memory."""
+"""Messages between the ranks of a trainer. Images travel as references."""
 
 from __future__ import annotations
 
@@ -28,26 +28,7 @@ class RankReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="he
 
     rank: int
     step: int
-    """Of the checkpoint that it starts from."""
-
-
-class PatchRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where in that memory the patches of a micro-batch lie."""
-
-    offset: int
-    rows: int
-    values: int
-
-
-class SharedPatches(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Memory of a process, for others on its machine."""
-
-    pid: int
-    fd: int
-    token: str
-    """What it begins with, as hex: whoever opens something else can tell."""
-    places: list[PatchRange | None]
-    """One a micro-batch; None for one that shows no image, or for which there was no room."""
+    """Step of the checkpoint that it starts from."""
 
 
 class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"):
@@ -58,12 +39,10 @@ class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     """Digest of the batch, as the orchestrator announced it."""
     micro_batches: list[MicroBatch | None]
     """One a round, None for an empty one; every rank has as many."""
-    shows: list[bool]
+    runs_tower: list[bool]
     """Whether some rank shows an image in the round: then all go through the vision tower."""
     held_out: bool = False
     """To be evaluated with the weights after `step`; nothing is learnt from it."""
-    laid: SharedPatches | None = None
-    """The patches of these micro-batches, made and compared with the sampler's already."""
 
 
 class AssignmentReceived(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="taken"):

@@ -87,8 +87,8 @@ def _break() -> None:
                 raise MediaError("image 0123 is not in the store", "mend the store")
             return materialize(self, pack)
 
-        materialize = spread.ShareFeed._materialize
-        spread.ShareFeed._materialize = unreadable  # type: ignore[method-assign]
+        materialize = spread.ShareReader._materialize
+        spread.ShareReader._materialize = unreadable  # type: ignore[method-assign]
 
         def unpacked(self: Any, batch: Any, digest: str) -> Any:
             if batch.step == AT_STEP:

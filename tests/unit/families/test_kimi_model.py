@@ -180,7 +180,7 @@ def ready(
     learner: Learner, store: MediaStore, samples: list[Sample], limit: PackSize
 ) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, limit, max_bad_fraction=0.0)
+    preparer = BatchPreparer(learner.family, materializer, limit)
     return preparer.prepare(Batch(1, samples), digest="")
 
 
@@ -188,7 +188,7 @@ def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, tor
     metric_sums = MetricSums(SUM_NAMES)
     learner.optimizer.zero_grad(set_to_none=True)
     for micro_batch in batch.micro_batches:
-        learner._backward(micro_batch, batch.step, metric_sums, StepTimer(learner.device))
+        learner.backward(micro_batch, batch.step, metric_sums, StepTimer(learner.device))
     named = learner.forward.model.named_parameters()
     return metric_sums.read()["loss"], {
         name: p.grad.clone() for name, p in named if p.grad is not None

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from sightline.algo.losses import supervised
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny
 from sightline.inference.server_spec import describe_prefix_reuse
@@ -71,9 +72,7 @@ def build(model: Path, store: MediaStore) -> Learner:
 
 def ready(learner: Learner, store: MediaStore, given: list[Sample], limit: PackSize) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    return BatchPreparer(learner.family, materializer, limit, 0.0).prepare(
-        Batch(1, given), digest=""
-    )
+    return BatchPreparer(learner.family, materializer, limit).prepare(Batch(1, given), digest="")
 
 
 def backward(learner: Learner, batch: ReadyBatch) -> tuple[dict[str, np.ndarray], torch.Tensor]:
@@ -81,7 +80,7 @@ def backward(learner: Learner, batch: ReadyBatch) -> tuple[dict[str, np.ndarray]
     learner.optimizer.zero_grad(set_to_none=True)
     found: dict[str, np.ndarray] = {}
     for micro_batch in batch.micro_batches:
-        logprobs = learner._backward(
+        logprobs = learner.backward(
             micro_batch, 1, MetricSums(SUM_NAMES), StepTimer(learner.device)
         )
         for origin in micro_batch.batch.origins:
@@ -170,7 +169,7 @@ def plain_logprobs(
 def test_it_trains_on_demonstrations(model: Path, store: MediaStore) -> None:
     learner = build(model, store)
     given = samples(model, store, count=4, seed=3)
-    learner.supervised = True
+    learner.loss = supervised
     batch = ready(learner, store, given, WHOLE)
     losses = [learner.step(batch).metrics["loss"] for _ in range(6)]
     assert losses[-1] < losses[0]

@@ -94,7 +94,7 @@ def test_a_tower_computes_with_them_what_it_computes_when_it_asks(model: Path) -
 def test_a_micro_batch_asks_nothing_of_the_device(model: Path, store: MediaStore) -> None:
     learner = build_learner(making.model_config(model), making.trainer_config(), store, steps=2)
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20), 0.0)
+    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
     samples = making.samples(model, store, count=3)
     ready = preparer.prepare(Batch(1, samples), digest="").micro_batches[0]
     materializer.close()
@@ -102,7 +102,7 @@ def test_a_micro_batch_asks_nothing_of_the_device(model: Path, store: MediaStore
     for _ in range(2):  # the second time the host knows the sizes
         metric_sums, step_timer = MetricSums(SUM_NAMES), StepTimer(learner.device)
         with Questions() as questions:
-            learner._backward(ready, 1, metric_sums, step_timer)
+            learner.backward(ready, 1, metric_sums, step_timer)
         asked.append(+questions.asked)
     assert ready.batch.slots and asked[0], "the host has asked itself"
     assert not asked[1]

@@ -80,7 +80,7 @@ def test_images_come_first_and_in_the_same_rounds() -> None:
 
 def test_a_share_survives_the_wire() -> None:
     share = RankAssignment(
-        step=3, digest="d", micro_batches=[pack_of(4), None], shows=[True, False]
+        step=3, digest="d", micro_batches=[pack_of(4), None], runs_tower=[True, False]
     )
     assert decode(encode(share)) == share
 

@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 
 from sightline.cli.main import main
 from sightline.config import dump_toml
-from sightline.errors import Misaligned, ResumeRefused
+from sightline.errors import ResumeRefused
 from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
 from sightline.run import RunDir, read_events
 from sightline.trainer.build import build_learner
 from sightline.trainer.checkpoint import CheckpointStore, read_manifest
-from sightline.trainer.checkpoint_saver import CheckpointSaver, deliver_alone
+from sightline.trainer.checkpoint_saver import CheckpointSaver
 from sightline.trainer.ranks import RankInfo
 from sightline.trainer.snapshot import ShardReader, ShardSnapshot, take_snapshot
 from sightline.wire.file import write_atomic
@@ -131,11 +131,11 @@ def test_training_goes_on_while_the_snapshot_is_written(tiny_model: Path, tmp_pa
 
     def slow(step: int, file: WeightFile) -> list[WeightFile]:
         disk.wait(60)
-        return deliver_alone(step, file)
+        return [file]
 
     checkpoints = CheckpointStore(tmp_path / "checkpoints", 2)
     saver = CheckpointSaver(
-        checkpoints, RankInfo(), every=1, step=0, train_vision=True, deliver=slow
+        checkpoints, RankInfo(), every=1, step=0, train_vision=True, collect_files=slow
     )
     saver.save(1, model, optimizer, last=False)
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_training_goes_on_while_the_snapshot_is_written(tiny_model: Path, tmp_pa
     shards = checkpoints.choose().shards()
     assert shards is not None
     for name, value in before.items():
-        assert shards.whole(f"model/{name}").equal(value), name
+        assert shards.full(f"model/{name}").equal(value), name
 
 
 def test_a_failed_write_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
@@ -155,9 +155,7 @@ def test_a_failed_write_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
     learner = build_learner(model_config, making.trainer_config(), MediaStore(tmp_path / "m"), 5)
     (tmp_path / "checkpoints").write_bytes(b"a file where the folder should be")
     checkpoints = CheckpointStore(tmp_path / "checkpoints", 2)
-    saver = CheckpointSaver(
-        checkpoints, RankInfo(), every=1, step=0, train_vision=True, deliver=deliver_alone
-    )
+    saver = CheckpointSaver(checkpoints, RankInfo(), every=1, step=0, train_vision=True)
     saver.save(1, learner.forward.model, learner.optimizer, last=False)
     with pytest.raises(NotADirectoryError):
         saver.wait()
@@ -185,12 +183,12 @@ def test_any_rows_come_back_from_any_cut(
         ShardSnapshot({"model/w": whole[start:stop].clone()}, place).write(folder / f"{start}")
         files.append(folder / f"{start}")
     shards = ShardReader(files)
-    assert shards.whole("model/w").equal(whole)
+    assert shards.full("model/w").equal(whole)
     start, stop = sorted(min(bound, rows) for bound in bounds)
     if start < stop:
         assert shards.rows("model/w", start, stop).equal(whole[start:stop])
     if len(files) > 1:
-        with pytest.raises(Misaligned, match="not all there"):
+        with pytest.raises(ResumeRefused, match="not all there"):
             ShardReader(files[1:])
 
 

@@ -19,7 +19,7 @@ from sightline.families import load_family
 from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.trainer import learner as learner_module
+from sightline.trainer import forward_pass
 from sightline.trainer.blocks import count_compiled_graphs
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer
@@ -53,7 +53,7 @@ def compilations(model: Path, store: MediaStore) -> tuple[int, list[int], int]:
     for step in range(1, STEPS + 1):
         samples = making.samples(model, store, 6, seed=step)
         materializer = Materializer(learner.family, store, 1 << 24)
-        preparer = BatchPreparer(learner.family, materializer, PackSize(160, 4096), 0.0)
+        preparer = BatchPreparer(learner.family, materializer, PackSize(160, 4096))
         ready = preparer.prepare(Batch(step, samples), "")
         shapes |= {len(m.batch.token_ids) for m in ready.micro_batches}
         found.append(int(learner.step(ready).metrics["compilations"] or 0))
@@ -77,7 +77,7 @@ def test_graphs_are_shared_by_blocks_of_a_class_and_serve_every_shape(
 def test_nothing_is_counted_where_nothing_is_compiled(tiny_model: Path, store: MediaStore) -> None:
     learner = build_learner(making.model_config(tiny_model), making.trainer_config(), store, 1)
     materializer = Materializer(learner.family, store, 1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20), 0.0)
+    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
     samples = making.samples(tiny_model, store, 2)
     ready = preparer.prepare(Batch(1, samples), "")
     assert learner.step(ready).metrics["compilations"] is None
@@ -96,7 +96,7 @@ def steps_of(
     found = []
     for step in range(1, num + 1):
         materializer = Materializer(learner.family, store, 1 << 24)
-        preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20), 0.0)
+        preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
         ready = preparer.prepare(Batch(step, draw(model, store, step)), "")
         metrics = learner.step(ready).metrics
         materializer.close()
@@ -163,7 +163,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_dense, "MIN_TOKENS", 1)
     monkeypatch.setattr(attention_dense, "MAX_PADDING_RATIO", 1e9)
     monkeypatch.setattr(attention_dense, "SHAPES", attention_dense.ShapeCounter())
-    monkeypatch.setattr(learner_module, "build_attention_pattern", pattern_of)
+    monkeypatch.setattr(forward_pass, "build_attention_pattern", pattern_of)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -174,7 +174,7 @@ def test_on_a_gpu_a_block_is_one_graph(
     plain = steps_of(draw, tiny_model, store, 6)
     broken = steps_of(draw, tiny_model, store, 1, compile_backend="eager")
     request.getfixturevalue("as_on_a_gpu")
-    compiled = {"compile": "aot_eager", "activation_checkpointing": True}
+    compiled = {"compile_backend": "aot_eager", "activation_checkpointing": True}
     whole = steps_of(draw, tiny_model, store, 6, **compiled)
     assert [norm for norm, _ in whole] == pytest.approx([norm for norm, _ in plain], rel=1e-5)
     graphs = [num for _, num in whole]
@@ -193,7 +193,7 @@ def test_images_of_one_size_are_in_the_graph_too(tiny_model: Path, store: MediaS
     size = (sum(24 for _ in grids), 3 * family.patch**2)
     patches = torch.from_numpy(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
     found = []
-    for changes in ({}, {"compile": "aot_eager"}):
+    for changes in ({}, {"compile_backend": "aot_eager"}):
         torch._dynamo.reset()
         learner = build_learner(
             making.model_config(tiny_model), making.trainer_config(**changes), store, 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from sightline.algo.losses import load_loss
 from sightline.compute.attention import PackedPattern, TreePattern, build_attention_pattern
 from sightline.media import MediaStore
 from sightline.pack import PackSize
@@ -36,7 +37,7 @@ def ready(
     learner: Learner, store: MediaStore, samples: list[Sample], limit: PackSize
 ) -> ReadyBatch:
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, limit, max_bad_fraction=0.0)
+    preparer = BatchPreparer(learner.family, materializer, limit)
     return preparer.prepare(Batch(1, samples), digest="")
 
 
@@ -44,7 +45,7 @@ def gradients(learner: Learner, batch: ReadyBatch) -> tuple[float, dict[str, tor
     metric_sums = MetricSums(SUM_NAMES)
     learner.optimizer.zero_grad(set_to_none=True)
     for micro_batch in batch.micro_batches:
-        learner._backward(micro_batch, batch.step, metric_sums, StepTimer(learner.device))
+        learner.backward(micro_batch, batch.step, metric_sums, StepTimer(learner.device))
     found = {n: p.grad.clone() for n, p in learner.forward.model.named_parameters()}
     return metric_sums.read()["loss"], found
 
@@ -77,7 +78,7 @@ def test_packed_gives_the_loss_and_gradients_of_unpacked(
 def test_a_tree_gives_the_loss_and_gradients_of_its_samples_apart(
     learner: Learner, tiny_model: Path, store: MediaStore, seed: int, loss: str
 ) -> None:
-    learner.config = making.trainer_config(kl_coef=0.1, loss=loss)
+    learner.loss = load_loss(loss, {"clip_low": 100.0, "clip_high": 100.0})
     samples = [
         *making.group(tiny_model, store, count=6, seed=seed, name="one"),
         *making.group(tiny_model, store, count=3, seed=seed + 10, name="two"),

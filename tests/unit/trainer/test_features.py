@@ -48,7 +48,7 @@ def ready(learner: Learner, store: MediaStore, model: Path, step: int) -> ReadyB
     """The same images at every step, in several micro-batches."""
     samples = making.samples(model, store, count=6, seed=5)
     materializer = Materializer(learner.family, store, 1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, PackSize(96, 4096), 0.0)
+    preparer = BatchPreparer(learner.family, materializer, PackSize(96, 4096))
     made = preparer.prepare(Batch(step, samples), "")
     assert len(made.micro_batches) > 2 and made.num_images > 4
     return made

@@ -16,8 +16,9 @@ from sightline.families import load_family
 from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.trainer.distribute import ShareFeed
-from sightline.trainer.feed import BatchFeed, BatchPreparer, ReadyBatch
+from sightline.trainer.bad_media import BadMediaPolicy
+from sightline.trainer.distribute import ShareReader
+from sightline.trainer.feed import AnnouncedBatches, BatchPreparer, ReadyBatch
 from sightline.wire import Slot
 from sightline.wire.control import BatchReady
 from sightline.wire.micro_batch import MicroBatch
@@ -29,7 +30,8 @@ LIMIT = PackSize(1 << 20, 1 << 20)
 
 def preparer(model: Path, store: MediaStore, budget: float) -> BatchPreparer:
     family = load_family(model)
-    return BatchPreparer(family, Materializer(family, store, 1 << 24), LIMIT, budget)
+    policy = BadMediaPolicy(max_bad_fraction=budget)
+    return BatchPreparer(family, Materializer(family, store, 1 << 24), LIMIT, policy)
 
 
 def with_image(samples: list[Sample]) -> Sample:
@@ -113,7 +115,7 @@ def test_stop_ends_the_run_at_the_first_bad_image(tiny_model: Path, store: Media
     lost = with_image(samples)
     store.path(lost.items[0].ref.digest).unlink()
     strict = preparer(tiny_model, store, budget=1.0)
-    strict.on_bad_image = "stop"
+    strict.bad_media = BadMediaPolicy("stop")
     with pytest.raises(MediaMissing, match=f"sample {lost.trace_id} of step 3, image"):
         strict.prepare(Batch(3, samples), "")
 
@@ -144,23 +146,21 @@ class Shares:
     def __init__(self, *shares: RankAssignment) -> None:
         self._given = shares
 
-    def shares(self) -> Iterator[tuple[RankAssignment, list[np.ndarray | None]]]:
-        """Each without memory that was laid for it."""
-        for share in self._given:
-            yield share, []
+    def shares(self) -> Iterator[RankAssignment]:
+        return iter(self._given)
 
 
-def share_feed(model: Path, store: MediaStore, ready: ReadyBatch) -> ShareFeed:
+def share_reader(model: Path, store: MediaStore, ready: ReadyBatch) -> ShareReader:
     family = load_family(model)
     packs: list[MicroBatch | None] = [m.batch for m in ready.micro_batches]
     share = RankAssignment(ready.step, "", packs, [True] * len(packs))
-    return ShareFeed(Shares(share), Materializer(family, store, 1 << 24), 3, ready.step)
+    return ShareReader(Shares(share), Materializer(family, store, 1 << 24), 3)
 
 
 def test_a_rank_makes_the_pixels_of_its_share(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=4)
     ready = preparer(tiny_model, store, 0.0).prepare(Batch(7, samples), "")
-    [own] = share_feed(tiny_model, store, ready)
+    [own] = share_reader(tiny_model, store, ready)
     for ours, theirs in zip(own.micro_batches, ready.micro_batches, strict=True):
         assert np.array_equal(ours.patches, theirs.patches)
 
@@ -173,7 +173,7 @@ def test_an_image_that_fails_later_on_a_rank_stops_it_and_is_named(
     first = ready.micro_batches[0].batch.items[0]
     store.path(first.item.ref.digest).unlink()
     with pytest.raises(MediaMissing) as caught:
-        list(share_feed(tiny_model, store, ready))
+        list(share_reader(tiny_model, store, ready))
     for word in (f"sample {first.wanted_by} of step 7", first.item.ref.digest[:12]):
         assert word in caught.value.problem
     assert str(store.root) in caught.value.problem
@@ -186,7 +186,9 @@ def test_pixels_that_differ_on_a_rank_stop_it_also_where_the_sampler_said_nothin
         msgspec.structs.replace(s, slots=[Slot(x.offset, x.length, x.item) for x in s.slots])
         for s in making.samples(tiny_model, store, count=4)
     ]
-    allowing = replace(preparer(tiny_model, store, 0.0), allows_unverified_pixels=True)
+    allowing = replace(
+        preparer(tiny_model, store, 0.0), bad_media=BadMediaPolicy(allows_unverified_pixels=True)
+    )
     ready = allowing.prepare(Batch(7, samples), "")
     packed = ready.micro_batches[0].batch
     assert all(entry.pixel_digest for entry in packed.items), "rank 0 has digested them"
@@ -196,7 +198,7 @@ def test_pixels_that_differ_on_a_rank_stop_it_also_where_the_sampler_said_nothin
     with pytest.raises(
         PixelMismatch, match=f"of step 7, image {packed.items[0].item.ref.digest[:12]}"
     ):
-        list(share_feed(tiny_model, store, share))
+        list(share_reader(tiny_model, store, share))
 
 
 def test_past_the_budget_the_run_stops_and_says_why(tiny_model: Path, store: MediaStore) -> None:
@@ -209,7 +211,9 @@ def test_past_the_budget_the_run_stops_and_says_why(tiny_model: Path, store: Med
 def test_other_processor_settings_are_refused(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=4)
     family = load_family(tiny_model, max_pixels=4096)
-    other = BatchPreparer(family, Materializer(family, store, 1 << 24), LIMIT, 1.0)
+    other = BatchPreparer(
+        family, Materializer(family, store, 1 << 24), LIMIT, BadMediaPolicy(max_bad_fraction=1.0)
+    )
     with pytest.raises(FingerprintMismatch):
         other.prepare(Batch(1, samples), "")
 
@@ -224,7 +228,7 @@ def test_the_feed_hands_out_batches_in_order_and_refuses_a_gap(
         path.write_bytes(data)
         batches.append(BatchReady(step, str(path), digest_batch(data)))
     announced = iter(batches)
-    feed = iter(BatchFeed(lambda: next(announced), preparer(tiny_model, store, 0.0), 1))
+    feed = iter(AnnouncedBatches(lambda: next(announced), preparer(tiny_model, store, 0.0), 1))
     assert next(feed).step == 1
     with pytest.raises(ValueError, match="step 3 announced, step 2 is next"):
         next(feed)

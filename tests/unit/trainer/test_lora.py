@@ -27,8 +27,8 @@ from sightline.message import user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.run import RunDir
-from sightline.trainer import sft
-from sightline.trainer.build import build_learner
+from sightline.trainer import loop
+from sightline.trainer.build import build, build_learner
 from sightline.trainer.export import export_checkpoint
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
@@ -53,7 +53,7 @@ def learner_of(model: Path, store: MediaStore, train_vision: bool = True, **lora
 
 def batch_of(learner: Learner, model: Path, store: MediaStore) -> ReadyBatch:
     materializer = Materializer(learner.family, store, 1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20), 0.0)
+    preparer = BatchPreparer(learner.family, materializer, PackSize(1 << 20, 1 << 20))
     return preparer.prepare(Batch(1, making.samples(model, store, count=4)), "")
 
 
@@ -123,7 +123,7 @@ def test_adapters_in_a_tower_that_does_not_train_are_refused_at_load(kind: Any) 
         "lora": {"rank": 4, "vision_targets": ["*"]},
     }
     if kind is SftFile:
-        values["sft"] = {"output": "y"}
+        values["sft"] = {"output_dir": "y"}
     with pytest.raises(ConfigError, match="vision_targets needs"):
         validate_config(kind, values, "run.toml")
 
@@ -236,24 +236,24 @@ def test_a_run_with_adapters_resumes_bit_equal(tiny_model: Path, tmp_path: Path)
     values = {
         "model": {"path": str(tiny_model)},
         "env": {"name": "color_codeword"},
-        "sft": {"output": "", "batch_size": 4},
+        "sft": {"output_dir": "", "batch_size": 4},
         "run": {"steps": 4},
         "trainer": {"lr": 1e-2, "device": "cpu", "checkpoint_every": 2, "stall_timeout_s": 0},
         "lora": BOTH,
     }
 
-    def made(folder: str, steps: int) -> sft.SftComponents:
+    def made(folder: str, steps: int) -> loop.TrainerComponents:
         run_dir = RunDir(tmp_path / folder)
         run_dir.make()
-        output = {"sft": values["sft"] | {"output": str(tmp_path / folder / "out")}}  # type: ignore
+        output = {"sft": values["sft"] | {"output_dir": str(tmp_path / folder / "out")}}  # type: ignore
         config = SftFile.model_validate(values | output | {"run": {"steps": steps}})
-        return sft.build(config, run_dir)
+        return build(config, run_dir)
 
-    sft.run(made("whole", 4))
-    sft.run(made("two", 2))
+    loop.run(made("whole", 4))
+    loop.run(made("two", 2))
     second = made("two", 4)
     assert second.first_step == 2
-    sft.run(second)
+    loop.run(second)
     for file in ("model.safetensors", "adapter/adapter_model.safetensors"):
         one, two = (load_file(tmp_path / name / "out" / file) for name in ("whole", "two"))
         assert all(torch.equal(one[name], two[name]) for name in one)

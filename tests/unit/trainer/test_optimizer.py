@@ -16,7 +16,7 @@ from sightline.trainer.optimizer import build_optimizer, freeze_vision, lr_scale
 def test_the_learning_rate_rises_then_falls_to_its_end(
     schedule: str, middle: float, last: float
 ) -> None:
-    config = making.trainer_config(warmup_steps=4, schedule=schedule, final_lr_fraction=0.1)
+    config = making.trainer_config(warmup_steps=4, lr_schedule=schedule, final_lr_fraction=0.1)
     rates = [lr_scale(config, step, 24) for step in range(1, 25)]
     assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert rates[13] == pytest.approx(middle)

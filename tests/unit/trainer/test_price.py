@@ -15,7 +15,7 @@ from sightline.families import load_family
 from sightline.media import MediaStore
 from sightline.pack import CostModel, MicroBatchWork, PackSize, pack
 from sightline.trainer.feed import ReadyMicroBatch
-from sightline.trainer.learner import compute_hidden
+from sightline.trainer.forward_pass import compute_hidden
 from sightline.trainer.price import estimate_price
 
 

@@ -32,7 +32,7 @@ def learner(tiny_model: Path, store: MediaStore) -> Learner:
 def batch(learner: Learner, tiny_model: Path, store: MediaStore) -> ReadyBatch:
     samples = making.samples(tiny_model, store, count=6, seed=1)
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, WHOLE, max_bad_fraction=0.0)
+    preparer = BatchPreparer(learner.family, materializer, WHOLE)
     return preparer.prepare(Batch(5, samples), digest="")
 
 

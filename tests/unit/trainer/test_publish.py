@@ -17,10 +17,11 @@ from sightline.compute.weights import write_weights
 from sightline.run import RunDir, read_events
 from sightline.run.events import by_step
 from sightline.trainer import loop
-from sightline.trainer.build import build
+from sightline.trainer.build import Orchestrator, build
 from sightline.trainer.feed import ReadyBatch
-from sightline.trainer.learner import Learner, StepResult
+from sightline.trainer.learner import Learner
 from sightline.trainer.publish import Publisher, PublishTiming
+from sightline.trainer.step_result import StepResult
 from sightline.wire import control
 from sightline.wire.control import BatchReady, ControlMessage
 from sightline.wire.weights import Manifest
@@ -81,7 +82,7 @@ def test_a_version_written_after_the_next_step_holds_its_own_weights(
     steps = [batch.step for batch in batches]
     sent: list[ControlMessage] = []
     announced: Iterator[BatchReady | None] = iter([*batches, None])
-    parts = build(config, run_dir, lambda: next(announced), sent.append)
+    parts = build(config, run_dir, Orchestrator(lambda: next(announced), sent.append))
     async_publisher = parts.run_writer.async_publisher  # type: ignore[attr-defined]
     late = async_publisher.publisher = Late(async_publisher.publisher, last=steps[-1])
     parts.learner = Telling(parts.learner, late)  # type: ignore[arg-type]
@@ -122,7 +123,7 @@ def test_a_version_that_cannot_be_written_ends_a_loop_that_waits_for_a_batch(
         return batches.pop(0)
 
     sent: list[ControlMessage] = []
-    parts = build(run_file(tiny_model), run_dir, announcements, sent.append)
+    parts = build(run_file(tiny_model), run_dir, Orchestrator(announcements, sent.append))
     parts.run_writer.async_publisher.publisher = Broken()  # type: ignore[attr-defined]
     with pytest.raises(OSError, match="no space left"):
         loop.run(parts)

@@ -12,10 +12,17 @@ import pytest
 
 from sightline.errors import ProcessFailed
 from sightline.launch.processes import find_port
-from sightline.trainer import ranks as ranks_module
 from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo
 from sightline.trainer.watchdog import StallWatchdog
-from sightline.wire.rank_messages import RankAssignment, RankFailed
+from sightline.transport.zmq_channel import Spoke
+from sightline.wire import rank_messages as wire
+from sightline.wire.rank_messages import (
+    RankAssignment,
+    RankFailed,
+    RankReady,
+    RankStarted,
+    rank_process_name,
+)
 from sightline.wire.weights import WeightFile
 
 
@@ -41,16 +48,17 @@ class Ends:
 
 @contextmanager
 def ranks(
-    size: int, secrets: dict[int, str] | None = None
+    size: int, secrets: dict[int, str] | None = None, of: int = 0, **limits: float
 ) -> Iterator[tuple[LeadChannel, list[FollowerChannel]]]:
+    """Rank 0 and the others up to `size`, of `of` in all."""
     channel = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'test')}"
     ends = Ends()
-    lead = LeadChannel(RankInfo(0, size, "", channel, "s"), ends)
+    lead = LeadChannel(RankInfo(0, of or size, "", channel, "s"), ends, **limits)
     others = [
         FollowerChannel(RankInfo(rank, size, "", channel, (secrets or {}).get(rank, "s")), ends)
         for rank in range(1, size)
     ]
-    lead.ends = ends  # type: ignore[attr-defined]
+    lead.ends, lead.address = ends, channel  # type: ignore[attr-defined]
     yield lead, others
     for one in (*others, lead):
         one.close()
@@ -64,7 +72,7 @@ def test_every_rank_gets_its_own_share_in_order(monkeypatch: pytest.MonkeyPatch)
     with ranks(3) as (lead, others):
         for other in others:
             other.report_ready()
-        lead.gather(timeout_s=10)
+        lead.wait_until_loaded(timeout_s=10)
         # Answers come while others are still being sent theirs: this thread is slow to send.
         send = lead._send
         monkeypatch.setattr(lead, "_send", lambda *words: (send(*words), time.sleep(0.002)))
@@ -72,7 +80,7 @@ def test_every_rank_gets_its_own_share_in_order(monkeypatch: pytest.MonkeyPatch)
         for step in steps:
             lead.send_shares(shares(step, 2))
         lead.announce_end()
-        got = [[(share.step, share.digest) for share, _ in other.shares()] for other in others]
+        got = [[(share.step, share.digest) for share in other.shares()] for other in others]
         assert got == [[(step, name) for step in steps] for name in ("d1", "d2")]
         assert lead.ends.seen.empty()  # type: ignore[attr-defined]
 
@@ -82,23 +90,23 @@ def test_the_barrier_names_the_ranks_that_are_missing() -> None:
         others[1].report_ready()
         assert not lead._wait(lambda: {2} - lead._ready.keys(), 30)
         with pytest.raises(ProcessFailed, match=r"ranks \[1, 3\] of 4 are missing"):
-            lead.gather(timeout_s=0.5)
+            lead.wait_until_loaded(timeout_s=0.5)
 
 
 def test_ranks_that_never_start_are_named_before_any_collective() -> None:
     channel = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'test')}"
     lead = LeadChannel(RankInfo(0, 4, "", channel, "s"), Ends())
     started = FollowerChannel(RankInfo(2, 4, "", channel, "s"), Ends())
-    assert not lead._wait(lambda: {2} - lead._here, 30)
+    assert not lead._wait(lambda: {2} - lead._started, 30)
     with pytest.raises(ProcessFailed, match=r"ranks \[1, 3\] of 4 are missing"):
-        lead.meet(timeout_s=0.2)
+        lead.wait_for_start(timeout_s=0.2)
     for one in (started, lead):
         one.close()
 
 
 def test_a_rank_that_fails_while_it_loads_ends_the_others() -> None:
     with ranks(3) as (lead, others):
-        lead.meet(timeout_s=30)
+        lead.wait_for_start(timeout_s=30)
         others[0].fail("OSError: no such checkpoint")
         ended = lead.ends.take(2)  # type: ignore[attr-defined]
         assert ended == {r: RankFailed(1, "OSError: no such checkpoint") for r in (0, 2)}
@@ -111,22 +119,22 @@ def test_the_files_of_a_checkpoint_are_those_of_its_step() -> None:
         return WeightFile(f"rank_{rank}", step, f"{step}" * 64)
 
     with ranks(3) as (lead, others):
-        lead.meet(timeout_s=30)
+        lead.wait_for_start(timeout_s=30)
         for step in (1, 2):
-            others[0].report_file(step, file(step, 1))
-        others[1].report_file(1, file(1, 2))
-        assert not lead._wait(lambda: {(2, 1)} - lead._wrote.keys(), 30)  # type: ignore[arg-type]
-        assert lead.wait_for_files(1) == [file(1, 1), file(1, 2)]
-        others[1].report_file(2, file(2, 2))
-        assert lead.wait_for_files(2) == [file(2, 1), file(2, 2)]
-        assert not lead._wrote
+            others[0].collect_files(step, file(step, 1))
+        others[1].collect_files(1, file(1, 2))
+        assert not lead._wait(lambda: {(2, 1)} - lead._written.keys(), 30)  # type: ignore[arg-type]
+        assert lead.collect_files(1, file(1, 0)) == [file(1, 0), file(1, 1), file(1, 2)]
+        others[1].collect_files(2, file(2, 2))
+        assert lead.collect_files(2, file(2, 0)) == [file(2, 0), file(2, 1), file(2, 2)]
+        assert not lead._written
 
 
 def test_a_rank_with_another_secret_is_not_let_in() -> None:
     with ranks(2, {1: "guess"}) as (lead, others):
         others[0].report_ready()
         with pytest.raises(ProcessFailed, match=r"ranks \[1\] of 2 are missing") as error:
-            lead.gather(timeout_s=0.5)
+            lead.wait_until_loaded(timeout_s=0.5)
         assert "secret" in error.value.fix
 
 
@@ -135,7 +143,7 @@ def test_ranks_that_start_from_different_steps_are_refused() -> None:
         for other, step in zip(others, (4, 2), strict=True):
             other.report_ready(step)
         with pytest.raises(ProcessFailed, match=r"rank 0 starts from step 4, others from {2: 2}"):
-            lead.gather(4, timeout_s=10)
+            lead.wait_until_loaded(4, timeout_s=10)
 
 
 @pytest.mark.parametrize("step", [1, 3, 4])
@@ -143,7 +151,7 @@ def test_a_share_of_another_step_ends_all(step: int) -> None:
     with ranks(3) as (lead, others):
         for other in others:
             other.report_ready(1)
-        lead.gather(1, timeout_s=10)
+        lead.wait_until_loaded(1, timeout_s=10)
 
         def send_shares() -> None:
             with suppress(ProcessFailed):  # nobody takes it, and here nobody is ended
@@ -151,7 +159,7 @@ def test_a_share_of_another_step_ends_all(step: int) -> None:
 
         threading.Thread(target=send_shares, daemon=True).start()
         ended = lead.ends.take_all({0, 1, 2})  # type: ignore[attr-defined]
-        assert any(f"was sent Share {step}, not 2" in failed.problem for failed in ended)
+        assert any(f"was sent RankAssignment {step}, not 2" in failed.problem for failed in ended)
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
@@ -159,7 +167,7 @@ def test_the_failure_of_one_reaches_every_other(culprit: int) -> None:
     with ranks(3) as (lead, others):
         for other in others:
             other.report_ready()
-        lead.gather(timeout_s=10)
+        lead.wait_until_loaded(timeout_s=10)
         everyone: list[LeadChannel | FollowerChannel] = [lead, *others]
         everyone[culprit].fail("RuntimeError: out of luck")
         ended = lead.ends.take(2)  # type: ignore[attr-defined]
@@ -167,36 +175,34 @@ def test_the_failure_of_one_reaches_every_other(culprit: int) -> None:
         assert set(ended.values()) == {RankFailed(culprit, "RuntimeError: out of luck")}
 
 
-def test_ranks_that_do_not_take_their_share_or_do_not_write_are_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ranks_module, "DELIVER_S", 0.2)
-    monkeypatch.setattr(ranks_module, "WRITE_S", 0.2)
-    with ranks(3) as (lead, others):
-        for other in others:
-            other.report_ready()
-        lead.gather(timeout_s=30)
-        monkeypatch.setattr(others[1], "_take", lambda message: None)
+def test_ranks_that_do_not_take_their_share_or_do_not_write_are_named() -> None:
+    with ranks(2, of=3, deliver_s=0.2, write_s=0.2) as (lead, others):
+        others[0].report_ready()
+        # Rank 2 says that it is ready, and never listens.
+        deaf = Spoke(lead.address, rank_process_name(2), "s")
+        for message in (RankStarted(2), RankReady(2, 0)):
+            deaf.send(wire.encode(message))
+        lead.wait_until_loaded(timeout_s=30)
         # A slow machine may name the other too.
         with pytest.raises(ProcessFailed, match=r"2\] have not taken their share of step 1 within"):
             lead.send_shares(shares(1, 2))
-        others[0].report_file(4, WeightFile("rank_1", 1, "1"))
-        assert not lead._wait(lambda: {(4, 1)} - lead._wrote.keys(), 30)  # type: ignore[arg-type]
+        others[0].collect_files(4, WeightFile("rank_1", 1, "1"))
+        assert not lead._wait(lambda: {(4, 1)} - lead._written.keys(), 30)  # type: ignore[arg-type]
         with pytest.raises(ProcessFailed, match=r"ranks \[2\] have not written .* step 4 within"):
-            lead.wait_for_files(4)
+            lead.collect_files(4, WeightFile("rank_0", 1, "0"))
+        deaf.close()
 
 
-def test_a_pulse_is_stuck_only_while_there_is_work() -> None:
-    watchdog = StallWatchdog()
-    watchdog._limit_s = 0.01
+def test_a_process_is_stuck_only_while_there_is_work() -> None:
+    watchdog = StallWatchdog()  # without a limit nothing ends the process
     moved = threading.Event()
     moved.wait(0.05)
     assert not watchdog.problem()
-    watchdog.mark("step 3")
+    watchdog.enter("step 3")
     moved.wait(0.05)
     assert "in step 3" in watchdog.problem()
-    watchdog.mark("the export", min_limit_s=60)
+    watchdog.enter("the export", min_limit_s=60)
     moved.wait(0.05)
     assert not watchdog.problem(), "it is given longer than a step"
-    watchdog.rest()
+    watchdog.idle()
     assert not watchdog.problem()

@@ -15,7 +15,7 @@ from sightline.errors import ResumeRefused
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.trainer import loop
-from sightline.trainer.build import build
+from sightline.trainer.build import Orchestrator, build
 from sightline.trainer.ledger import Ledger
 from sightline.wire.control import BatchReady, ControlMessage, PublishedWeights, TrainingFinished
 from sightline.wire.sample import Batch, digest_batch
@@ -86,11 +86,11 @@ def train(
             source.append(announcements())
         return next(source[0])
 
-    parts = build(config, run_dir, next_announcement, send)
+    parts = build(config, run_dir, Orchestrator(next_announcement, send))
     try:
         loop.run(parts)
     except Killed:
-        parts.run_writer.saver.wait()  # type: ignore[attr-defined]
+        parts.run_writer.saver.wait()
     return sent
 
 

@@ -15,17 +15,20 @@ from safetensors.torch import load_file
 from sightline.config import SftFile
 from sightline.envs.color_codeword import LETTERS, ColorCodeword
 from sightline.errors import MediaError, MessageError
+from sightline.media import MediaStore
 from sightline.message import assistant, system, user
 from sightline.run import RunDir, read_events
 from sightline.run.events import by_step
-from sightline.trainer import sft
+from sightline.trainer import loop, sft
+from sightline.trainer.build import build, build_conversations, build_learner, build_materializer
+from sightline.trainer.learner import Learner
 from sightline.wire.event import Event
 
 
 def config_of(model: Path, folder: Path, **sections: dict[str, Any]) -> SftFile:
     values: dict[str, dict[str, Any]] = {
         "model": {"path": str(model)},
-        "sft": {"output": str(folder / "out"), "batch_size": 4},
+        "sft": {"output_dir": str(folder / "out"), "batch_size": 4},
         "run": {"steps": 6},
         "media": {"root": str(folder / "media")},
         "trainer": {"lr": 1e-2, "device": "cpu", "checkpoint_every": 2, "stall_timeout_s": 0},
@@ -35,10 +38,17 @@ def config_of(model: Path, folder: Path, **sections: dict[str, Any]) -> SftFile:
     return SftFile.model_validate(values)
 
 
-def made(config: SftFile, folder: Path) -> sft.SftComponents:
+def made(config: SftFile, folder: Path) -> loop.TrainerComponents:
     run_dir = RunDir(folder)
     run_dir.make()
-    return sft.build(config, run_dir)
+    return build(config, run_dir)
+
+
+def conversations(config: SftFile) -> tuple[Learner, sft.ConversationBatches]:
+    """The batches of a run by themselves, and what would learn from them."""
+    store = MediaStore(Path(config.media.root))
+    learner = build_learner(config.model, config.trainer, store, 1, supervised=True)
+    return learner, build_conversations(config, learner, build_materializer(learner, store))
 
 
 def events(folder: Path, kind: str) -> dict[int, Event]:
@@ -73,8 +83,7 @@ def test_demonstrations_as_trained_tell_nothing_about_colours(
     warmup: SftFile, tmp_path: Path
 ) -> None:
     """The letters that the warm-up trains on are right no more often than by chance."""
-    batches = made(warmup, tmp_path / "run").batches
-    assert batches is not None
+    _, batches = conversations(warmup)
     env = ColorCodeword(spelled_fraction=0.0)
     right = total = 0
     for i in range(300):
@@ -89,8 +98,7 @@ def test_demonstrations_as_trained_tell_nothing_about_colours(
 
 
 def test_only_what_the_assistant_says_is_trained(warmup: SftFile, tmp_path: Path) -> None:
-    batches = made(warmup, tmp_path / "run").batches
-    assert batches is not None
+    _, batches = conversations(warmup)
     talk = [system("be brief"), user("red"), assistant("A B"), user("blue"), assistant("C")]
     sample = sft.build_sample(talk, batches.renderer, "s")
     trained = batches.renderer.decode(sample.token_ids.numpy()[sample.trained.numpy()].tolist())
@@ -100,7 +108,7 @@ def test_only_what_the_assistant_says_is_trained(warmup: SftFile, tmp_path: Path
 
 
 def test_the_loss_falls_and_a_checkpoint_is_written(warmup: SftFile, tmp_path: Path) -> None:
-    sft.run(made(warmup, tmp_path / "run"))
+    loop.run(made(warmup, tmp_path / "run"))
     losses = [event.values["loss"] for event in events(tmp_path / "run", "sft").values()]
     assert len(losses) == 6 and losses[-1] < losses[0]
     assert (tmp_path / "out" / "model.safetensors").is_file()
@@ -114,17 +122,16 @@ def test_the_loss_is_the_mean_of_minus_log_pi(
     from transformers import AutoModelForImageTextToText
 
     config = config_of(tiny_model, tmp_path, data={"path": str(talks)}, run={"steps": 1})
-    parts = made(config, tmp_path / "run")
-    assert parts.batches is not None
-    family: Any = parts.learner.family
+    learner, batches = conversations(config)
+    family: Any = learner.family
     model = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float64)
     total, num = 0.0, 0
     for i in range(4):
-        found = parts.batches.source.conversation(i, "train")
-        sample = sft.build_sample(found.messages, parts.batches.renderer, found.name)
+        found = batches.source.conversation(i, "train")
+        sample = sft.build_sample(found.messages, batches.renderer, found.name)
         ids = torch.from_numpy(sample.token_ids.numpy().astype(np.int64))[None]
         [item] = sample.items
-        image = parts.batches.preparer.materializer.store.image(item.ref)
+        image = batches.preparer.materializer.store.image(item.ref)
         with torch.no_grad():
             logits = model(
                 input_ids=ids,
@@ -132,12 +139,12 @@ def test_the_loss_is_the_mean_of_minus_log_pi(
                 image_grid_thw=torch.tensor([item.grid]),
                 mm_token_type_ids=torch.isin(ids, torch.tensor(family.slot_token_ids)).int(),
             ).logits[0]
-        logits[:, list(parts.learner.pad_ids)] = float("-inf")
+        logits[:, list(learner.pad_ids)] = float("-inf")
         trained = sample.trained.numpy().astype(np.int64)
         logs = torch.log_softmax(logits[trained - 1], dim=-1)
         total -= float(logs[torch.arange(len(trained)), ids[0][trained]].sum())
         num += len(trained)
-    sft.run(parts)
+    loop.run(made(config, tmp_path / "run"))
     got = events(tmp_path / "run", "sft")[1].values
     assert got["loss"] == pytest.approx(total / num, rel=1e-5)
     assert got["trained_tokens"] == num and got["images"] == 4
@@ -146,20 +153,18 @@ def test_the_loss_is_the_mean_of_minus_log_pi(
 def test_what_is_held_out_is_measured_and_never_trains(
     tiny_model: Path, talks: Path, tmp_path: Path
 ) -> None:
-    data = {"path": str(talks), "eval": 0.5}
+    data = {"path": str(talks), "eval_fraction": 0.5}
     config = config_of(tiny_model, tmp_path, data=data, sft={"eval_every": 2, "batch_size": 3})
-    parts = made(config, tmp_path / "run")
-    assert parts.batches is not None and parts.batches.source.num_held_out == 5
-    sft.run(parts)
+    learner, batches = conversations(config)
+    assert batches.source.num_held_out == 5
+    loop.run(made(config, tmp_path / "run"))
     found = events(tmp_path / "run", "sft_eval")
     assert list(found) == [0, 2, 4, 6]
     losses = [event.values["loss"] for event in found.values()]
     assert losses[-1] < losses[0]
     assert len({event.values["trained_tokens"] for event in found.values()}) == 1
     # The first, by hand: all five, whatever the batches were.
-    fresh = made(config, tmp_path / "again")
-    assert fresh.batches is not None
-    sums = [fresh.learner.evaluate(ready) for ready in fresh.batches.held_out(0)]
+    sums = [learner.evaluate(ready) for ready in batches.held_out(0)]
     assert len(sums) == 2
     mean = sum(nll for nll, _ in sums) / sum(num for _, num in sums)
     assert losses[0] == pytest.approx(mean, rel=1e-6)
@@ -168,11 +173,11 @@ def test_what_is_held_out_is_measured_and_never_trains(
 def test_killed_and_resumed_is_bit_equal_to_never_killed(
     tiny_model: Path, talks: Path, tmp_path: Path
 ) -> None:
-    data = {"path": str(talks), "eval": 0.2}
-    whole = config_of(tiny_model, tmp_path, data=data, sft={"output": str(tmp_path / "whole")})
-    sft.run(made(whole, tmp_path / "a"))
+    data = {"path": str(talks), "eval_fraction": 0.2}
+    whole = config_of(tiny_model, tmp_path, data=data, sft={"output_dir": str(tmp_path / "whole")})
+    loop.run(made(whole, tmp_path / "a"))
     broken = whole.model_copy(
-        update={"sft": whole.sft.model_copy(update={"output": str(tmp_path / "two")})}
+        update={"sft": whole.sft.model_copy(update={"output_dir": str(tmp_path / "two")})}
     )
     parts = made(broken, tmp_path / "b")
 
@@ -187,11 +192,11 @@ def test_killed_and_resumed_is_bit_equal_to_never_killed(
 
     feed, parts.feed = parts.feed, until(5)
     with pytest.raises(Killed):
-        sft.run(parts)
+        loop.run(parts)
     parts.run_writer.saver.wait()  # a process that is killed takes its threads along
     second = made(broken, tmp_path / "b")
     assert second.first_step == 4, "the checkpoint of step 4 is the last, and step 5 is lost"
-    sft.run(second)
+    loop.run(second)
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "two"))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert sorted(events(tmp_path / "b", "sft")) == [1, 2, 3, 4, 5, 6]
@@ -209,7 +214,7 @@ def test_a_row_whose_image_is_bad_costs_itself(
         "run": {"steps": 1},
     }
     config = config_of(tiny_model, tmp_path, **sections, media=budget)
-    sft.run(made(config, tmp_path / "run"))
+    loop.run(made(config, tmp_path / "run"))
     values = events(tmp_path / "run", "sft")[1].values
     assert values["samples"] == 8 and values["bad"] == {"MediaRefused": 1, "MediaError": 1}
     lost = [
@@ -220,4 +225,4 @@ def test_a_row_whose_image_is_bad_costs_itself(
     for change in ({"max_bad_fraction": 0.1}, {"on_bad_image": "stop"}):
         strict = config_of(tiny_model, tmp_path, **sections, media=budget | change)
         with pytest.raises(MediaError, match="row"):
-            sft.run(made(strict, tmp_path / "strict"))
+            loop.run(made(strict, tmp_path / "strict"))

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from sightline.algo.aggregation import AggregationFunction
+from sightline.algo.registry import load_aggregation
 from sightline.media import MediaStore
-from sightline.pack import LossAggregation, PackSize
+from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer
@@ -26,7 +28,8 @@ from sightline.wire.sample import Batch, Sample
 SCALE = 1.05
 """The policy has moved from its reference by so much: a KL of nothing proves nothing."""
 KL_WEIGHT, LOW, HIGH, CAP = 0.3, 0.2, 0.28, 1.5
-CHANGES = {"kl_coef": KL_WEIGHT, "clip_low": LOW, "clip_high": HIGH, "importance_cap": CAP}
+CLIP = {"clip_low": LOW, "clip_high": HIGH}
+LOSS_ARGS = {"ppo": CLIP, "cispo": CLIP, "gspo": CLIP, "tis": {"ratio_cap": CAP}}
 
 
 @dataclass
@@ -60,7 +63,7 @@ def drawn(
 
 
 def learner_of(model: Path, store: MediaStore, loss: str) -> Learner:
-    config = making.trainer_config(**CHANGES, loss=loss)
+    config = making.trainer_config(kl_coef=KL_WEIGHT, loss=loss, loss_args=LOSS_ARGS[loss])
     learner = build_learner(making.model_config(model), config, store, steps=10)
     move(learner.forward.model)
     return learner
@@ -147,11 +150,13 @@ def naive_losses(plain: Plain, loss: str) -> list[float]:
 
 
 def taken(
-    learner: Learner, store: MediaStore, plain: list[Plain], average: LossAggregation
+    learner: Learner, store: MediaStore, plain: list[Plain], aggregation: AggregationFunction
 ) -> float:
     """The loss that the learner comes to, over several packs."""
     materializer = Materializer(learner.family, store, max_bytes=1 << 24)
-    preparer = BatchPreparer(learner.family, materializer, PackSize(160, 4096), 0.0, average)
+    preparer = BatchPreparer(
+        learner.family, materializer, PackSize(160, 4096), aggregation=aggregation
+    )
     ready = preparer.prepare(Batch(1, [one.sample for one in plain]), digest="")
     assert len(ready.micro_batches) > 1
     found = learner.step(ready).metrics["loss"]
@@ -170,7 +175,7 @@ def test_the_loss_of_a_batch_is_that_of_plain_loops_in_float64(
         policy = naive_losses(one, loss)
         want += sum(p + KL_WEIGHT * k for p, k in zip(policy, one.kl, strict=True)) / total
         blind += sum(p + KL_WEIGHT * k for p, k in zip(policy, one.kl_blind, strict=True)) / total
-    got = taken(learner_of(tiny_model, store, loss), store, plain, LossAggregation("tokens"))
+    got = taken(learner_of(tiny_model, store, loss), store, plain, load_aggregation("tokens"))
     assert got == pytest.approx(want, rel=2e-5)
     assert abs(got - blind) > 100 * abs(got - want), "a reference without images is another"
 
@@ -185,6 +190,7 @@ def test_other_averages_are_those_of_plain_loops_too(
         weight = 1 / 7.0 if by == "constant" else 1 / (len(plain) * len(one.logprobs))
         policy = naive_losses(one, "ppo")
         want += weight * sum(p + KL_WEIGHT * k for p, k in zip(policy, one.kl, strict=True))
-    average = LossAggregation(by, 7.0)  # type: ignore[arg-type]
+    args = {"divisor": 7.0} if by == "constant" else {}
+    average = load_aggregation(by, args)
     got = taken(learner_of(tiny_model, store, "ppo"), store, plain, average)
     assert got == pytest.approx(want, rel=2e-5)

@@ -23,8 +23,9 @@ from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, assistant, user
 from sightline.pack import CostModel, MicroBatchWork, PackSize
+from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.build import build_learner, build_materializer
-from sightline.trainer.distribute import BatchDistributor, ShareFeed
+from sightline.trainer.distribute import BatchDistributor, ShareReader
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.price import estimate_price
 from sightline.trainer.ranks import SINGLE_RANK, FollowerChannel, LeadChannel, RankInfo
@@ -91,9 +92,8 @@ class StepBench:
 
     def ready(self, shape: BatchShape, seed: int = 0, limit: PackSize = NO_LIMIT) -> ReadyBatch:
         """The batch, with its pixels made."""
-        preparer = BatchPreparer(
-            self.learner.family, self.materializer, limit, 0.0, allows_unverified_pixels=True
-        )
+        unverified = BadMediaPolicy(allows_unverified_pixels=True)
+        preparer = BatchPreparer(self.learner.family, self.materializer, limit, unverified)
         return preparer.prepare(self.batch(shape, seed), "")
 
     def batch(self, shape: BatchShape, seed: int = 0) -> Batch:
@@ -205,14 +205,12 @@ def _rank_batches(trial: StepBench, point: ScalePoint, ranks: RankInfo) -> Itera
     if not ranks.is_lead:
         follow = FollowerChannel(ranks)
         follow.report_ready()
-        yield from ShareFeed(follow, trial.materializer, trial.learner.family.num_axes, 1)
+        yield from ShareReader(follow, trial.materializer, trial.learner.family.num_axes)
         return
     lead = LeadChannel(ranks)
-    lead.gather()
-    give = BatchDistributor(lead, ranks.size, trial.counted, max_shared_bytes=1 << 30)
-    for ready in _single_rank_batches(trial, point):
-        yield give(ready)
-    lead.announce_end()
+    lead.wait_until_loaded()
+    distributor = BatchDistributor(lead, ranks.size, trial.counted)
+    yield from distributor.iterate_shares(_single_rank_batches(trial, point))
 
 
 def _prepare_batch(trial: StepBench, point: ScalePoint) -> ReadyBatch:

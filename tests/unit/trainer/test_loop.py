@@ -18,22 +18,22 @@ class Notes:
 
     def __getattr__(self, name: str) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
-            self.found["last " * bool(kwargs.get("last")) + name] = self.watchdog._doing
+            self.found["last " * bool(kwargs.get("last")) + name] = self.watchdog.activity
             return self
 
         return called
 
     def __iter__(self) -> Iterator[Any]:
-        self.found["wait"] = self.watchdog._doing
+        self.found["wait"] = self.watchdog.activity
         yield self
-        self.found["wait again"] = self.watchdog._doing
+        self.found["wait again"] = self.watchdog.activity
 
-    step = 7
+    step, held_out = 7, False
 
 
 class Learns(Notes):
     def step(self, ready: Any) -> Any:  # type: ignore[override]
-        self.watchdog.mark("micro-batch 1 of step 7")
+        self.watchdog.enter("micro-batch 1 of step 7")
         return self
 
 
@@ -52,4 +52,4 @@ def test_everything_but_waiting_for_a_batch_is_marked() -> None:
         "last checkpoint": "the last checkpoint, of step 7",
         "finish": "the export",
     }
-    assert not watchdog._doing
+    assert not watchdog.activity
