@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ SRC = ROOT / "src" / "sightline"
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 NAMES = [page.name for page in PAGES]
 KEYS = {
-    f"[{section}] {name}"
+    (section, name)
     for kind in (config.RunFile, config.SftFile)
     for section, name, _ in config.iter_settings(kind)
 }
@@ -50,11 +51,14 @@ def test_files_that_are_named_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_settings_that_are_named_exist(page: Path) -> None:
     text = " ".join(page.read_text().split())
-    sections = {key.split("]")[0] + "]" for key in KEYS}
-    named = {f"{s} {key}" for s, key in re.findall(r"`(\[\w+\]) (\w+)\b", text) if s in sections}
-    assert sorted(named - KEYS) == []
-    old = {f"[{key.split('.')[0]}] {key.split('.')[1]}" for key in RENAMED}
-    assert [key for key in old - KEYS if key in text] == []
+    sections = {section for section, _ in KEYS}
+    named = set(re.findall(r"`\[(\w+)\] (\w+)\b", text))
+    for block in re.findall(r"```toml\n(.*?)```", page.read_text(), re.S):
+        for section, values in tomllib.loads(block).items():
+            named |= {(section, key) for key in values}
+    assert [(s, key) for s, key in sorted(named - KEYS) if s in sections] == []
+    old = {key.split(".")[1] for key in RENAMED} - {key for _, key in KEYS}
+    assert [key for key in old if "_" in key and re.search(rf"`{key}\b", text)] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
