@@ -74,3 +74,14 @@ def test_a_walk_names_each_file_once(title: str) -> None:
     assert len(files) > 20 and len(files) == len(set(files))
     assert len(re.findall(r"[\w/]+\.py\b", walk)) == len(files), "every file in its own line"
     assert [file for file in files if not (SRC / file).is_file()] == []
+
+
+def test_the_changelog_has_every_renamed_setting() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    rows = [f"| `{spell(was)}` | `{spell(now)}` |" for was, now in RENAMED.items()]
+    assert [row for row in rows if row not in text] == []
+
+
+def spell(key: str) -> str:
+    section, _, name = key.rpartition(".")
+    return f"[{section}] {name}"
