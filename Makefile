@@ -28,20 +28,22 @@ VLLM_TESTS := tests/contract/test_engine.py tests/contract/test_engine_adapters.
 # What of them serves the tiny checkpoint of a second family, whose layout vLLM does not read.
 VLLM_KIMI_TESTS := tests/vllm/test_exact.py tests/contract/test_engine.py
 ADAPTERS := gymnasium verifiers openenv
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# One wheel cache serves every environment. uv does not read pip's configuration: it is told where
+# pip finds links, or it would take the CUDA build of torch.
+UV = $(BIN)/uv
+FIND_LINKS = $$($(BIN)/python -m pip config list | sed -n "s/^.*find-links='\(.*\)'$$/--find-links \1/p" | sort -u)
+UV_INSTALL = $(UV) pip install --quiet $(FIND_LINKS) -c constraints.txt --python
 
 # What the GPU machine lacks, with the dependencies that it lacks too (it takes 64 MiB in all).
 BUNDLE_ARCH ?= x86_64
-BUNDLED := annotated-doc annotated-types anyio click fastapi h11 httptools hypothesis idna msgspec \
+BUNDLED := cachetools jaxtyping tomli-w wadler-lindig annotated-doc annotated-types anyio click fastapi h11 httptools hypothesis idna msgspec \
 	opentelemetry-api pydantic pydantic-core pytest-timeout pyzmq sortedcontainers starlette \
 	typing-extensions typing-inspection uvicorn uvloop
 BUNDLE_TAGS := --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none \
 	--platform manylinux_2_28_$(BUNDLE_ARCH) --platform manylinux_2_17_$(BUNDLE_ARCH) \
 	--platform manylinux2014_$(BUNDLE_ARCH) --platform any
 
-# What a worker needs of the project's dependencies, and the tests of the adapters with it.
-WORKER := aiohttp httptools jinja2 msgspec numpy pillow pydantic pyzmq rich safetensors tokenizers \
-	uvloop hypothesis pytest pytest-timeout
 # What the tests of an adapter play with, besides its own extra of pyproject.toml.
 PLAYED_gymnasium := minigrid
 
@@ -56,9 +58,12 @@ help: ## list the targets
 
 $(VENV): $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(UV):
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP_INSTALL) -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+
+$(STAMP): pyproject.toml constraints.txt $(UV)
+	$(UV_INSTALL) $(BIN)/python -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP) ## train a tiny model on a CPU, from nothing to a report (SEED=0)
@@ -118,7 +123,7 @@ test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transf
 # Without its dependencies: the environment has them, and its torch is to stay as it is.
 $(TORCHVISION): constraints.txt
 	rm -rf $@
-	$(BIN)/python $(PIP_INSTALL) --no-deps --target $@ torchvision
+	$(UV_INSTALL) $(BIN)/python --no-deps --target $@ torchvision
 	@touch $@
 
 # Each in a virtual environment of its own, for their pins clash; the server that the tests start
@@ -129,15 +134,11 @@ test-adapter-%: $(STAMP) .venv-adapters-%/.installed
 	SERVER_PYTHON=$(CURDIR)/$(BIN)/python .venv-adapters-$*/bin/python -m pytest \
 		-o filterwarnings=default tests/adapters/test_$*.py
 
-# Without torch and transformers of its own accord: a worker loads neither.
-.venv-adapters-%/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv --clear .venv-adapters-$*
+.venv-adapters-%/.installed: pyproject.toml constraints.txt $(UV)
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-adapters-$*
 	grep -vE '^(jiter|openai)==' constraints.txt > .venv-adapters-$*/constraints.txt
-	.venv-adapters-$*/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c .venv-adapters-$*/constraints.txt $(WORKER) $(PLAYED_$*) \
-		$$($(PYTHON) -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-			print(*project['optional-dependencies']['$*'])")
-	.venv-adapters-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(UV) pip install --quiet $(FIND_LINKS) -c .venv-adapters-$*/constraints.txt \
+		--python .venv-adapters-$*/bin/python -e '.[$*]' hypothesis pytest pytest-timeout $(PLAYED_$*)
 	@touch $@
 
 # The suites of the generate protocol again, with vLLM as the server, and what only it has.
@@ -149,15 +150,13 @@ test-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the generate protocol on vLLM, in
 # torch first: the package asks for a build that a range would not find. It brings CUDA builds that
 # a CPU cannot load: two are not needed, and torchvision is told of the operators that it lacks.
 # Its pins of three packages differ from ours; pixels depend on none of them.
-$(VLLM_VENV)/.installed: pyproject.toml constraints.txt $(wildcard tests/vllm/environment/*)
-	$(PYTHON) -m venv --clear $(VLLM_VENV)
+$(VLLM_VENV)/.installed: pyproject.toml constraints.txt $(UV) $(wildcard tests/vllm/environment/*)
+	$(UV) venv --quiet --clear --python $(PYTHON) $(VLLM_VENV)
 	grep -vE '^(fastapi|numpy|setuptools)==' constraints.txt > $(VLLM_VENV)/constraints.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c $(VLLM_VENV)/constraints.txt torch
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c $(VLLM_VENV)/constraints.txt $(VLLM)
-	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(UV) pip install --quiet $(FIND_LINKS) -c $(VLLM_VENV)/constraints.txt \
+		--python $(VLLM_VENV)/bin/python torch $(VLLM)
+	$(UV) pip uninstall --quiet --python $(VLLM_VENV)/bin/python torchaudio torchcodec
+	$(UV) pip install --quiet --no-deps --python $(VLLM_VENV)/bin/python -e .
 	cp tests/vllm/environment/*.py tests/vllm/environment/*.pth \
 		"$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	@touch $@
@@ -166,10 +165,10 @@ bench-trl: $(STAMP) .venv-trl/.installed ## the demo's training step beside TRL'
 	$(BIN)/python bench/trl_step.py --python .venv-trl/bin/python
 
 # torchvision without its dependencies, which would bring a torch for CUDA.
-.venv-trl/.installed: constraints.txt
-	$(PYTHON) -m venv --clear .venv-trl
-	.venv-trl/bin/python $(PIP_INSTALL) torch transformers pillow trl==$(TRL_VERSION)
-	.venv-trl/bin/python $(PIP_INSTALL) --no-deps torchvision
+.venv-trl/.installed: constraints.txt $(UV)
+	$(UV) venv --quiet --clear --python $(PYTHON) .venv-trl
+	$(UV_INSTALL) .venv-trl/bin/python torch transformers pillow trl==$(TRL_VERSION)
+	$(UV_INSTALL) .venv-trl/bin/python --no-deps torchvision
 	@touch $@
 
 smoke: $(STAMP) ## the mini browser task for one step, and what the trainer was sent (needs Chromium)
@@ -197,14 +196,15 @@ screenshots: $(STAMP) web ## docs/screens, of a run of the demo (DEMO=runs/color
 
 docs: $(STAMP) ## write the pages of docs/ that are made from the code
 	$(BIN)/sightline config schema > docs/settings.md
+	$(BIN)/python tests/import_graph.py
 
 wheel: $(STAMP) web ## build wheel and sdist into dist/
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 
 test-wheel: wheel ## install the wheel into an empty environment and run a few steps of the demo
-	$(PYTHON) -m venv --clear $(WHEEL_VENV)
-	$(WHEEL_VENV)/bin/python $(PIP_INSTALL) dist/sightline-*.whl
+	$(UV) venv --quiet --clear --python $(PYTHON) $(WHEEL_VENV)
+	$(UV_INSTALL) $(WHEEL_VENV)/bin/python "$$(ls dist/sightline_rl-*.whl)[train]"
 	@set -eu; scratch=$$(mktemp -d); trap 'rm -rf "$$scratch"' EXIT; \
 	sightline="$(CURDIR)/$(WHEEL_VENV)/bin/sightline"; \
 	mkdir -p "$$scratch/$(EXAMPLE)"; cp $(EXAMPLE)/*.toml "$$scratch/$(EXAMPLE)/"; \

@@ -177,7 +177,7 @@ class Bench:
         trainer = TrainerConfig.model_validate({
             "device": args.device, "lr": 1e-6, "master_dtype": "model",
             "activation_checkpointing": checkpointing,
-            "compile": args.compile if backend is None else backend,
+            "compile_backend": args.compile if backend is None else backend,
         })  # fmt: skip
         model = ModelConfig.model_validate({"path": str(self.model), "dtype": args.dtype})
         return build_learner(model, trainer, self.store, steps=1 << 30)
