@@ -62,8 +62,13 @@ def test_settings_that_are_named_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_the_distribution_has_its_own_name(page: Path) -> None:
-    assert not re.search(r"pip install [^`\n]*\bsightline(?!-rl)", page.read_text())
+def test_the_distribution_and_its_extras_exist(page: Path) -> None:
+    text = page.read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert not re.search(r"pip install [^`\n]*\bsightline(?!-rl)|\bsightline\[", text)
+    named = re.findall(rf"{project['name']}\[([\w,]+)\]", text)
+    extras = {extra for group in named for extra in group.split(",")}
+    assert sorted(extras - set(project["optional-dependencies"])) == []
 
 
 @pytest.mark.parametrize("title", ["An image, from", "A sampled token, from"])
