@@ -97,7 +97,7 @@ def trace_that_ended(finish_reason: str) -> Trace:
         int32_array([3, 4]),
         sampled_start=1,
         logprobs=float32_array([-0.5]),
-        versions=(PolicySpan(0, 0, 0, 1),),
+        versions=(PolicySpan(version=0, epoch=0, start=0, stop=1),),
         finish_reason=finish_reason,
     )
     return Trace(id="docs", nodes=[answer], reward=1.0)
