@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
+NAME = "sightline-rl"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -45,8 +46,27 @@ def test_the_tested_versions_fit_the_ranges() -> None:
     versions = constraints()
     for found in requirements():
         name = canonicalize_name(found.name)
-        if name != "sightline":
+        if name != NAME:
             assert found.specifier.contains(versions[name]), f"{found} but {versions[name]}"
+
+
+def test_whatever_is_installed_is_called_sightline_rl() -> None:
+    """`sightline` on the registry is a package of somebody else."""
+    assert PROJECT["name"] == NAME
+    stranger = re.compile(r"(pip install[^\n]*['\" ]sightline(?!-rl)\b|\bsightline\[\w)")
+    breaches = [
+        f"{path.relative_to(ROOT)}: {found[0]}"
+        for folder in ("src", "docs", "examples", "tests", ".")
+        for path in ((ROOT / folder).rglob("*") if folder != "." else ROOT.iterdir())
+        if path.suffix in {".py", ".md", ".toml", ".ipynb"} and path != Path(__file__).resolve()
+        for found in stranger.finditer(path.read_text())
+    ]
+    assert breaches == []
+
+
+def test_the_base_brings_neither_torch_nor_transformers() -> None:
+    base = {canonicalize_name(Requirement(line).name) for line in PROJECT["dependencies"]}
+    assert base.isdisjoint({"torch", "transformers", "safetensors", "fastapi", "pyarrow"})
 
 
 def test_the_licence_is_apache_2() -> None:
