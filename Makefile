@@ -27,6 +27,8 @@ VLLM_TESTS := tests/contract/test_engine.py tests/contract/test_engine_adapters.
 	tests/vllm/test_server.py
 # What of them serves the tiny checkpoint of a second family, whose layout vLLM does not read.
 VLLM_KIMI_TESTS := tests/vllm/test_exact.py tests/contract/test_engine.py
+# Modules whose annotated shapes are checked while tests run (tests/shape_checks.py).
+SHAPES := --jaxtyping-packages=sightline.algo,sightline.compute.logprobs,shape_checks.check_shapes
 ADAPTERS := gymnasium verifiers openenv
 
 # One wheel cache serves every environment. uv does not read pip's configuration: it is told where
@@ -79,7 +81,7 @@ demo-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the demo half way, then on with v
 	rm -rf models/half
 	cp -r "$$(ls -d runs/half-* | sort | tail -1)/checkpoints/final" models/half
 	$(BIN)/sightline rl $(EXAMPLE)/vllm.toml run.seed=$(SEED)
-	$(BIN)/python bench/rise.py "$$(ls -d runs/color_codeword_vllm-* | sort | tail -1)" --by 0.1
+	$(BIN)/python tests/rise.py "$$(ls -d runs/color_codeword_vllm-* | sort | tail -1)" --by 0.1
 
 web: $(STATIC)/index.html ## the dashboard's web application (needs Node, to build only)
 
@@ -97,7 +99,7 @@ $(TOKENIZERS)/%:
 	mv $@.part $@
 
 test: $(STAMP) tokenizers ## the quick tests
-	$(BIN)/python -m pytest tests -n auto --dist worksteal -m "not gpu and not loop and not torchvision and not adapters and not ranks and not vllm and not browser"
+	$(BIN)/python -m pytest tests $(SHAPES) -n auto --dist worksteal -m "not gpu and not loop and not torchvision and not adapters and not ranks and not vllm and not browser"
 
 fuzz: $(STAMP) ## 10,000 mutated requests at an inference server (FUZZ=10000)
 	FUZZ=$(FUZZ) $(BIN)/python -m pytest -s tests/contract/test_fuzz.py
@@ -112,7 +114,7 @@ test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending tog
 	$(BIN)/python -m pytest tests/ranks -n 2 --dist worksteal $(if $(THOROUGH),,-m "not thorough")
 
 chaos: $(STAMP) ## SIGKILL at seeded moments of a run on 2 ranks (KILLS=5 SEED=0)
-	$(BIN)/python bench/chaos.py --kills $(KILLS) --seed $(SEED)
+	$(BIN)/python tests/chaos/chaos.py --kills $(KILLS) --seed $(SEED)
 
 test-browser: $(STAMP) web ## runs as people see them: in Chromium, in a notebook, in sinks
 	$(BIN)/python -m pytest tests/browser tests/unit/view -m browser
@@ -162,7 +164,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt $(UV) $(wildcard tests/v
 	@touch $@
 
 bench-trl: $(STAMP) .venv-trl/.installed ## the demo's training step beside TRL's
-	$(BIN)/python bench/trl_step.py --python .venv-trl/bin/python
+	$(BIN)/sightline bench trl --python .venv-trl/bin/python
 
 # torchvision without its dependencies, which would bring a torch for CUDA.
 .venv-trl/.installed: constraints.txt $(UV)

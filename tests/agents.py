@@ -23,10 +23,11 @@ from sightline.families import load_family, load_renderer
 from sightline.media import ImageIngestor, MediaRef, MediaStore
 from sightline.message import Message, ToolCall, text, user
 from sightline.render import Renderer
+from sightline.rollout.chat_sources import PolicyChats
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.player import RolloutPlayer
 from sightline.run.stages import NO_STAGE_RECORDER, StageRecorder
-from sightline.trace import Trace, decode_trace
+from sightline.trace import Trace, decode_trace, encode_trace
 from sightline.wire.control import RolloutRequest
 from sightline.wire.generate import (
     Choice,
@@ -143,7 +144,7 @@ class Says(ScriptedPolicy):
         super().__init__()
         self._answers: Iterator[Sequence[int]] = iter(answers)
 
-    def _answer(self, request: GenerateRequest, digests: list[str]) -> GenerateResponse:
+    def answer(self, request: GenerateRequest, digests: list[str]) -> GenerateResponse:
         said = list(next(self._answers))
         stopped = said[-1] in request.sampling_params.stop_token_ids
         choice = Choice(
@@ -191,18 +192,17 @@ class Worker:
     def player(self, rollout: Rollout | Environment) -> Iterator[RolloutPlayer]:
         resolver = self.resolver or ImageIngestor(self.store)
         family = load_family(self.model)
-        yield RolloutPlayer(
-            env=rollout if isinstance(rollout, Environment) else Plays(rollout),
+        chats = PolicyChats(
             renderer=load_renderer(self.model, self.store, family, resolver),
             store=self.store,
             client=GenerateClient(self.server, deadline_s=2.0),
             modality=family.modality,
             max_tokens=self.max_tokens,
-            timeout_s=self.timeout_s,
             max_turns=self.max_turns,
             resolver=resolver,
-            stages=self.stages,
         )
+        env = rollout if isinstance(rollout, Environment) else Plays(rollout)
+        yield RolloutPlayer(env, chats, self.timeout_s, stages=self.stages)
 
     async def play(
         self, rollout: Rollout | Environment, seed: int = 1, temperature: float = 1.0, **more: Any
@@ -214,7 +214,7 @@ class Worker:
                 )
             finally:
                 await player.close()
-        return decode_trace(played.trace)
+        return decode_trace(encode_trace(played.trace))
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import settings as hypothesis_settings
 
 if TYPE_CHECKING:
-    from sightline.inference.settings import ServeSettings
+    from sightline.inference.server_spec import ServerSpec
     from sightline.media import MediaStore
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,12 +49,12 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
 
 
 @pytest.fixture(scope="session")
-def settings(tiny_model: Path, media: MediaStore) -> ServeSettings:
+def settings(tiny_model: Path, media: MediaStore) -> ServerSpec:
     """Of the server that most tests ask."""
-    from sightline.inference.settings import ServeSettings
+    from sightline.inference.server_spec import ServerSpec
 
-    return ServeSettings(
-        model=tiny_model,
+    return ServerSpec.of(
+        path=tiny_model,
         media_roots=(media.root,),
         device="cpu",
         max_num_seqs=64,
@@ -64,12 +63,11 @@ def settings(tiny_model: Path, media: MediaStore) -> ServeSettings:
 
 
 @pytest.fixture(scope="session")
-def odd_settings(settings: ServeSettings) -> ServeSettings:
+def odd_settings(settings: ServerSpec) -> ServerSpec:
     """All that is off, small or unusual, in one: some servers take a minute to start."""
-    return replace(
-        settings,
-        pixel_cache_bytes=0,
-        feature_cache_bytes=0,
+    return settings.replace(
+        pixel_cache_mb=0,
+        feature_cache_mb=0,
         enable_prefix_caching=False,
         prefill_chunk_tokens=5,
         max_num_seqs=2,

@@ -58,7 +58,7 @@ class LoggingPolicy(ScriptedPolicy):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def _answer(self, request: GenerateRequest, digests: list[str]) -> GenerateResponse:
+    def answer(self, request: GenerateRequest, digests: list[str]) -> GenerateResponse:
         rng = random.Random(request.sampling_params.seed)
         said = list(rng.choice(self.sayings))
         if rng.random() < self.disorder:

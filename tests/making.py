@@ -14,7 +14,7 @@ from PIL import Image
 from sightline.compute.attention import PackedPattern
 from sightline.compute.host_copy import HostCopy
 from sightline.config import ModelConfig, TrainerConfig
-from sightline.families import Family, PlacedSlot, load_family, load_renderer
+from sightline.families import Family, load_family, load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, assistant, user
 from sightline.pixels import Materializer
@@ -23,8 +23,9 @@ from sightline.trainer.learner import Learner
 from sightline.trainer.lora import select_published
 from sightline.trainer.publish import FilePublisher
 from sightline.trainer.sft import build_sample
+from sightline.wire import Slot
 from sightline.wire.array import Array
-from sightline.wire.sample import Sample, SampleSlot
+from sightline.wire.sample import Sample
 from sightline.wire.weights import Adapter, Manifest
 
 MODEL = "qwen_vl"
@@ -115,7 +116,7 @@ def _trainable(
         segments=plain.segments,
         items=plain.items,
         slots=[
-            SampleSlot(s.offset, s.length, s.item, materializer.get(plain.items[s.item]).digest)
+            Slot(s.offset, s.length, s.item, materializer.get(plain.items[s.item]).digest)
             for s in plain.slots
         ],
     )
@@ -130,9 +131,9 @@ def model_config(path: Path, **changes: object) -> ModelConfig:
 
 
 def trainer_config(**changes: object) -> TrainerConfig:
-    return TrainerConfig.model_validate(
-        {"device": "cpu", "lr": 1e-3, "clip_low": 100.0, "clip_high": 100.0, **changes}
-    )
+    """Bounds so wide that nothing is clipped, unless `loss_args` says otherwise."""
+    wide = {"clip_low": 100.0, "clip_high": 100.0}
+    return TrainerConfig.model_validate({"device": "cpu", "lr": 1e-3, "loss_args": wide, **changes})
 
 
 @torch.no_grad()
@@ -142,8 +143,8 @@ def trainer_logprobs(
     """What the trainer's own forward pass gives the tokens of an answer, banned ids left out."""
     family, forward = learner.family, learner.forward
     ids = [*rendered.token_ids, *said]
-    placed = [PlacedSlot(s.offset, s.length, s.item.grid) for s in rendered.slots]
-    positions = torch.from_numpy(family.positions(len(ids), placed)[0].astype(np.int64))[:, None]
+    placed, _ = family.positions(len(ids), rendered.slots)
+    positions = torch.from_numpy(placed.astype(np.int64))[:, None]
     items = [slot.item for slot in rendered.slots]
     patches = np.concatenate([family.patches(store.image(i.ref), i) for i in items])
     features = forward.encode(torch.from_numpy(patches), [i.grid for i in items])

@@ -20,8 +20,8 @@ import uvicorn
 import vllm_servers
 
 from sightline.families import Family, load_family, load_renderer
-from sightline.inference.serve import bind_socket, build_server
-from sightline.inference.settings import ServeSettings
+from sightline.inference.serve import ServerComponents, bind_socket, build_server
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.render import Bridged
 from sightline.wire import Slot
@@ -115,7 +115,7 @@ class Together:
 
 
 @contextmanager
-def live(settings: ServeSettings, wrap: Callable[[Any], Any] = lambda app: app) -> Iterator[Client]:
+def live(settings: ServerSpec, wrap: Callable[[Any], Any] = lambda app: app) -> Iterator[Client]:
     """A server on a free port, with its event loop in a thread; `wrap` may listen in on it.
 
     Where the tests are run on vLLM, it is a server of theirs with these settings.
@@ -130,11 +130,13 @@ def live(settings: ServeSettings, wrap: Callable[[Any], Any] = lambda app: app) 
 
 @contextmanager
 def embedded(
-    settings: ServeSettings, wrap: Callable[[Any], Any] = lambda app: app
+    settings: ServerSpec,
+    wrap: Callable[[Any], Any] = lambda app: app,
+    store: MediaStore | None = None,
 ) -> Iterator[Client]:
-    """The same with the embedded engine, always."""
-    listening = bind_socket(settings.host, 0)
-    server = build_server(settings)
+    """A server of the embedded engine, always; `store` takes the place of the settings' own."""
+    listening = bind_socket(settings.inference.host, 0)
+    server = build_server(ServerComponents.load(settings, store))
     config = uvicorn.Config(wrap(server.app), access_log=False, log_level="warning", lifespan="on")
     running = uvicorn.Server(config)
     thread = threading.Thread(
@@ -154,8 +156,8 @@ def embedded(
         assert not thread.is_alive()
 
 
-def modality_of(settings: ServeSettings) -> str:
-    return load_family(settings.model).modality
+def modality_of(settings: ServerSpec) -> str:
+    return load_family(settings.model.path).modality
 
 
 class Reference:

@@ -13,11 +13,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 
 python = ""
 START_S = 600
@@ -27,7 +27,7 @@ _servers: dict[str, Server] = {}
 
 @dataclass
 class Server:
-    settings: ServeSettings
+    settings: ServerSpec
     process: subprocess.Popen[bytes]
     folder: Path
     is_ready: bool = False
@@ -48,7 +48,9 @@ class Server:
                 time.sleep(0.2)
 
     def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self.settings.port, timeout=60)
+        connection = http.client.HTTPConnection(
+            "127.0.0.1", self.settings.inference.port, timeout=60
+        )
         try:
             connection.request(method, path, None if body is None else json.dumps(body))
             answer = connection.getresponse()
@@ -70,22 +72,22 @@ class Server:
             from sightline.compute.weights import write_weights
 
             model = AutoModelForImageTextToText.from_pretrained(
-                self.settings.model, local_files_only=True
+                self.settings.model.path, local_files_only=True
             )
             path, _ = write_weights(self.folder, dict(model.named_parameters()), 0, 0)
             self.weights.append(path)
         return self.weights[0]
 
 
-def start(settings: ServeSettings) -> Server:
+def start(settings: ServerSpec) -> Server:
     """A server with `settings`, the one that is there or one that begins to load."""
-    from sightline.inference.vllm_plugin import LOGITS_PROCESSOR, MIDDLEWARE
+    from sightline.inference.vllm_plugin.names import LOGITS_PROCESSOR, MIDDLEWARE
     from sightline.launch.processes import find_port
     from sightline.launch.vllm_server import build_vllm_command, build_vllm_environ
 
-    name = json.dumps(settings.to_json(), sort_keys=True)
+    name = settings.model_dump_json()
     if name not in _servers:
-        settings = replace(settings, port=find_port("127.0.0.1", 0, "port"))
+        settings = settings.replace(port=find_port("127.0.0.1", 0, "port"))
         folder = Path(tempfile.mkdtemp(prefix="sightline-vllm-"))
         words = build_vllm_command(settings, os.path.abspath(python))
         # Beside our own, one that writes down what the vision tower gets.
@@ -101,7 +103,7 @@ def start(settings: ServeSettings) -> Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
-                env=build_vllm_environ(1) | {"PYTHONPATH": path},
+                env=build_vllm_environ(settings.inference.device, 1) | {"PYTHONPATH": path},
             )
         _servers[name] = Server(settings, process, folder)
     return _servers[name]
@@ -114,13 +116,13 @@ def forget(server: Server) -> None:
 
 
 @contextmanager
-def lend(settings: ServeSettings) -> Iterator[tuple[int, dict[str, float]]]:
+def lend(settings: ServerSpec) -> Iterator[tuple[int, dict[str, float]]]:
     """Its port, and its totals so far. It has the weights of the checkpoint, and is idle."""
     server = start(settings)
     server.wait()
     server.go_back()
     try:
-        yield server.settings.port, server.call("GET", "/sightline/v1/stats")["totals"]
+        yield server.settings.inference.port, server.call("GET", "/sightline/v1/stats")["totals"]
     finally:
         if server.process.poll() is None:
             server.go_back()

@@ -2,7 +2,7 @@
 
     SightlineError                a problem, with its values, and a fix to try
     ├── ConfigError               a setting that cannot work; refused at load
-    ├── MediaError                a ref and the bytes behind it do not agree
+    ├── MediaError                an image, its ref or its store cannot be used as asked
     │   ├── MediaRefused          ingest will not take these bytes or this source
     │   ├── MediaMissing          no store root holds the digest
     │   ├── MediaCorrupt          the stored bytes do not hash to their digest
@@ -14,6 +14,7 @@
     ├── PixelMismatch             sampler and trainer made different pixels
     ├── PixelsUnproven            a sampler that cannot say which pixels it saw
     ├── Misaligned                data that must line up does not (tokens, slots, arrays, versions)
+    ├── WeightsError              published weights that are torn, or are not those of the model
     ├── WireError                 a message of another schema, or with unknown fields
     ├── EngineError               an inference server refused or failed a request
     ├── EnvironmentFailed         user code of an environment failed
@@ -68,7 +69,7 @@ class ConfigError(SightlineError):
 
 
 class MediaError(SightlineError, ValueError):
-    """A ref, and the bytes behind it, do not agree."""
+    """An image cannot be used: its ref, its bytes or the store that holds them is not right."""
 
 
 class MediaRefused(MediaError):
@@ -120,8 +121,12 @@ class Misaligned(SightlineError, ValueError):
     """Data that must line up does not. Never repaired: the sample is dropped and counted."""
 
 
+class WeightsError(SightlineError, ValueError):
+    """Published weights are torn, or do not fit the model. An engine keeps those that it has."""
+
+
 class WireError(SightlineError, ValueError):
-    """A struct of another schema version, or one with fields that we do not know."""
+    """A message that cannot be read: of another schema, with unknown fields, or damaged."""
 
 
 class EngineError(SightlineError):
@@ -133,7 +138,7 @@ class EngineError(SightlineError):
 
     @property
     def kind(self) -> str:
-        """The stable `type` of the error on the wire."""
+        """The stable `type` of the error on the generate protocol."""
         return str(self.args[2])
 
     @property
@@ -150,7 +155,7 @@ class JudgeFailed(SightlineError):
 
 
 class RolloutTruncated(SightlineError):
-    """The next prompt would not fit. It ends the rollout."""
+    """The next prompt does not fit into the model's context, which ends the rollout."""
 
 
 class TurnLimitReached(RolloutTruncated):

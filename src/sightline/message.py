@@ -1,8 +1,8 @@
 """Messages and parts: what environments speak.
 
 OpenAI-shaped dicts and these structs mean the same; `to_message` turns the first into the
-second, once, at the door. There images become refs, adjacent texts become one, and everything
-that we do not know is refused with its JSON path. Past the door there is one form.
+second, once, where messages come in. Images become refs, adjacent texts become one, and everything
+that we do not know is refused with its JSON path. From there on there is one form.
 """
 
 from __future__ import annotations
@@ -127,12 +127,16 @@ def join_texts(parts: Sequence[Part]) -> tuple[Part, ...]:
     return tuple(joined)
 
 
+def check_message_list(messages: object, path: str) -> None:
+    if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Sequence):
+        raise MessageError.at(path, f"a {type(messages).__name__}", "pass a list of messages")
+
+
 def to_messages(
     messages: Sequence[Message | dict[str, Any]], resolver: ImageResolver
 ) -> list[Message]:
     """All of `messages` in our form; the path of an error starts at `messages[i]`."""
-    if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Sequence):
-        raise MessageError.at("messages", f"a {type(messages).__name__}", "pass a list of messages")
+    check_message_list(messages, "messages")
     return [to_message(m, resolver, f"messages[{i}]") for i, m in enumerate(messages)]
 
 

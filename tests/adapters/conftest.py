@@ -19,9 +19,10 @@ import pytest
 from sightline.envs import Environment
 from sightline.families import load_family, load_renderer
 from sightline.media import ImageIngestor, MediaStore
+from sightline.rollout.chat_sources import PolicyChats
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.player import RolloutPlayer
-from sightline.trace import Trace, decode_trace
+from sightline.trace import Trace, decode_trace, encode_trace
 from sightline.wire.control import RolloutRequest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +42,7 @@ def command(*words: str | Path) -> list[str]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that answers with a digit from 1 to 5, as warmed up for `counting`."""
     home = tmp_path_factory.mktemp("home")
-    words = ["run.steps=60", "env.args.spelled_share=0.0", "sft.output_dir=models/warm"]
+    words = ["run.steps=60", "env.args.spelled_fraction=0.0", "sft.output_dir=models/warm"]
     for line in (command("model", "tiny", "models/tiny"), command("sft", WARM_UP, *words)):
         done = subprocess.run(line, cwd=home, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -82,15 +83,17 @@ def play(model: Path, media: Path, server: str) -> Callable[..., list[Trace]]:
     ) -> list[Trace]:
         async def all_of_them() -> list[Trace]:
             resolver = ImageIngestor(store)
-            player = RolloutPlayer(
-                env, load_renderer(model, store, family, resolver), store, GenerateClient(server),
-                family.modality, max_tokens=max_tokens, timeout_s=240, resolver=resolver,
+            client = GenerateClient(server)
+            chats = PolicyChats(
+                renderer=load_renderer(model, store, family, resolver), store=store,
+                client=client, modality=family.modality, max_tokens=max_tokens, resolver=resolver,
             )  # fmt: skip
-            await player.client.wait_healthy()
+            player = RolloutPlayer(env, chats, timeout_s=240)
+            await client.wait_healthy()
             plays = [RolloutRequest(f"r{i}", "g", i, split, i, 1.0) for i in range(num)]
             played = await asyncio.gather(*(player.play(one) for one in plays))
             await player.close()
-            return [decode_trace(one.trace) for one in played]
+            return [decode_trace(encode_trace(one.trace)) for one in played]
 
         return asyncio.run(all_of_them())
 

@@ -40,17 +40,19 @@ def page(browser: Browser) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 1360, "height": 860})
     context.set_default_timeout(60_000)
     page = context.new_page()
-    said: list[str] = []
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("dialog", lambda dialog: (said.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+    printed: list[str] = []
+    page.on("pageerror", lambda error: printed.append(str(error)))
     page.on(
-        "console", lambda message: said.append(message.text) if message.type == "error" else None
+        "dialog", lambda dialog: (printed.append(f"dialog: {dialog.message}"), dialog.dismiss())
+    )
+    page.on(
+        "console", lambda message: printed.append(message.text) if message.type == "error" else None
     )
     yield page
     context.close()
     # An image that is missing is a 404, which Chromium reports as an error of the console.
     expected = ("404", "415", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING")
-    assert [text for text in said if not any(word in text for word in expected)] == []
+    assert [text for text in printed if not any(word in text for word in expected)] == []
 
 
 class Serve:

@@ -14,9 +14,9 @@ from playwright.sync_api import Page, expect
 from sightline.media import MediaRef, MediaStore
 from sightline.message import ImagePart, Message, TextPart, ToolCall
 from sightline.run import EventLog, RunDir
-from sightline.trace import Node, NodeSlot, PolicySpan, Trace, read_traces, write_traces
+from sightline.trace import Node, PolicySpan, Trace, read_traces, write_traces
 from sightline.trace.node import float32_array, int32_array
-from sightline.wire import MediaItem
+from sightline.wire import MediaItem, Slot
 from tests.browser.conftest import Serve
 
 HARM = (
@@ -101,7 +101,7 @@ def hostile(tmp_path: Path) -> Path:
         ),
         token_ids=int32_array([1, 2, 3, 4]),
         sampled_start=4,
-        slots=(NodeSlot(0, 1, item[0], HARM), NodeSlot(2, 1, item[1])),
+        slots=(Slot(0, 1, item[0], HARM), Slot(2, 1, item[1])),
     )  # fmt: skip
     said = Node(
         id=1,
@@ -115,7 +115,7 @@ def hostile(tmp_path: Path) -> Path:
         token_ids=int32_array([5, 6]),
         sampled_start=0,
         logprobs=float32_array([-0.1, -0.2]),
-        versions=(PolicySpan(0, 0, 0, 2),),
+        versions=(PolicySpan(0, 2, version=0, epoch=0),),
         finish_reason=HARM,
     )
     write_traces(

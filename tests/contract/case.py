@@ -132,7 +132,7 @@ class Checkpoint:
 
     def _num_tokens(self, part: dict[str, Any]) -> int:
         digest = part["image_url"]["url"].rpartition(":")[2]
-        ref = self.store.find(digest)
+        ref = self.store.get_ref(digest)
         processor = self.transformers_images
         patches = processor.get_number_of_image_patches(ref.height, ref.width)
         return int(patches) // processor.merge_size**2

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from serving import GREEDY, Client, Reference, Together, live
 
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.wire.generate import GenerateResponse, SamplingParams
 
 
 @pytest.fixture(scope="module")
-def client(settings: ServeSettings) -> Iterator[Client]:
+def client(settings: ServerSpec) -> Iterator[Client]:
     with live(settings) as made:
         yield made
 

@@ -10,16 +10,7 @@ import pytest
 
 from sightline.errors import ConfigError, ProcessFailed
 from sightline.launch.processes import find_port
-from sightline.transport.memory import MemoryHub
 from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke, Hub, Spoke
-
-
-class MemoryChannel:
-    def __init__(self) -> None:
-        self.hub: Any = MemoryHub()
-
-    def spoke(self, name: str) -> Any:
-        return self.hub.spoke(name)
 
 
 class ZmqChannel:
@@ -67,7 +58,6 @@ class InThread:
 
 
 CHANNELS = {
-    "memory": MemoryChannel,
     "zmq": ZmqChannel,
     "zmq with a secret": SecretZmqChannel,
     "zmq in threads": ThreadedZmqChannel,
@@ -137,6 +127,19 @@ def test_several_spokes_are_told_apart(play: Any) -> None:
             await channel.hub.send(f"s{i}", b"%d" % i)
         for i, spoke in enumerate(spokes):
             assert await spoke.receive() == b"%d" % i
+            spoke.close()
+
+    play(scene)
+
+
+def test_a_process_takes_the_place_of_one_of_its_name(play: Any) -> None:
+    async def scene(channel: Any) -> None:
+        for name in (b"first", b"second"):
+            spoke = channel.spoke("a")
+            await spoke.send(b"hello")
+            assert await channel.hub.receive() == ("a", b"hello")
+            await channel.hub.send("a", name)
+            assert await spoke.receive() == name
             spoke.close()
 
     play(scene)

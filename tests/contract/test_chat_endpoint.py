@@ -21,7 +21,7 @@ from serving import Client, live
 
 from sightline.envs import Chat
 from sightline.families import load_renderer
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.render import Renderer
 
@@ -35,7 +35,7 @@ CALLED = {
 
 
 @pytest.fixture(scope="module")
-def client(settings: ServeSettings) -> Iterator[Client]:
+def client(settings: ServerSpec) -> Iterator[Client]:
     with live(settings) as made:
         yield made
 
@@ -107,7 +107,7 @@ def test_images_are_stored_and_shown_by_reference(chat: Any, media: MediaStore) 
     url = message["content"][1]["image_url"]["url"]
     digest = hashlib.sha256(base64.b64decode(url.partition(",")[2])).hexdigest()
     answer = chat(messages=[message], extra_body=IDS)
-    assert media.find(digest).digest == digest
+    assert media.get_ref(digest).digest == digest
     message["content"][1]["image_url"]["url"] = f"media:sha256:{digest}"
     again = chat(messages=[message], extra_body=IDS)
     assert again.prompt_token_ids == answer.prompt_token_ids

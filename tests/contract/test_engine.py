@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import msgspec
 import numpy as np
@@ -24,12 +23,11 @@ import vllm_servers
 from PIL import Image
 from serving import GREEDY, Client, Reference, Together, live, next_turn
 
-from sightline.compute import weights
 from sightline.compute.weights import write_weights
 from sightline.errors import EngineError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import load_serving
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.rollout.client import GenerateClient
@@ -42,21 +40,21 @@ Prompt = tuple[list[int], list[Slot]]
 
 
 @pytest.fixture(scope="module")
-def client(settings: ServeSettings) -> Iterator[Client]:
+def client(settings: ServerSpec) -> Iterator[Client]:
     """A server that keeps its first weights."""
     with live(settings) as made:
         yield made
 
 
 @pytest.fixture
-def fresh(settings: ServeSettings) -> Iterator[Client]:
+def fresh(settings: ServerSpec) -> Iterator[Client]:
     """A server of the test's own, for tests that change its weights."""
     with live(settings) as made:
         yield made
 
 
 @pytest.fixture
-def odd(odd_settings: ServeSettings) -> Iterator[Client]:
+def odd(odd_settings: ServerSpec) -> Iterator[Client]:
     """A server without caches, with few rows and a small queue, that keeps old keys and values."""
     with live(odd_settings) as made:
         yield made
@@ -309,7 +307,7 @@ def test_more_requests_than_rows_are_all_answered(
 
 
 def test_an_image_is_decoded_and_encoded_once_however_often_it_is_shown(
-    fresh: Client, settings: ServeSettings, reference: Reference, media: MediaStore
+    fresh: Client, settings: ServerSpec, reference: Reference, media: MediaStore
 ) -> None:
     shown = reference.renderer.render([user(media.put(Image.new("RGB", (64, 64), (3, 1, 4))))])
     together = Together(fresh)
@@ -323,7 +321,7 @@ def test_an_image_is_decoded_and_encoded_once_however_often_it_is_shown(
 
 
 @contextmanager
-def encodings(client: Client, settings: ServeSettings, slot: Slot) -> Iterator[Callable[[], float]]:
+def encodings(client: Client, settings: ServerSpec, slot: Slot) -> Iterator[Callable[[], float]]:
     """How often the image of `slot`, the only one shown, goes through the vision tower.
 
     vLLM does not count it: a hook in its worker writes down what the tower gets.
@@ -362,8 +360,9 @@ def publish(
             if not name.startswith(vision) or vision_version:
                 parameter.mul_(scale)
     parameters = dict(changed.model.named_parameters())
-    with mock.patch.object(weights, "MAX_FILE_BYTES", 1 << 18):
-        path, manifest = write_weights(root, parameters, version, vision_version)
+    path, manifest = write_weights(
+        root, parameters, version, vision_version, max_file_bytes=1 << 18
+    )
     assert len(manifest.files) > 2
     return path, changed
 
@@ -428,7 +427,7 @@ def test_a_turn_after_an_update_uses_nothing_of_the_old_weights(
 
 def test_features_outlive_an_update_that_leaves_the_vision_tower_alone(
     fresh: Client,
-    settings: ServeSettings,
+    settings: ServerSpec,
     tiny_model: Path,
     reference: Reference,
     media: MediaStore,
@@ -467,7 +466,7 @@ def test_keys_and_values_can_be_kept_over_updates_and_are_counted(
 
 def test_a_request_that_an_update_finds_waiting_has_no_token_on_old_keys_and_values(
     odd: Client,
-    odd_settings: ServeSettings,
+    odd_settings: ServerSpec,
     tiny_model: Path,
     reference: Reference,
     prompts: list[Prompt],
@@ -475,8 +474,10 @@ def test_a_request_that_an_update_finds_waiting_has_no_token_on_old_keys_and_val
 ) -> None:
     manifest, _ = publish(tiny_model, tmp_path, 1, 1, 1.2, reference)
     together, long = Together(odd), SamplingParams(max_tokens=400, seed=1)
-    running = [together.generate(*prompts[0], long) for _ in range(odd_settings.max_num_seqs)]
-    odd.wait_for("now", "running", odd_settings.max_num_seqs)
+    running = [
+        together.generate(*prompts[0], long) for _ in range(odd_settings.inference.max_num_seqs)
+    ]
+    odd.wait_for("now", "running", odd_settings.inference.max_num_seqs)
     odd.wait_for("totals", "sampled_tokens", 20)
     waiting = together.generate(*prompts[1], SamplingParams(max_tokens=10, seed=1))
     odd.wait_for("now", "waiting", 1)
@@ -761,7 +762,7 @@ def test_an_image_that_does_not_decode_is_a_422(
 
 
 def test_a_body_over_the_limit_is_a_413(
-    odd: Client, odd_settings: ServeSettings, prompts: list[Prompt]
+    odd: Client, odd_settings: ServerSpec, prompts: list[Prompt]
 ) -> None:
     body = json.dumps(as_json(odd, prompts[0])).encode()
     assert odd.call("POST", "/inference/v1/generate", body)[0] == 200
@@ -770,10 +771,10 @@ def test_a_body_over_the_limit_is_a_413(
 
 
 def test_a_full_queue_is_a_503_that_may_heal(
-    odd: Client, odd_settings: ServeSettings, prompts: list[Prompt]
+    odd: Client, odd_settings: ServerSpec, prompts: list[Prompt]
 ) -> None:
     together = Together(odd)
-    rows, most = odd_settings.max_num_seqs, odd_settings.max_waiting
+    rows, most = odd_settings.inference.max_num_seqs, odd_settings.max_waiting
     params = SamplingParams(max_tokens=400, seed=1)
     running = [together.generate(*prompts[0], params) for _ in range(rows)]
     odd.wait_for("now", "running", rows)
@@ -786,9 +787,9 @@ def test_a_full_queue_is_a_503_that_may_heal(
 
 
 def test_a_request_with_more_choices_than_may_wait_is_taken_where_none_waits(
-    odd: Client, odd_settings: ServeSettings, prompts: list[Prompt]
+    odd: Client, odd_settings: ServerSpec, prompts: list[Prompt]
 ) -> None:
-    num = odd_settings.max_num_seqs + odd_settings.max_waiting + 1
+    num = odd_settings.inference.max_num_seqs + odd_settings.max_waiting + 1
     choices = odd.generate(*prompts[3], SamplingParams(max_tokens=1, seed=1, n=num)).choices
     assert len(choices) == num
 
@@ -847,7 +848,7 @@ def test_health_and_metrics_say_what_is_served(
 
 @pytest.mark.torch_only("tests/vllm ends a server of its own")
 def test_requests_in_flight_are_refused_with_503_when_the_server_ends(
-    settings: ServeSettings, prompts: list[Prompt]
+    settings: ServerSpec, prompts: list[Prompt]
 ) -> None:
     found: list[Any] = []
     with live(settings) as ending:

@@ -15,7 +15,7 @@ from serving import Client, Reference, live
 
 from sightline.compute.lora_weights import digest_tensors
 from sightline.compute.weights import write_weights
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.wire import Slot
@@ -30,7 +30,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture
-def fresh(settings: ServeSettings) -> Iterator[Client]:
+def fresh(settings: ServerSpec) -> Iterator[Client]:
     with live(settings) as made:
         yield made
 

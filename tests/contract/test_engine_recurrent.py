@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import making
@@ -18,7 +17,7 @@ from serving import GREEDY, Client, Reference, Together, live, next_turn
 
 from sightline.compute.weights import write_weights
 from sightline.families.registry import write_tiny
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.message import ImagePart, Message, user
 from sightline.pack import PackSize
@@ -28,7 +27,7 @@ from sightline.trainer.feed import BatchPreparer
 from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingParams
-from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
+from sightline.wire.sample import Batch, Sample, Segment
 
 TOLERANCE = 2e-5
 Prompt = tuple[list[int], list[Slot]]
@@ -48,20 +47,20 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
 
 
 @pytest.fixture(scope="module")
-def settings(model: Path, media: MediaStore) -> ServeSettings:
-    return ServeSettings(
-        model=model, media_roots=(media.root,), device="cpu", max_num_seqs=64, max_model_len=2048
+def settings(model: Path, media: MediaStore) -> ServerSpec:
+    return ServerSpec.of(
+        path=model, media_roots=(media.root,), device="cpu", max_num_seqs=64, max_model_len=2048
     )
 
 
 @pytest.fixture(scope="module")
-def client(settings: ServeSettings) -> Iterator[Client]:
+def client(settings: ServerSpec) -> Iterator[Client]:
     with live(settings) as made:
         yield made
 
 
 @pytest.fixture
-def fresh(settings: ServeSettings) -> Iterator[Client]:
+def fresh(settings: ServerSpec) -> Iterator[Client]:
     with live(settings) as made:
         yield made
 
@@ -107,14 +106,14 @@ def test_greedy_is_what_transformers_generates(
 
 @pytest.mark.parametrize(("chunk", "temperature"), [(512, 1.0), (5, 0.6), (1, 1.0)])
 def test_logprobs_are_those_of_a_plain_forward_pass_whatever_the_chunks(
-    settings: ServeSettings,
+    settings: ServerSpec,
     reference: Reference,
     prompts: list[Prompt],
     chunk: int,
     temperature: float,
 ) -> None:
     params = SamplingParams(max_tokens=12, temperature=temperature, seed=3)
-    with live(replace(settings, prefill_chunk_tokens=chunk)) as chunked:
+    with live(settings.replace(prefill_chunk_tokens=chunk)) as chunked:
         answers = all_of(chunked, prompts, params)
     for (tokens, slots), answer in zip(prompts, answers, strict=True):
         expected = reference.logprobs(tokens, answer.choices[0].token_ids, slots, temperature)
@@ -148,10 +147,10 @@ def test_in_company_a_request_is_answered_as_alone(client: Client, prompts: list
 
 
 def test_more_requests_than_rows_are_all_answered(
-    settings: ServeSettings, client: Client, prompts: list[Prompt]
+    settings: ServerSpec, client: Client, prompts: list[Prompt]
 ) -> None:
     wanted = [client.generate(*prompt).choices[0].token_ids for prompt in prompts]
-    with live(replace(settings, max_num_seqs=2)) as small:
+    with live(settings.replace(max_num_seqs=2)) as small:
         answers = all_of(small, prompts * 2, GREEDY)
         assert [answer.choices[0].token_ids for answer in answers] == wanted * 2
         assert small.now()["rows_free"] == 2 and small.now()["rows_cached"] == 0
@@ -217,9 +216,9 @@ def sample(
         logprobs=Array.of(logprobs, "float32"),
         advantages=Array.of(np.ones(num), "float32"),
         versions=Array.of(np.zeros(num), "int32"),
-        segments=[Segment(i, s, s + len(part)) for i, (s, part) in enumerate(said)],
+        segments=[Segment(s, s + len(part), node=i) for i, (s, part) in enumerate(said)],
         items=[slot.item for slot in slots],
-        slots=[SampleSlot(s.offset, s.length, i, None) for i, s in enumerate(slots)],
+        slots=[Slot(s.offset, s.length, i) for i, s in enumerate(slots)],
     )
 
 

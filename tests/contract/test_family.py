@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from sightline import FamilyError, FingerprintMismatch, MediaRefused, Misaligned
-from sightline.families import PlacedSlot, load_family, load_renderer
+from sightline.families import load_family, load_renderer
 from sightline.families.registry import family_names
+from sightline.wire import Slot
 
 thousand = settings(max_examples=1000, deadline=None)
 many = settings(max_examples=200, deadline=None)
@@ -169,7 +170,7 @@ def place(seeing: Any, layout: tuple[int, list[tuple[int, int]]]) -> tuple[int, 
     for text, which in images:
         item = seeing.family.item(seeing.refs[which])
         length = seeing.family.num_tokens(item)
-        slots.append(PlacedSlot(offset + text, length, item.grid))
+        slots.append(Slot(offset + text, length, item))
         offset += text + length
     return offset + tail, slots
 
@@ -184,7 +185,7 @@ def test_positions_continue_where_the_last_ones_ended(
     num_second, slots_second = place(seeing, second)
     head, middle = family.positions(num_first, slots_first, start)
     tail, end = family.positions(num_second, slots_second, middle)
-    moved = [PlacedSlot(s.offset + num_first, s.length, s.grid) for s in slots_second]
+    moved = [slot.shift(num_first) for slot in slots_second]
     whole, whole_end = family.positions(num_first + num_second, slots_first + moved, start)
     assert whole.dtype == np.int32
     assert whole.shape == (family.num_axes, num_first + num_second)
@@ -202,9 +203,9 @@ def test_text_advances_every_axis_by_one(seeing: Any) -> None:
 def test_positions_refuse_slots_that_do_not_fit(seeing: Any, change: str) -> None:
     num_tokens, (first, second) = place(seeing, (0, [(1, 0), (1, 1)]))
     broken = {
-        "length": PlacedSlot(second.offset, second.length - 1, second.grid),
-        "overlap": PlacedSlot(first.offset, second.length, second.grid),
-        "outside": PlacedSlot(num_tokens, second.length, second.grid),
+        "length": Slot(second.offset, second.length - 1, second.item),
+        "overlap": Slot(first.offset, second.length, second.item),
+        "outside": Slot(num_tokens, second.length, second.item),
     }[change]
     with pytest.raises(Misaligned):
         seeing.family.positions(num_tokens, [first, broken])
@@ -221,7 +222,7 @@ import hashlib, sys
 from sightline import MediaStore, load_family
 model, root, digest = sys.argv[1:]
 store, family = MediaStore(root), load_family(model)
-ref = store.find(digest)
+ref = store.get_ref(digest)
 patches = family.patches(store.image(ref), family.item(ref))
 print(hashlib.sha256(patches.tobytes()).hexdigest())
 heavy = {"torch", "transformers", "torchvision"} & set(sys.modules)

@@ -24,9 +24,9 @@ from serving import live, next_turn
 
 from sightline.compute.attention import PackedPattern, TreePattern
 from sightline.compute.model import load_model
-from sightline.families import Forward, PlacedSlot
+from sightline.families import Forward
 from sightline.families.registry import write_tiny
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.message import user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
@@ -82,8 +82,7 @@ def hidden(
 
 
 def positions(computing: Any, num_tokens: int, slots: Sequence[Slot]) -> torch.Tensor:
-    placed = [PlacedSlot(slot.offset, slot.length, slot.item.grid) for slot in slots]
-    found, _ = computing.family.positions(num_tokens, placed)
+    found, _ = computing.family.positions(num_tokens, slots)
     return torch.from_numpy(found.astype(np.int64))[:, None]
 
 
@@ -205,8 +204,8 @@ def test_the_vision_parameters_are_all_that_features_depend_on(
 
 def test_the_engine_says_the_logprobs_of_one_forward_pass(computing: Any, forward: Forward) -> None:
     renderer, refs = computing.renderer, computing.refs
-    settings = ServeSettings(
-        model=computing.path,
+    settings = ServerSpec.of(
+        path=computing.path,
         media_roots=(computing.store.root,),
         device="cpu",
         max_num_seqs=4,

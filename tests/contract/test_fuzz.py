@@ -20,7 +20,7 @@ from PIL import Image
 from serving import Client, live
 
 from sightline.families import load_renderer
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaRef, MediaStore
 from sightline.message import user
 from sightline.render import Renderer
@@ -30,7 +30,7 @@ NUM_REQUESTS = int(os.environ.get("FUZZ", "600"))
 
 
 @pytest.fixture(scope="module")
-def client(settings: ServeSettings) -> Iterator[Client]:
+def client(settings: ServerSpec) -> Iterator[Client]:
     with live(settings) as made:
         yield made
 

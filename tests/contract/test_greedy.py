@@ -13,7 +13,7 @@ from serving import Client, live
 from sightline.compute.model import load_model
 from sightline.families import load_family, load_renderer, registry
 from sightline.families.qwen_vl.tiny_config import TEMPLATES
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.wire import Slot
@@ -90,8 +90,8 @@ def test_greedy_is_what_transformers_generates(
     )
     talks = [[user("What is it?", *shown[:1])], [user(*shown, "Both of them?")], [user("Hello.")]]
     prompts = [renderer.render(talk) for talk in talks]
-    settings = ServeSettings(
-        model=tmp_path / "model", media_roots=(store.root,), device="cpu", max_model_len=1024,
+    settings = ServerSpec.of(
+        path=tmp_path / "model", media_roots=(store.root,), device="cpu", max_model_len=1024,
         prefill_chunk_tokens=7,
     )  # fmt: skip
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)

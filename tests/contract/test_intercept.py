@@ -24,7 +24,7 @@ from serving import Client, live
 
 from sightline.envs import Chat
 from sightline.families import load_renderer, registry
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.message import Message, ToolCall, text, user
 from sightline.trace import Trace
@@ -41,8 +41,8 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> CountingStore:
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, media: CountingStore) -> Iterator[Client]:
-    settings = ServeSettings(
-        model=tiny_model,
+    settings = ServerSpec.of(
+        path=tiny_model,
         media_roots=(media.root,),
         device="cpu",
         max_num_seqs=16,
@@ -220,8 +220,8 @@ def test_a_model_that_calls_tools_sees_their_pictures(caller: Path, media: Count
                     history.append({"role": "tool", "tool_call_id": call["id"], "content": [part]})
         return 1.0
 
-    settings = ServeSettings(
-        model=caller, media_roots=(media.root,), device="cpu", max_num_seqs=16, max_model_len=4096
+    settings = ServerSpec.of(
+        path=caller, media_roots=(media.root,), device="cpu", max_num_seqs=16, max_model_len=4096
     )
     with live(settings) as server:
         worker = Worker(caller, media, url_of(server), max_tokens=60)

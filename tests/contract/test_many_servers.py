@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,12 @@ import msgspec
 import pytest
 from agents import Worker, listening, picture, shown
 from aiohttp import web
-from serving import GREEDY, Client, Reference, Together, live
+from serving import GREEDY, Client, Reference, Together, embedded, live
 
 from sightline.compute.weights import write_weights
 from sightline.envs import Chat
 from sightline.families import load_renderer
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaRef, MediaStore
 from sightline.message import user
 from sightline.trace import Trace
@@ -35,9 +34,9 @@ NUM_ROLLOUTS, NUM_TURNS = 6, 3
 
 
 @pytest.fixture
-def settings(tiny_model: Path, store: MediaStore) -> ServeSettings:
-    return ServeSettings(
-        model=tiny_model,
+def settings(tiny_model: Path, store: MediaStore) -> ServerSpec:
+    return ServerSpec.of(
+        path=tiny_model,
         media_roots=(store.root,),
         device="cpu",
         max_num_seqs=16,
@@ -89,11 +88,9 @@ def play_all(servers: list[Client], model: Path, store: MediaStore) -> list[Trac
 
 
 def test_two_servers_without_affinity_and_one_without_caches_say_what_one_cached_server_says(
-    settings: ServeSettings, tiny_model: Path, store: MediaStore
+    settings: ServerSpec, tiny_model: Path, store: MediaStore
 ) -> None:
-    bare = replace(
-        settings, pixel_cache_bytes=0, feature_cache_bytes=0, enable_prefix_caching=False
-    )
+    bare = settings.replace(pixel_cache_mb=0, feature_cache_mb=0, enable_prefix_caching=False)
     with ExitStack() as stack:
         cached, one, two, none = (
             stack.enter_context(live(each)) for each in (settings, settings, settings, bare)
@@ -113,7 +110,9 @@ def test_two_servers_without_affinity_and_one_without_caches_say_what_one_cached
 class Gated(MediaStore):
     """Gives no image before it is told to."""
 
-    gate = threading.Event()
+    def __init__(self, store: MediaStore) -> None:
+        super().__init__(store.root)
+        self.gate = threading.Event()
 
     def image(self, ref: MediaRef) -> Any:
         assert self.gate.wait(60)
@@ -130,20 +129,18 @@ print(connection.getresponse().status)
 
 @pytest.mark.parametrize("num_before", [0, 1], ids=["begun", "queued"])
 def test_a_client_that_is_killed_does_not_cancel_the_image_that_another_waits_for(
-    settings: ServeSettings,
+    settings: ServerSpec,
     tiny_model: Path,
     store: MediaStore,
-    monkeypatch: pytest.MonkeyPatch,
     num_before: int,
 ) -> None:
     """One thread decodes; with an image before it, theirs is in the queue."""
-    monkeypatch.setattr("sightline.inference.serve.MediaStore", Gated)
-    Gated.gate.clear()
+    gated = Gated(store)
     renderer = load_renderer(tiny_model, store)
     rendered = renderer.render([user("What is it?", store.put(picture(5)))])
     other = renderer.render([user("And before?", store.put(picture(6)))])
     body = msgspec.json.encode(GenerateRequest.of(rendered.token_ids, rendered.slots, GREEDY))
-    with live(settings) as server:
+    with embedded(settings, store=gated) as server:
         together = Together(server)
         before = [together.generate(other.token_ids, other.slots) for _ in range(num_before)]
         server.wait_for("now", "waiting", num_before)
@@ -159,7 +156,7 @@ def test_a_client_that_is_killed_does_not_cancel_the_image_that_another_waits_fo
         first.wait()
         server.wait_for("totals", "cancelled", 1)
         assert not second.done()
-        Gated.gate.set()
+        gated.gate.set()
         for answer in (*before, second):
             assert len(answer.result(60).choices[0].token_ids) == GREEDY.max_tokens
         totals = server.totals()
@@ -170,35 +167,33 @@ def test_a_client_that_is_killed_does_not_cancel_the_image_that_another_waits_fo
 
 
 def test_a_request_that_an_update_finds_before_its_first_token_is_computed_has_nothing_old(
-    settings: ServeSettings,
+    settings: ServerSpec,
     tiny_model: Path,
     store: MediaStore,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has its row, and waits for its image."""
-    monkeypatch.setattr("sightline.inference.serve.MediaStore", Gated)
-    Gated.gate.clear()
+    gated = Gated(store)
     reference = Reference(tiny_model, store)
     rendered = reference.renderer.render([user("What is it?", store.put(picture(7)))])
     manifest, _ = write_weights(tmp_path, dict(reference.model.named_parameters()), 1, 0)
-    with live(replace(settings, keep_kv_over_updates=True)) as server:
+    with embedded(settings.replace(keep_kv_over_updates=True), store=gated) as server:
         answer = Together(server).generate(rendered.token_ids, rendered.slots)
         server.wait_for("now", "waiting", 1)
         server.adopt(manifest)
-        Gated.gate.set()
+        gated.gate.set()
         spans = answer.result(60).choices[0].weight_versions
         assert spans is not None and [span.version for span in spans] == ["1"]
         assert server.totals()["tokens_on_old_kv"] == 0
 
 
 def test_requests_that_wait_are_bounded_by_their_bytes_too(
-    settings: ServeSettings, tiny_model: Path, store: MediaStore
+    settings: ServerSpec, tiny_model: Path, store: MediaStore
 ) -> None:
     """A picture of 64x64 takes 12,288 bytes once it is decoded."""
     renderer = load_renderer(tiny_model, store)
     rendered = [renderer.render([user(store.put(picture(n, 64, 64)))]) for n in range(4)]
-    small = replace(settings, max_num_seqs=1, max_waiting_bytes=30_000)
+    small = settings.replace(max_num_seqs=1, max_waiting_mb=30_000 / 2**20)
     with live(small) as server:
         together = Together(server)
         long = SamplingParams(max_tokens=900, seed=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from sightline.cli.main import main
 from sightline.envs import Conversation, last_images
 from sightline.errors import EngineError
 from sightline.families import load_renderer
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.message import Message, system, user
 from sightline.render import Renderer
@@ -98,10 +97,10 @@ def log() -> Log:
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_model: Path, media: MediaStore) -> ServeSettings:
+def settings(tiny_model: Path, media: MediaStore) -> ServerSpec:
     # Chunks that split images and sampled runs: a scored prompt must not depend on them.
-    return ServeSettings(
-        model=tiny_model,
+    return ServerSpec.of(
+        path=tiny_model,
         media_roots=(media.root,),
         device="cpu",
         max_model_len=2048,
@@ -110,7 +109,7 @@ def settings(tiny_model: Path, media: MediaStore) -> ServeSettings:
 
 
 @pytest.fixture(scope="module")
-def client(settings: ServeSettings, log: Log) -> Iterator[Client]:
+def client(settings: ServerSpec, log: Log) -> Iterator[Client]:
     with live(settings, log.wrap) as made:
         yield made
 
@@ -233,10 +232,10 @@ def test_a_saved_trace_replays_without_a_difference(
 
 
 def test_the_command_replays_a_file(
-    trace: Trace, client: Client, settings: ServeSettings, tmp_path: Path, capsys
+    trace: Trace, client: Client, settings: ServerSpec, tmp_path: Path, capsys
 ) -> None:
     path = tmp_path / "step_1.msgpack"
-    words = ["trace", "replay", str(path), "--model", str(settings.model)]
+    words = ["trace", "replay", str(path), "--model", settings.model.path]
     words += ["--media", str(settings.media_roots[0])]
     words += ["--server", f"http://{client.host}:{client.port}"]
     write_traces(path, [trace])
@@ -293,9 +292,9 @@ def test_a_replay_names_what_differs_and_where(
 
 
 def test_a_missing_image_is_a_difference_and_a_dead_server_an_error(
-    trace: Trace, settings: ServeSettings, renderer: Renderer, tmp_path: Path
+    trace: Trace, settings: ServerSpec, renderer: Renderer, tmp_path: Path
 ) -> None:
-    with live(replace(settings, media_roots=(tmp_path / "empty",))) as other:
+    with live(settings.replace(media_roots=(tmp_path / "empty",))) as other:
         found = replayed(trace, other, renderer)
     assert {d.what for d in found.differences} == {"refused"}
     assert "media_missing" in found.differences[0].detail

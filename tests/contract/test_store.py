@@ -107,14 +107,14 @@ def test_a_ref_that_lies_about_the_size_gives_no_picture(store: MediaStore) -> N
 def test_find_gives_back_the_ref_without_any_memory_of_the_put(store: MediaStore) -> None:
     ref = store.put(png())
     fresh = pickle.loads(pickle.dumps(store))
-    assert fresh.find(ref.digest) == ref
-    assert fresh.find(ref.digest) == ref
+    assert fresh.get_ref(ref.digest) == ref
+    assert fresh.get_ref(ref.digest) == ref
 
 
 def test_a_digest_that_was_never_put_is_missing(store: MediaStore) -> None:
     ref = MediaRef("0" * 64, "image/png", 1, 1, 1)
     assert not store.has(ref)
-    for look in (store.get, store.image, lambda r: store.find(r.digest)):
+    for look in (store.get, store.image, lambda r: store.get_ref(r.digest)):
         with pytest.raises(MediaMissing) as caught:
             look(ref)
         assert str(store.root) in caught.value.problem
@@ -128,7 +128,7 @@ def test_has_takes_a_ref_or_a_digest(store: MediaStore) -> None:
 
 @pytest.mark.parametrize("name", ["", "../../etc", "A" * 64, "a" * 63, "a" * 64 + "/"])
 def test_a_name_that_is_no_digest_reaches_no_file(store: MediaStore, name: str) -> None:
-    for look in (store.has, store.find, store.touch, store.path):
+    for look in (store.has, store.get_ref, store.touch, store.path):
         with pytest.raises(MediaError, match="not a media digest"):
             look(name)
 
@@ -138,7 +138,7 @@ def test_a_corrupt_file_is_refused_on_every_read(store: MediaStore, damage: byte
     ref = store.put(png())
     store.path(ref.digest).write_bytes(damage)
     fresh = pickle.loads(pickle.dumps(store))
-    for look in (fresh.get, fresh.image, lambda r: fresh.find(r.digest)):
+    for look in (fresh.get, fresh.image, lambda r: fresh.get_ref(r.digest)):
         with pytest.raises(MediaCorrupt, match=ref.digest[:12]):
             look(ref)
 
@@ -173,7 +173,7 @@ def test_a_fallback_root_is_read_and_never_written(store: MediaStore, tmp_path: 
     ref = store.put(png())
     other = MediaStore(tmp_path / "own", fallback_roots=[store.root])
     assert other.get(ref) == png()
-    assert other.find(ref.digest) == ref
+    assert other.get_ref(ref.digest) == ref
     assert other.has(ref)
     assert other.touch(ref.digest)
     assert not (tmp_path / "own").exists()
@@ -196,7 +196,7 @@ def test_a_removed_image_is_missing_even_when_its_header_is_remembered(store: Me
     shutil.rmtree(store.root)
     assert not store.touch(ref.digest)
     with pytest.raises(MediaMissing):
-        store.find(ref.digest)
+        store.get_ref(ref.digest)
 
 
 def test_threads_may_put_and_get_at_once(store: MediaStore) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from sightline.compute import attention_cuda
-from sightline.compute import attention_cudnn as attention_dense
+from sightline.compute import attention_cuda, attention_cudnn  # noqa: E402
 from sightline.compute.attention import PackedPattern, TreePattern, build_attention_pattern  # noqa: E402
 from sightline.compute.attention_cuda import (  # noqa: E402
     FlexTreePattern,
@@ -111,23 +110,16 @@ def test_trees(size: int, dtype: torch.dtype) -> None:
     )
 
 
-def test_heads_that_share_keys_are_not_repeated_where_torch_knows_them() -> None:
-    attend, options = attention_cuda._varlen()
-    device = torch.device("cuda", torch.cuda.current_device())
-    found = attention_cuda.supports_gqa(attend, device, torch.bfloat16, **options)
-    assert found or not options, "a function with enable_gqa takes few heads"
-
-
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_dense, "SHAPES", attention_dense.ShapeCounter())
+    monkeypatch.setattr(attention_cudnn, "SHAPES", attention_cudnn.ShapeCounter())
 
 
 @pytest.mark.parametrize("lengths", [[2043, 2040, 1900], [2048, 2048], [1500, 700, 680]], ids=str)
 def test_rows_whose_shapes_come_back_are_padded(lengths: list[int]) -> None:
     device = torch.device("cuda")
     ends = np.repeat(np.cumsum(lengths), lengths)
-    for _ in range(attention_dense.MIN_SHAPE_REPEATS):
+    for _ in range(attention_cudnn.MIN_SHAPE_REPEATS):
         pattern = build_attention_pattern(ends, device, torch.bfloat16)
     assert isinstance(pattern, VarlenPattern) and pattern._padded is not None
     inputs = draw(sum(lengths), torch.bfloat16)
@@ -152,9 +144,9 @@ def test_images_of_one_size_that_come_back(width: int, monkeypatch: pytest.Monke
     ]
     scaling = width**-0.5
     went = []
-    even = attention_dense.attend_equal_rows
+    even = attention_cudnn.attend_equal_rows
     monkeypatch.setattr(
-        attention_dense,
+        attention_cudnn,
         "attend_equal_rows",
         lambda *args, **more: went.append(args) or even(*args, **more),
     )
@@ -164,7 +156,7 @@ def test_images_of_one_size_that_come_back(width: int, monkeypatch: pytest.Monke
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling)
         return out.transpose(1, 2).flatten(2, 3)
 
-    for micro_batch in range(1, attention_dense.MIN_SHAPE_REPEATS + 1):
+    for micro_batch in range(1, attention_cudnn.MIN_SHAPE_REPEATS + 1):
         bounds = torch.arange(0, 3073, 1024, dtype=torch.int32, device="cuda")
         for x in inputs:
             x.grad = None
@@ -175,4 +167,4 @@ def test_images_of_one_size_that_come_back(width: int, monkeypatch: pytest.Monke
             ),
             plain, inputs, torch.bfloat16,
         )  # fmt: skip
-        assert bool(went) == (micro_batch == attention_dense.MIN_SHAPE_REPEATS)
+        assert bool(went) == (micro_batch == attention_cudnn.MIN_SHAPE_REPEATS)

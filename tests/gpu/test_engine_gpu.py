@@ -12,7 +12,7 @@ from serving import Client, Reference, Together, live, next_turn
 
 from sightline.compute.weights import write_weights
 from sightline.families.registry import write_tiny
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.message import Message, text, user
 from sightline.wire.generate import SamplingParams
@@ -31,8 +31,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(model: Path, store: MediaStore) -> Iterator[Client]:
-    settings = ServeSettings(
-        model=model,
+    settings = ServerSpec.of(
+        path=model,
         media_roots=(store.root,),
         device="cuda",
         max_num_seqs=32,

@@ -13,7 +13,7 @@ from sightline.algo.losses import mismatch_kl
 from sightline.compute import attention_cuda
 from sightline.compute.attention import build_attention_pattern
 from sightline.compute.host_copy import HostCopy
-from sightline.compute.transfer import copy_to_device
+from sightline.families.device_copy import copy_to_device
 from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
 from sightline.pack import PackSize
@@ -119,7 +119,6 @@ def test_kernels_are_tried_while_activations_are_computed_again(
     norms = []
     for again in (True, False):
         attention_cuda._try_cudnn.cache_clear()
-        attention_cuda.supports_gqa.cache_clear()
         learner = learner_of(model, store, activation_checkpointing=again)
         norms.append(learner.step(batch_of(learner, model, store)).metrics["grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=2e-2)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sightline.compute.transfer import copy_to_device, stack_pinned
+from sightline.families.device_copy import copy_to_device, stack_pinned
 
 pytestmark = pytest.mark.gpu
 

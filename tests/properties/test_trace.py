@@ -108,9 +108,9 @@ class Agent:
         stop = self.draw(st.booleans())
         ids += [self.world.renderer.stop_token_ids[0]] * stop
         cut = self.draw(st.integers(1, len(ids)))
-        versions = [PolicySpan(len(self.calls), 0, 0, cut)]
+        versions = [PolicySpan(0, cut, version=len(self.calls), epoch=0)]
         if cut < len(ids):
-            versions.append(PolicySpan(len(self.calls) + 1, 1, cut, len(ids)))
+            versions.append(PolicySpan(cut, len(ids), version=len(self.calls) + 1, epoch=1))
         logprobs = [-1.0 - len(self.calls) - i / 8 for i in range(len(ids))]
         call = Call(list(turn.prompt_ids), list(turn.slots), ids, -1, history)
         node = turn.commit(
@@ -233,7 +233,7 @@ def test_extending_and_asking_the_same_gives_the_same_trace(data: st.DataObject)
 
 def fixed_answer(turn: Turn) -> Node:
     ids = [LETTER + ord("a"), LETTER + ord("b"), END]
-    span = PolicySpan(0, 0, 0, len(ids))
+    span = PolicySpan(0, len(ids), version=0, epoch=0)
     return turn.commit(ids, [-1.0] * len(ids), [span], "stop", digests(turn.slots))
 
 

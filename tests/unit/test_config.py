@@ -17,8 +17,10 @@ from sightline.config import (
     dump_toml,
     iter_settings,
     load_config,
+    load_stored_config,
     validate_config,
 )
+from sightline.config.renamed import RENAMED
 from sightline.errors import ConfigError, ResumeRefused
 
 SMALL = """
@@ -151,7 +153,7 @@ def test_any_arguments_of_an_environment_survive_the_round_trip(
     assert validate_config(RunFile, tomllib.loads(dump_toml(first)), "again") == first
 
 
-def test_a_free_setting_may_change_when_a_run_is_resumed() -> None:
+def test_a_mutable_setting_may_change_when_a_run_is_resumed() -> None:
     old = validate_config(RunFile, values(run={"steps": 10}), "old")
     new = validate_config(RunFile, values(run={"steps": 20}, media={"max_gb": 1.0}), "new")
     check_resume(old, new)
@@ -174,3 +176,122 @@ def test_settings_lists_every_key_of_every_section() -> None:
     found = [(section, name) for section, name, _ in iter_settings(RunFile)]
     assert ("trainer", "lr") in found and ("env", "args") in found
     assert len(found) == len(set(found))
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_name_of_a_setting_is_refused_with_the_new_one(old: str, new: str) -> None:
+    section, key = old.split(".")
+    kind = SftFile if section in ("data", "sft") else RunFile
+    *table, name = new.split(".")
+    with pytest.raises(ConfigError) as refused:
+        validate_config(kind, values(**{section: {key: 1}}), "run.toml")
+    assert f"[{section}]" in refused.value.problem
+    assert refused.value.fix.removeprefix("write ") in (f"[{'.'.join(table)}] {name}", "[logging]")
+
+
+def test_a_new_name_is_a_setting_of_today() -> None:
+    known = {f"{s}.{name}" for kind in (RunFile, SftFile) for s, name, _ in iter_settings(kind)}
+    for old, new in RENAMED.items():
+        assert ".".join(new.split(".")[:2]) in known
+        assert old not in known
+
+
+STORED = """
+[model]
+path = "models/tiny"
+number_pictures = true
+
+[env]
+name = "color_codeword"
+
+[rollout]
+count_truncated = false
+hang_s = 7.0
+worker_max_gb = 2.5
+
+[orchestrator]
+max_replaced = 0.5
+probe_every = 3
+
+[inference]
+max_len = 512
+max_rows = 8
+prefill_chunk = 64
+sends_images = false
+
+[media]
+allow_unproven = true
+on_bad = "stop"
+
+[monitor]
+sinks = ["wandb"]
+offline = true
+samples_every = 4
+otel = "file"
+
+[trainer]
+clip_high = 0.3
+clip_low = 0.2
+compile = "inductor"
+entropy = false
+grad_norm = 0.25
+importance_cap = 2.0
+keep_every = 5
+kl_weight = 0.125
+loss_average = "constant"
+loss_constant = 64.0
+lr_end = 0.1
+max_sequence = 128
+micro_batch_price = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+schedule = "cosine"
+stuck_after_s = 30.0
+"""
+
+
+def test_a_stored_file_in_old_names_is_read_in_todays(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(STORED)
+    found = load_stored_config(RunFile, path)
+    assert found.model.number_images and found.media.allow_unverified_pixels
+    assert found.media.on_bad_image == "stop"
+    rollout, orchestrator, inference = found.rollout, found.orchestrator, found.inference
+    assert not rollout.keep_truncated
+    assert (rollout.worker_hang_timeout_s, rollout.worker_max_memory_gb) == (7.0, 2.5)
+    assert (orchestrator.max_resample_fraction, orchestrator.diagnostics_every) == (0.5, 3)
+    assert (inference.max_model_len, inference.max_num_seqs) == (512, 8)
+    assert (inference.prefill_chunk_tokens, inference.inline_images) == (64, False)
+    logging = found.logging
+    assert (logging.sinks, logging.wandb_offline) == (("wandb",), True)
+    assert (logging.samples_every, logging.otel) == (4, "file")
+    trainer = found.trainer
+    assert trainer.loss_args == {"clip_high": 0.3, "clip_low": 0.2, "ratio_cap": 2.0}
+    assert (trainer.loss_aggregation, trainer.loss_aggregation_args) == (
+        "constant",
+        {"divisor": 64.0},
+    )
+    assert (trainer.compile_backend, trainer.measure_entropy) == ("inductor", False)
+    assert (trainer.max_grad_norm, trainer.kl_coef) == (0.25, 0.125)
+    assert (trainer.keep_checkpoints_every, trainer.stall_timeout_s) == (5, 30.0)
+    assert (trainer.lr_schedule, trainer.final_lr_fraction) == ("cosine", 0.1)
+    assert trainer.max_sequence_tokens == 128
+    assert trainer.micro_batch_cost_model == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    with pytest.raises(ConfigError, match="is now called"):
+        load_config(RunFile, path)
+
+
+def test_a_stored_sft_file_in_old_names_is_read_in_todays(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(
+        '[model]\npath = "m"\n[sft]\noutput = "o"\n'
+        '[data]\npath = "d"\npart = "a"\nmessages = "b"\nimages = "c"\neval = 0.5\n'
+    )
+    found = load_stored_config(SftFile, path)
+    assert found.sft.output_dir == "o" and found.data is not None
+    assert (found.data.split, found.data.messages_column) == ("a", "b")
+    assert (found.data.images_column, found.data.eval_fraction) == ("c", 0.5)
+
+
+def test_an_unknown_key_in_a_mix_is_refused_with_the_nearest_known_one() -> None:
+    mix = {"mix": [{"name": "e", "wight": 2.0}]}
+    with pytest.raises(ConfigError, match="did you mean 'weight'"):
+        validate_config(RunFile, {"model": {"path": "m"}, "env": mix}, "run.toml")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "rise.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "rise.py"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import vllm_servers
 from serving import Client, Reference, live
 
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 
 HERE = Path(__file__).parent
@@ -29,7 +29,7 @@ def python() -> str:
 
 
 @pytest.fixture
-def client(settings: ServeSettings) -> Iterator[Client]:
+def client(settings: ServerSpec) -> Iterator[Client]:
     with live(settings) as made:
         yield made
 

@@ -24,10 +24,10 @@ from vllm.multimodal.cache.lru import LruKeyReplicatedReceiverCache, LruKeyRepli
 from vllm.v1.metrics.stats import RequestStateStats
 
 from sightline.compute.model import empty_parameters
-from sightline.errors import EngineError
+from sightline.errors import WeightsError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import load_serving, write_tiny
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.inference.validator import item_key
 from sightline.inference.vllm_plugin.engine import VllmEngine
 from sightline.inference.vllm_plugin.multimodal_items import MultiModalItems, engine_key
@@ -169,7 +169,7 @@ def engine_of(
 ) -> tuple[VllmEngine, list[VllmRequest]]:
     """An engine that has started, and what it has delivered."""
     updates: Any = SimpleNamespace(vision_label="0.0", salt="0", manifest=None, update_times=[])
-    wanted = ServeSettings(model=bench.model, media_roots=(bench.store.root,), **settings)
+    wanted = ServerSpec.of(path=bench.model, media_roots=(bench.store.root,), **settings)
     engine = VllmEngine(client, bench.items, updates, wanted, max_image_tokens, lambda: 0.0)
     delivered: list[VllmRequest] = []
     engine.start(delivered.extend)
@@ -287,9 +287,9 @@ def counted_on_old_kv(
         await until(lambda: delivered == [request])
         return engine
 
-    counts = asyncio.run(main()).counts
+    counters = asyncio.run(main()).counters
     assert request.error is None, request.error
-    return counts.tokens_on_old_kv
+    return counters.tokens_on_old_kv
 
 
 def check_an_engine_key_binds_image_settings_size_and_vision_weights(folder: Path) -> None:
@@ -359,8 +359,8 @@ def check_weights_that_are_sent_are_refused(folder: Path) -> None:
     path.write_bytes(msgspec.json.encode(manifest))
     try:
         updates_of(Bench(folder)).read(path)
-    except EngineError as error:
-        assert error.kind == "weights" and 'publish = "files"' in error.fix
+    except WeightsError as error:
+        assert 'publish = "files"' in error.fix
     else:
         raise AssertionError("they were taken")
 

@@ -15,7 +15,7 @@ from PIL import Image
 from serving import GREEDY, Client, Reference, Together, embedded, live, next_turn
 
 from sightline.errors import MediaError
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.pack import PackSize
@@ -25,7 +25,7 @@ from sightline.trainer.feed import BatchPreparer
 from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.generate import GenerateResponse, SamplingParams
-from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
+from sightline.wire.sample import Batch, Sample, Segment
 
 BOUND = 1e-4
 
@@ -35,7 +35,7 @@ def noise(seed: int, width: int, height: int) -> Image.Image:
 
 
 def test_the_vision_tower_gets_the_patches_of_the_family(
-    client: Client, settings: ServeSettings, reference: Reference, media: MediaStore
+    client: Client, settings: ServerSpec, reference: Reference, media: MediaStore
 ) -> None:
     folder = vllm_servers.start(settings).folder
     refs = [media.put(noise(i, *size)) for i, size in enumerate([(64, 96), (160, 32)], 900)]
@@ -82,10 +82,10 @@ class Talk:
             logprobs=Array.of(self.logprobs, "float32"),
             advantages=Array.of(np.zeros(num), "float32"),
             versions=Array.of(np.zeros(num), "int32"),
-            segments=[Segment(0, start, start + num)],
+            segments=[Segment(start, start + num, node=0)],
             items=items,
             slots=[
-                SampleSlot(slot.offset, slot.length, items.index(slot.item), digest)
+                Slot(slot.offset, slot.length, items.index(slot.item), digest)
                 for slot, digest in zip(self.slots, digests or self.digests, strict=True)
             ],
         )  # fmt: skip
@@ -136,7 +136,7 @@ def kl(sampler: np.ndarray, other: np.ndarray) -> float:
 
 def test_vllm_the_embedded_engine_and_the_trainer_agree_on_every_token(
     client: Client,
-    settings: ServeSettings,
+    settings: ServerSpec,
     reference: Reference,
     media: MediaStore,
     tiny_model: Path,
@@ -202,8 +202,8 @@ def _size(slot: Slot) -> tuple[int, int]:
 
 
 def test_two_servers_in_turn_and_one_without_caches_say_what_one_says(
-    settings: ServeSettings,
-    odd_settings: ServeSettings,
+    settings: ServerSpec,
+    odd_settings: ServerSpec,
     reference: Reference,
     media: MediaStore,
 ) -> None:

@@ -18,7 +18,7 @@ from sightline.compute.model import MODEL_DTYPES
 from sightline.config import SftFile, dump_toml
 from sightline.families import load_renderer
 from sightline.families.registry import write_tiny
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.launch.vllm_server import build_vllm_environ
 from sightline.media import MediaStore
 from sightline.message import user
@@ -84,7 +84,7 @@ def test_vllm_as_it_comes_says_what_the_trainer_says(
     (tmp_path / "questions").write_text(json.dumps(questions))
     words = [python, str(OFFLINE), str(tmp_path / "questions"), str(tmp_path / "answers")]
     # One process for all of it: each that vLLM starts reads its libraries anew.
-    variables = build_vllm_environ(1) | {
+    variables = build_vllm_environ("auto", 1) | {
         "VLLM_PLUGINS": "none",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
@@ -108,8 +108,8 @@ def test_experts_are_exported_and_published_as_vllm_reads_them(
     write_tiny("qwen_vl", tmp_path / "tiny", seed=0, type="qwen3_vl_moe")
     learner, folder = exported(tmp_path / "tiny", tmp_path / "moe", {})
     rendered = prompt_of(folder, media)
-    settings = ServeSettings(
-        model=folder, media_roots=(media.root,), device="cpu", max_num_seqs=4, max_model_len=512
+    settings = ServerSpec.of(
+        path=folder, media_roots=(media.root,), device="cpu", max_num_seqs=4, max_model_len=512
     )
     params = SamplingParams(max_tokens=COUNT, seed=5)
     with live(settings) as client:

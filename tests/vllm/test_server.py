@@ -19,7 +19,7 @@ from agents import shown
 from serving import Client, Reference, live
 
 from sightline.errors import ConfigError
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.launch.vllm_server import check_vllm_python
 from sightline.message import user
 from sightline.wire.generate import GenerateRequest, SamplingParams
@@ -64,7 +64,7 @@ def test_what_a_loaded_vllm_lacks_is_named(python: str) -> None:
 
 
 def test_no_request_reaches_the_application_of_vllm(
-    client: Client, settings: ServeSettings, reference: Reference
+    client: Client, settings: ServerSpec, reference: Reference
 ) -> None:
     """Inside our middleware stands one that writes down all that gets past it."""
     asked = {"messages": [shown(3)], "max_tokens": 3}
@@ -118,7 +118,7 @@ def test_an_interpreter_without_sightline_is_refused(tmp_path: Path) -> None:
 
 
 def test_requests_in_flight_are_refused_with_503_when_the_server_ends(
-    odd_settings: ServeSettings, reference: Reference
+    odd_settings: ServerSpec, reference: Reference
 ) -> None:
     found: list[Any] = []
     rendered = reference.renderer.render([user("Hello.")])

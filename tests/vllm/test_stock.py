@@ -20,7 +20,7 @@ import vllm_servers
 from serving import Reference
 
 from sightline.errors import EngineError, MediaError
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.launch.processes import find_port
 from sightline.launch.vllm_server import build_vllm_environ
 from sightline.media import MediaStore
@@ -51,8 +51,11 @@ def address(
     words += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     words += ["--limit-mm-per-prompt", '{"image": 4, "video": 0}']
     words += ["--allowed-local-media-path", str(media.root)]
-    settings = ServeSettings(model=tiny_model, media_roots=(media.root,), port=port)
-    variables = build_vllm_environ(1) | {"VLLM_PLUGINS": "none", "VLLM_SERVER_DEV_MODE": "1"}
+    settings = ServerSpec.of(path=tiny_model, media_roots=(media.root,), port=port)
+    variables = build_vllm_environ("auto", 1) | {
+        "VLLM_PLUGINS": "none",
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
     with open(folder / "server.log", "wb") as log:
         process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=variables)
     server = vllm_servers.Server(settings, process, folder)
@@ -117,7 +120,7 @@ def test_other_ids_are_an_error_that_shows_both(
     # A renderer with other pixel limits would have given the first image fewer pads.
     shorter = msgspec.structs.replace(slots[0], length=slots[0].length - 1)
     tokens = [*request.token_ids[: shorter.end], *request.token_ids[slots[0].end :]]
-    moved = [shorter, *(slot.moved(-1) for slot in slots[1:])]
+    moved = [shorter, *(slot.shift(-1) for slot in slots[1:])]
     wrong = GenerateRequest.of(tokens, moved, request.sampling_params)
     with pytest.raises(EngineError, match="expanded the prompt in another way") as caught:
         ask(stock(address, media, reference, True), wrong)

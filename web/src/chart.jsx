@@ -2,7 +2,7 @@
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import { short } from "./spell.js";
+import { short } from "./formatting.js";
 
 const sync = uPlot.sync("steps");
 

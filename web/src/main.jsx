@@ -13,7 +13,7 @@ import { RolloutPage } from "./pages/rollout.jsx";
 import { RolloutsPage } from "./pages/rollouts.jsx";
 import { SettingsPage } from "./pages/settings.jsx";
 import { State } from "./parts.jsx";
-import { fixed, whole } from "./spell.js";
+import { fixed, whole } from "./formatting.js";
 import "./style.css";
 
 const PAGES = [

@@ -1,7 +1,7 @@
 // Small things that several pages show.
 import { useState } from "preact/hooks";
 import { Link, change } from "./address.jsx";
-import { short, whole, words } from "./spell.js";
+import { short, whole, words } from "./formatting.js";
 
 export function Verdict({ name }) {
   if (!name) return <span class="verdict none">not judged</span>;

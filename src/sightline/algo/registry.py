@@ -153,7 +153,7 @@ def _small_trace() -> Trace:
         int32_array([3, 4, 5]),
         sampled_start=1,
         logprobs=float32_array([-0.5, -0.1]),
-        versions=(PolicySpan(0, 0, 0, 2),),
+        versions=(PolicySpan(0, 2, version=0, epoch=0),),
         finish_reason="stop",
     )
     return Trace(id="trial", env="trial", nodes=[question, answer], reward=1.0)

@@ -1,5 +1,25 @@
-"""Benchmarks, each against a baseline in the same run, and what only they need.
+"""Benchmarks, each against a baseline in the same run. Nothing but `cli` imports this room.
 
-A module with `add` and `run` is a command, `sightline bench NAME`; the others record, rehearse or
-make up what the benchmarks measure. Nothing but `cli` imports this room.
+A benchmark is a module with `add_arguments` and `run`: `sightline bench NAME`. It is imported when
+it is asked for. `harness` has what measures and what is measured with: recordings, scripted
+policies and agents, synthetic runs, rehearsals.
 """
+
+from __future__ import annotations
+
+BENCHMARKS = {
+    "batch": "many requests at once, against generate",
+    "cost": "what micro-batches cost, predicted and measured",
+    "lag": "time for the same steps with max_lag 0 and 1",
+    "materialize": "images to patches, beside transformers' image processors",
+    "render": "time and memory of a turn with a new screenshot",
+    "rollout": "memory and bytes on the wires of long rollouts",
+    "scale": "a training step against batch, images, ranks and turns",
+    "serve": "tokens per second of the embedded engine",
+    "stall": "how long the event loop of a worker stands still",
+    "step": "a training step against the machine's limit, and trees",
+    "train": "a trainer's step, taken apart",
+    "trl": "the demo's training step beside TRL's",
+    "view": "index and page a run of many rollouts",
+}
+"""The module of each benchmark, and what it measures."""

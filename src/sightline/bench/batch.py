@@ -18,17 +18,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from sightline.bench.serve import noise, renderer_of, serving
+from rich.console import Console
+from rich.table import Table
+
+from sightline.bench.harness.plain_generate import TransformersBaseline
+from sightline.bench.harness.workspace import draw_noise, open_renderer, start_server, write_tiny
 from sightline.errors import ConfigError, ProcessFailed
-
-if TYPE_CHECKING:
-    from sightline.wire import Slot
+from sightline.families import load_family
+from sightline.launch.temporary_server import start_sightline
+from sightline.message import user
+from sightline.rollout.client import GenerateClient
+from sightline.wire import Slot
+from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_LEN = 4096
 SIDES = (256, 384, 512, 640)
-"""Of images, in pixels; they are taken in turn."""
+"""Pixels along each side of an image; requests take them in turn."""
 WORDS = (16, 768)
 """Fewest and most characters of text in a prompt."""
 Prompt = tuple[list[int], list["Slot"]]
@@ -39,17 +45,15 @@ class Line:
     name: str
     requests: int
     seconds: list[float]
-    said: list[list[int]]
+    sampled: list[list[int]]
 
     @property
     def tokens_per_s(self) -> float:
-        return sum(map(len, self.said)) / statistics.median(self.seconds)
+        return sum(map(len, self.sampled)) / statistics.median(self.seconds)
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "batch", help="many requests at once, against generate", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
     parser.add_argument("--model", type=Path, help="checkpoint; default: a new random one")
     parser.add_argument("--size", default="tiny", help="of the new one: tiny or 2b")
     parser.add_argument("--requests", type=int, default=64, help="default: %(default)s")
@@ -72,33 +76,24 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}", "take 1 or more")
     if args.baseline:
         for line in _measure_baseline(args, args.baseline):
-            print(json.dumps([line.name, line.requests, line.seconds, line.said]))
+            print(json.dumps([line.name, line.requests, line.seconds, line.sampled]))
         return 0
     with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        args.model = args.model or _write(Path(folder) / "model", args.size)
+        args.model = args.model or write_tiny(Path(folder) / "model", args.size)
         lines = [*_baseline(args, Path(folder) / "media"), _engine(args, Path(folder) / "media")]
     _print(lines, args)
     return 0
 
 
-def _write(folder: Path, size: str) -> Path:
-    from sightline.families import registry
-
-    registry.write_tiny(registry.get_default_family(), folder, seed=0, size=size)
-    return folder
-
-
 def _prompts(args: argparse.Namespace, media: Path) -> list[Prompt]:
-    from sightline.message import user
-
-    store, renderer = renderer_of(args.model, media)
+    store, renderer = open_renderer(args.model, media)
     rng = random.Random(0)
     made = []
     for i in range(args.requests):
         side = max(32, int(SIDES[i % len(SIDES)] * args.scale))
         length = max(1, int(rng.randint(*WORDS) * args.scale))
         text = "".join(rng.choices("abcdefgh ", k=length))
-        rendered = renderer.render([user(store.put(noise(rng, side)), text)])
+        rendered = renderer.render([user(store.put(draw_noise(rng, side)), text)])
         made.append((rendered.token_ids, rendered.slots))
     return made
 
@@ -107,12 +102,9 @@ def _prompts(args: argparse.Namespace, media: Path) -> list[Prompt]:
 
 
 def _measure_baseline(args: argparse.Namespace, media: Path) -> list[Line]:
-    """In a process of its own."""
-    from sightline.bench.harness.plain_generate import TransformersBaseline
-    from sightline.families import load_family
-
+    """The lines of the baseline, measured in this process, which is its own."""
     family = load_family(args.model)
-    store, renderer = renderer_of(args.model, media)
+    store, renderer = open_renderer(args.model, media)
     plain = TransformersBaseline(
         args.model, family, args.device, args.dtype, renderer.pad_token_ids
     )
@@ -137,20 +129,19 @@ def _measure_baseline(args: argparse.Namespace, media: Path) -> list[Line]:
 
 
 def _timed(name: str, requests: int, repeats: int, work: Callable[[], list[list[int]]]) -> Line:
-    """`work` returns what was said, so that the device has finished when it ends."""
-    seconds, said = [], []
+    """`work` returns the answers, so that the device has finished when it ends."""
+    seconds, sampled = [], []
     for _ in range(repeats):
         began = time.perf_counter()
-        said = work()
+        sampled = work()
         seconds.append(time.perf_counter() - began)
-    return Line(name, requests, seconds, said)
+    return Line(name, requests, seconds, sampled)
 
 
 def _baseline(args: argparse.Namespace, media: Path) -> list[Line]:
     words = ["--baseline", str(media), "--model", str(args.model)]
     for name in ("requests", "one_by_one", "max_tokens", "scale", "repeats", "device", "dtype"):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    from sightline.launch.temporary_server import start_sightline
 
     done = start_sightline(["bench", "batch", *words], args.threads)
     out, _ = done.communicate()
@@ -167,14 +158,11 @@ def _engine(args: argparse.Namespace, media: Path) -> Line:
     # Every image goes through the vision tower, and every prompt is computed, in each repeat.
     more = ["--feature-cache-mb", "0", "--no-prefix-caching", "--pixel-cache-mb", "4096"]
     more += ["--max-num-seqs", str(args.requests), "--prefill-chunk-tokens", "2048"]
-    with serving(args, media, MAX_LEN, more) as address:
+    with start_server(args, media, MAX_LEN, more) as address:
         return asyncio.run(_ask(args, address, prompts))
 
 
 async def _ask(args: argparse.Namespace, address: str, prompts: list[Prompt]) -> Line:
-    from sightline.rollout.client import GenerateClient
-    from sightline.wire.generate import GenerateRequest, SamplingParams
-
     client = GenerateClient(address)
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0)
 
@@ -182,22 +170,19 @@ async def _ask(args: argparse.Namespace, address: str, prompts: list[Prompt]) ->
         answer = await client.generate(GenerateRequest.of(*prompt, params))
         return answer.choices[0].token_ids
 
-    seconds, said = [], []
+    seconds, sampled = [], []
     try:
         for repeat in range(args.repeats + 1):  # the first makes the pixels, and warms up
             began = time.perf_counter()
-            said = list(await asyncio.gather(*map(one, prompts)))
+            sampled = list(await asyncio.gather(*map(one, prompts)))
             if repeat:
                 seconds.append(time.perf_counter() - began)
     finally:
         await client.close()
-    return Line("engine, all at once", len(prompts), seconds, said)
+    return Line("engine, all at once", len(prompts), seconds, sampled)
 
 
 def _print(lines: list[Line], args: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     single, batch, engine = lines
     table = Table(
         title=f"{args.requests} requests with an image each, {args.max_tokens} tokens an answer, "
@@ -212,9 +197,9 @@ def _print(lines: list[Line], args: argparse.Namespace) -> None:
     console = Console()
     console.width = max(console.width, 100)
     console.print(table)
-    same = sum(one == other for one, other in zip(batch.said, engine.said, strict=True))
+    same = sum(one == other for one, other in zip(batch.sampled, engine.sampled, strict=True))
     console.print(
         f"answers of engine and padded batch that are the same, token for token: {same} of "
-        f"{len(engine.said)}",
+        f"{len(engine.sampled)}",
         highlight=False,
     )

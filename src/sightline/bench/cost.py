@@ -8,18 +8,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
-from sightline.bench.rollout import work_folder, write_tiny
+from sightline.bench.harness.trial import BatchShape, StepBench, set_threads, works
+from sightline.bench.harness.workspace import work_folder, write_tiny
 from sightline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sightline.bench.harness.trial import BatchShape, StepBench
-    from sightline.pack import CostModel, MicroBatchWork
+from sightline.pack import CostModel, MicroBatchWork
 
 # Samples, letters of prompt and answer, images, pixels of a side, samples of a group.
 FITTED = (
@@ -42,18 +39,16 @@ TRIED = (
 class Row:
     shape: BatchShape
     works: list[MicroBatchWork]
-    """Of its micro-batches."""
+    """The work of each of its micro-batches."""
     seconds: float
-    """Of a step, the median of its repeats."""
+    """Median time of a step."""
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "cost",
-        help="what micro-batches cost, predicted and measured",
-        description=f"Times steps on {len(FITTED)} shapes of micro-batches, fits to them what a "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        f"Times steps on {len(FITTED)} shapes of micro-batches, fits to them what a "
         "token, a pair of attention, a trained token, a patch and a pair of patches cost, and "
-        f"compares that with the times of {len(TRIED)} other shapes.",
+        f"compares that with the times of {len(TRIED)} other shapes."
     )
     parser.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
@@ -67,10 +62,6 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from sightline.bench.harness.trial import BatchShape, StepBench, set_threads
-
     if min(args.repeats, args.threads, args.scale) < 1:
         raise ConfigError("--repeats, --threads and --scale", "take 1 or more")
     set_threads(args.threads)
@@ -94,8 +85,6 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(trial: StepBench, shapes: Sequence[BatchShape], repeats: int) -> list[Row]:
     """Every shape once a round, so that a busy moment meets all of them alike."""
-    from sightline.bench.harness.trial import works
-
     batches = [trial.ready(shape) for shape in shapes]
     times: list[list[float]] = [[] for _ in shapes]
     for number in range(-trial.warm_up, repeats):
@@ -114,7 +103,6 @@ def fit(rows: Sequence[Row]) -> CostModel:
 
     With six parts every choice of those that are not nothing can be tried.
     """
-    from sightline.pack import CostModel
 
     parts = len(fields(CostModel))
     units = np.array([_units(row.works) for row in rows])
@@ -150,15 +138,11 @@ def error(row: Row, price: CostModel) -> float:
 
 def rescaled(price: CostModel, rows: Sequence[Row]) -> CostModel:
     """The same price in seconds: one factor for all, the median over `rows`."""
-    from sightline.pack import CostModel
-
     factor = statistics.median(row.seconds / predicted(row, price) for row in rows)
     return CostModel(*(factor * part for part in astuple(price)))
 
 
 def make_table(rows: Sequence[Row], price: CostModel) -> Table:
-    from rich.table import Table
-
     table = Table(title="shapes that the fit has not seen")
     columns = ("samples x (prompt + answer)", "tokens", "pairs", "trained", "patches")
     for name in (*columns, "measured", "predicted", "off"):
@@ -191,12 +175,10 @@ def closing_lines(
             f"{100 * off[-1]:.0f}% at most"
         )
     numbers = ", ".join(f"{part:.4g}" for part in astuple(price))
-    return [*lines, f"[trainer]\nmicro_batch_price = [{numbers}]"]
+    return [*lines, f"[trainer]\nmicro_batch_cost_model = [{numbers}]"]
 
 
 def _tokens_only() -> CostModel:
-    from sightline.pack import CostModel
-
     return CostModel(token=1.0, patch=1.0)
 
 

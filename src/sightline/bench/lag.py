@@ -10,8 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sightline.bench.rollout import work_folder, write_tiny
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from sightline import config
+from sightline.bench.harness.workspace import work_folder, write_tiny
+from sightline.config import RunFile, SftFile
 from sightline.errors import ConfigError, ProcessFailed
+from sightline.run.events import by_step, read_events
+from sightline.run.run_dir import RunDir
+from sightline.view.timeline import build_timeline, intersect_intervals, total_s
 
 LAGS = (0, 1)
 WARMUP_STEPS = 60
@@ -30,22 +39,20 @@ WARMUP: dict[str, dict[str, Any]] = {"sft": {"batch_size": 64}, "trainer": {"lr"
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one run, from its first rollout to the end of its last optimizer step."""
+    """Times of one run, from its first rollout to the end of its last optimizer step."""
 
     seconds: float
     server_s: float
     trainer_s: float
     both_s: float
-    """In which server and trainer were busy at once."""
+    """Seconds in which server and trainer were busy at once."""
     lag_mean: float
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "lag",
-        help="time for the same steps with max_lag 0 and 1",
-        description="Trains color_codeword with `sightline rl`, with max_lag 0 and 1 in turn, "
-        "without evaluations, and compares the time of the steps. Starting up does not count.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Trains color_codeword with `sightline rl`, with max_lag 0 and 1 in turn, "
+        "without evaluations, and compares the time of the steps. Starting up does not count."
     )
     parser.add_argument("--steps", type=int, default=20, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
@@ -79,9 +86,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[int, list[Timing]]:
 
 def make_model(folder: Path) -> Path:
     """A tiny checkpoint that knows the format; an answer in it is as short as it will be."""
-    from sightline import config
-    from sightline.config import SftFile
-
     print("making a tiny checkpoint and warming it up", flush=True)
     tiny, warm = write_tiny(folder / "tiny"), folder / "warm"
     values = {
@@ -89,7 +93,7 @@ def make_model(folder: Path) -> Path:
         "run": {"name": "warmup", "dir": str(folder), "steps": WARMUP_STEPS},
         "model": {"path": str(tiny)},
         "env": ENV,
-        "sft": {**WARMUP["sft"], "output": str(warm)},
+        "sft": {**WARMUP["sft"], "output_dir": str(warm)},
     }
     file = config.validate_config(SftFile, values, "warm-up")
     _sightline("sft", folder / "warmup.toml", config.dump_toml(file))
@@ -97,9 +101,6 @@ def make_model(folder: Path) -> Path:
 
 
 def train(folder: Path, model: Path, steps: int, lag: int, repeat: int) -> Timing:
-    from sightline import config
-    from sightline.config import RunFile
-
     name = f"lag{lag}-repeat{repeat}"
     values = {
         **SETTINGS,
@@ -130,10 +131,6 @@ def _sightline(command: str, file: Path, text: str, *words: str) -> None:
 
 
 def read_timing(path: Path, steps: int) -> Timing:
-    from sightline.run.events import by_step, read_events
-    from sightline.run.run_dir import RunDir
-    from sightline.view.timeline import build_timeline, intersect_intervals, total_s
-
     events = list(read_events(RunDir(path).metrics))
     trained, stepped = by_step(events, "train"), by_step(events, "step")
     began = next(
@@ -160,10 +157,6 @@ def read_timing(path: Path, steps: int) -> Timing:
 
 
 def show(found: dict[int, list[Timing]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     for lag in found:

@@ -10,16 +10,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sightline.bench.rollout import work_folder, write_tiny
+from rich.console import Console
+from rich.table import Table
+
+from sightline.bench.harness.reference_processors import (
+    load_processor,
+    prepare_torchvision,
+    set_threads,
+)
+from sightline.bench.harness.screenshots import Screenshots
+from sightline.bench.harness.workspace import work_folder, write_tiny
 from sightline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sightline.families import Family
-    from sightline.media import MediaRef, MediaStore
+from sightline.families import Family, load_family
+from sightline.media import MediaRef, MediaStore
+from sightline.media.decode import open_rgb
+from sightline.pixels import pixel_digest
 
 SIZES = ("1280x800", "1280x720", "1920x1080")
 JPEG_QUALITY = 90
@@ -29,7 +36,7 @@ Timed = dict[str, Callable[[], Any]]
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one size: medians of repeats that took turns with one another."""
+    """Figures of one image size: medians of repeats that took turns with one another."""
 
     size: str
     is_resized: bool
@@ -37,22 +44,20 @@ class Measured:
     """CPU time of the thread: waiting for a core does not count."""
     wall_ms: dict[str, float]
     sent_mb: float
-    """Bytes to the device: ours, and those of float rows."""
+    """Megabytes that our patches send to the device."""
     float_mb: float
     is_equal: bool
     off: float | None
     """Most that torchvision's rows differ from ours; None where it is absent."""
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "materialize",
-        help="images to patches, beside transformers' image processors",
-        description="Turns a decoded screenshot into what is sent to the device, on one thread: "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Turns a decoded screenshot into what is sent to the device, on one thread: "
         "our uint8 patches, and the float rows of transformers' Pillow processor (and of its "
         "torchvision one, where that is importable). Both are compared in the same run, after our "
         "table has turned ours into floats. Beside it, the same from PNG and JPEG bytes, with the "
-        "shares of decoding, resizing, gathering and digest.",
+        "shares of decoding, resizing, gathering and digest."
     )
     parser.add_argument("--sizes", nargs="+", default=SIZES, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=15, help="default: %(default)s")
@@ -60,16 +65,6 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from sightline.bench.harness.reference_processors import (
-        load_processor,
-        prepare_torchvision,
-        set_threads,
-    )
-    from sightline.families import load_family
-    from sightline.media import MediaStore
-
     sizes = [_size(text) for text in args.sizes]
     if args.repeats < 1:
         raise ConfigError(f"--repeats {args.repeats}", "measure once or more")
@@ -100,9 +95,6 @@ def measure(
     pillow: Any,
     torchvision: Any,
 ) -> Measured:
-    from sightline.media.decode import open_rgb
-    from sightline.pixels import pixel_digest
-
     ref, files = _screenshot(store, *size)
     item, image = family.item(ref), store.image(ref)
     patches = family.patches(image, item)
@@ -157,8 +149,6 @@ def take_turns(timed: Timed, repeats: int) -> tuple[dict[str, float], dict[str, 
 
 
 def decoded_table(found: list[Measured]) -> Table:
-    from rich.table import Table
-
     table = Table(title="from a decoded image to what is sent")
     columns = ("image", "resized", "ours", "resize", "gather", "Pillow", "times", "by wall clock")
     for name in (*columns, "torchvision", "times", "sent MB", "as floats"):
@@ -185,8 +175,6 @@ def decoded_table(found: list[Measured]) -> Table:
 
 def bytes_table(found: list[Measured]) -> Table:
     """Ours with the digest, which transformers does not make; theirs with the same decoding."""
-    from rich.table import Table
-
     table = Table(title="from the bytes of a file, digest included")
     shares = ("read", "decode", "resize", "gather", "digest")
     for name in ("image", "file", "ours", *shares, "Pillow", "times"):
@@ -234,8 +222,6 @@ def closing_lines(found: list[Measured]) -> list[str]:
 
 def _screenshot(store: MediaStore, width: int, height: int) -> tuple[MediaRef, dict[str, bytes]]:
     """A page in RGB, its ref, and its bytes as PNG and as JPEG."""
-    from sightline.bench.harness.screenshots import Screenshots
-
     page = store.image(store.put(Screenshots(1, width, height).draw(random.Random(0))))
     ref = store.put(page)
     jpeg = io.BytesIO()

@@ -12,66 +12,38 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from sightline.bench.rollout import work_folder, write_tiny
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from sightline.bench.harness.screenshots import Screenshots
+from sightline.bench.harness.workspace import work_folder, write_tiny
 from sightline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from sightline.families import load_renderer
+from sightline.media import MediaStore
+from sightline.message import user
+from sightline.render import Bridged
 
 MB = 1e6
 PEER = "renderers"
 PEER_VERSION = "0.1.12"
-
-# In a process of its own, so that neither side pays for what the other holds. It prints, for each
-# turn, seconds and bytes of pixels held.
-PEER_PROGRAM = """
-import json, sys, time
-import torch
-from types import SimpleNamespace
-from transformers import AutoImageProcessor, AutoTokenizer
-from renderers import create_renderer
-torch.set_num_threads(1)
-model, name, folder, turns = sys.argv[1:]
-tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-tokenizer.unk_token = None
-images = AutoImageProcessor.from_pretrained(model, backend="pil", local_files_only=True)
-renderer = create_renderer(tokenizer, getattr(__import__("renderers"), name)())
-renderer._processor = SimpleNamespace(image_processor=images)
-ids = renderer.render([{"role": "user", "content": "begin"}], add_generation_prompt=True).token_ids
-said = [*tokenizer.encode("go on", add_special_tokens=False), renderer.get_stop_token_ids()[0]]
-held = None
-for turn in range(int(turns)):
-    part = {"type": "image_url", "image_url": {"url": f"file://{folder}/{turn}.png"}}
-    content = [{"type": "text", "text": f"page {turn}"}, part]
-    began = time.perf_counter()
-    bridged = renderer.bridge_to_next_turn(
-        ids, said, [{"role": "user", "content": content}], previous_multi_modal_data=held
-    )
-    spent = time.perf_counter() - began
-    ids, held = bridged.token_ids, bridged.multi_modal_data
-    pixels = sum(item["pixel_values"].nbytes for item in held.mm_items["image"])
-    print(json.dumps([spent, pixels, len(ids)]), flush=True)
-"""
 
 
 @dataclass(frozen=True)
 class Turn:
     seconds: float
     held_bytes: int
-    """Of the images: pixels, or references."""
+    """Bytes of images that the renderer keeps: pixels, or references."""
     num_tokens: int
     put_s: float = 0.0
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "render",
-        help="time and memory of a turn with a new screenshot",
-        description="Extends a conversation by one screenshot a turn, with our renderer and with "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Extends a conversation by one screenshot a turn, with our renderer and with "
         f"{PEER}=={PEER_VERSION} where it is installed (the extra `peers`), each in one thread. "
-        "A turn here is `bridge` with an image that is in the store; `put` stands beside it.",
+        "A turn here is `bridge` with an image that is in the store; `put` stands beside it."
     )
     parser.add_argument("--turns", type=int, default=100, help="default: %(default)s")
     parser.add_argument("--width", type=int, default=1280, help="default: %(default)s")
@@ -81,8 +53,6 @@ def add(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     if args.turns < 1:
         raise ConfigError(f"--turns {args.turns}", "play one turn or more")
     with work_folder(args.dir) as folder:
@@ -102,8 +72,6 @@ def run(args: argparse.Namespace) -> int:
 
 def draw(args: argparse.Namespace, folder: Path) -> int:
     """Writes the screenshots; returns the mean size of one."""
-    from sightline.bench.harness.screenshots import Screenshots
-
     pages, rng = Screenshots(args.turns, args.width, args.height), random.Random(0)
     total = 0
     for turn in range(args.turns):
@@ -114,13 +82,6 @@ def draw(args: argparse.Namespace, folder: Path) -> int:
 
 
 def measure(model: Path, folder: Path, turns: int) -> list[Turn]:
-    import msgspec
-
-    from sightline.families import load_renderer
-    from sightline.media import MediaStore
-    from sightline.message import user
-    from sightline.render import Bridged
-
     store = MediaStore(folder / "media")
     renderer = load_renderer(model, store)
     ids = renderer.render([user("begin")]).token_ids
@@ -143,14 +104,12 @@ def measure(model: Path, folder: Path, turns: int) -> list[Turn]:
 
 def measure_peer(model: Path, folder: Path, turns: int) -> list[Turn]:
     """Empty where the peer is not installed, or has nothing for the family."""
-    from sightline.families import registry
-
-    config = registry.find_reference_renderer_config(model)
-    if config is None or importlib.util.find_spec(PEER) is None:
+    if importlib.util.find_spec(PEER) is None:
         return []
-    words = [str(model), config, str(folder.resolve()), str(turns)]
+    program = Path(__file__).parent / "harness" / "renderers_peer.py"
+    words = [str(model), str(folder.resolve()), str(turns)]
     done = subprocess.run(
-        [sys.executable, "-c", PEER_PROGRAM, *words], capture_output=True, text=True
+        [sys.executable, "-P", str(program), *words], capture_output=True, text=True
     )
     if done.returncode:
         raise ConfigError(
@@ -161,8 +120,6 @@ def measure_peer(model: Path, folder: Path, turns: int) -> list[Turn]:
 
 
 def make_table(ours: list[Turn], theirs: list[Turn]) -> Table:
-    from rich.table import Table
-
     table = Table()
     for name in ("turn", "bridge ms", "put ms", "held KB", "peer ms", "peer held MB", "tokens"):
         table.add_column(name, justify="right")
@@ -208,5 +165,5 @@ def closing_lines(ours: list[Turn], theirs: list[Turn]) -> list[str]:
             f"it holds {held:,.0f} times the bytes"
         )
     else:
-        lines.append(f"no {PEER} to compare with: pip install 'sightline[peers]'")
+        lines.append(f"no {PEER} to compare with: pip install 'sightline-rl[peers]'")
     return lines

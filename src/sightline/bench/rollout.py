@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from sightline.bench.harness.rehearsal import RehearsalFigures, RehearsalPlan, rehearse
+from sightline.bench.harness.workspace import work_folder, write_tiny
 from sightline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sightline.bench.harness.rehearsal import RehearsalFigures
+from sightline.view.chart import Series, line_chart
 
 PROGRESS_S = 10.0
 TABLE_WIDTH = 130
@@ -24,13 +23,11 @@ MB = 1e6
 Measure = Callable[["RehearsalFigures"], float]
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "rollout",
-        help="memory and bytes on the wires of long rollouts",
-        description="Plays rollouts that show a screenshot every turn, with one, a tenth, a "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Plays rollouts that show a screenshot every turn, with one, a tenth, a "
         "quarter, half and all of the turns, through the real orchestrator, worker, store and "
-        "renderer. A program without a model answers for the policy.",
+        "renderer. A program without a model answers for the policy."
     )
     parser.add_argument("--rollouts", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=100, help="default: %(default)s")
@@ -59,11 +56,10 @@ def run(args: argparse.Namespace) -> int:
 
         serve(args.serve)
         return 0
-    from rich.console import Console
 
     with work_folder(args.dir) as folder:
         measured = measure(args, folder)
-        at_door = measure_door(args, folder) if args.agents else []
+        by_agents = measure_agents(args, folder) if args.agents else []
     console = Console()
     # Rows that are cut or folded cannot be compared: a narrow terminal wraps them itself.
     console.width = max(console.width, TABLE_WIDTH)
@@ -71,14 +67,14 @@ def run(args: argparse.Namespace) -> int:
         console.print(table)
     for line in closing_lines(measured):
         console.print(line, highlight=False, soft_wrap=True)
-    if at_door:
-        console.print(door_table(at_door))
+    if by_agents:
+        console.print(agent_table(by_agents))
     if args.plot:
         write_plots(measured, args.plot)
-        if at_door:
-            write_door_plot(at_door, args.plot)
+        if by_agents:
+            write_agent_plot(by_agents, args.plot)
         console.print(f"charts: {args.plot}", highlight=False)
-    return 1 if any(_encoded_images(figures) for figures in (*measured, *at_door)) else 0
+    return 1 if any(_encoded_images(figures) for figures in (*measured, *by_agents)) else 0
 
 
 def measure(args: argparse.Namespace, folder: Path) -> list[RehearsalFigures]:
@@ -88,20 +84,18 @@ def measure(args: argparse.Namespace, folder: Path) -> list[RehearsalFigures]:
     return [_play(args, args.rollouts, turns, folder) for turns in turn_counts(args.turns)]
 
 
-def measure_door(args: argparse.Namespace, folder: Path) -> list[RehearsalFigures]:
-    """The same with programs that play through the door, and send all images every turn."""
+def measure_agents(args: argparse.Namespace, folder: Path) -> list[RehearsalFigures]:
+    """The same with agents that play through the chat endpoint, and send all images every turn."""
     return [_play(args, args.agents, turns, folder, True) for turns in turn_counts(args.turns)]
 
 
 def _play(
-    args: argparse.Namespace, rollouts: int, turns: int, folder: Path, at_door: bool = False
+    args: argparse.Namespace, rollouts: int, turns: int, folder: Path, uses_agents: bool = False
 ) -> RehearsalFigures:
-    from sightline.bench.harness.rehearsal import RehearsalPlan, rehearse
-
-    plan = RehearsalPlan(rollouts, turns, args.width, args.height, at_door=at_door)
-    by = " by agents at the door" * at_door
+    plan = RehearsalPlan(rollouts, turns, args.width, args.height, uses_agents=uses_agents)
+    by = " by agents at the chat endpoint" * uses_agents
     print(f"{rollouts} rollouts of {turns} turns at {args.width}x{args.height}{by}")
-    place = folder / f"{'door' if at_door else 'turns'}_{turns}"
+    place = folder / f"{'agents' if uses_agents else 'turns'}_{turns}"
     figures = rehearse(plan, args.model, place, _progress(plan.num_turns))
     print(f"  {plan.num_turns:,} turns in {figures.seconds:.0f} s", flush=True)
     return figures
@@ -109,26 +103,6 @@ def _play(
 
 def turn_counts(turns: int) -> list[int]:
     return sorted({1, *(max(1, turns // part) for part in (10, 4, 2, 1))})
-
-
-def write_tiny(folder: Path, size: str = "tiny") -> Path:
-    from sightline.families import registry
-
-    registry.write_tiny(registry.get_default_family(), folder, seed=0, size=size)
-    return folder
-
-
-@contextlib.contextmanager
-def work_folder(kept: Path | None) -> Iterator[Path]:
-    """`kept`, which must be new or empty, or a temporary folder."""
-    if kept is not None:
-        if kept.exists() and any(kept.iterdir()):
-            raise ConfigError(f"{kept} is not empty", "name a new folder")
-        kept.mkdir(parents=True, exist_ok=True)
-        yield kept
-        return
-    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
-        yield Path(folder)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -206,10 +180,9 @@ def wire_table(measured: list[RehearsalFigures]) -> Table:
 
 CPU: tuple[tuple[str, Measure], ...] = (
     ("orchestrator", lambda f: f.cpu_s["orchestrator"]),
-    ("worker, all else", lambda f: f.cpu_s["worker-0"] - f.request_cpu_s),
-    ("worker, making the requests", lambda f: f.request_cpu_s),
+    ("worker", lambda f: f.cpu_s["worker-0"]),
 )
-"""The last grows with the ids and references that a request repeats."""
+"""The worker's grows with the ids and references that a request repeats."""
 
 
 def cpu_table(measured: list[RehearsalFigures]) -> Table:
@@ -220,47 +193,37 @@ def cpu_table(measured: list[RehearsalFigures]) -> Table:
     return table
 
 
-AT_DOOR: tuple[tuple[str, Measure, float], ...] = (
-    ("agent -> door, new images, KB", lambda f: f.first_sent, 1e3),
-    ("agent -> door, the history again, KB", lambda f: f.from_agents - f.first_sent, 1e3),
-    ("door -> agent, answers, KB", lambda f: f.to_agents, 1e3),
+AGENT_ROWS: tuple[tuple[str, Measure, float], ...] = (
+    ("agent -> endpoint, new images, KB", lambda f: f.first_sent, 1e3),
+    ("agent -> endpoint, the history again, KB", lambda f: f.from_agents - f.first_sent, 1e3),
+    ("endpoint -> agent, answers, KB", lambda f: f.to_agents, 1e3),
     ("worker -> store, new images, KB", lambda f: f.stored, 1e3),
-    ("CPU, receiving what agents send, ms", lambda f: f.receive_cpu_s, 1e-3),
-    ("CPU, reading what agents send, ms", lambda f: f.chat_endpoint_cpu_s, 1e-3),
-    ("CPU, making the requests, ms", lambda f: f.request_cpu_s, 1e-3),
-    (
-        "CPU, all else of the worker, ms",
-        lambda f: f.cpu_s["worker-0"] - f.request_cpu_s - f.chat_endpoint_cpu_s - f.receive_cpu_s,
-        1e-3,
-    ),
+    ("CPU of the worker, ms", lambda f: f.cpu_s["worker-0"], 1e-3),
 )
 
 
-def door_table(measured: list[RehearsalFigures]) -> Table:
-    title = f"{measured[0].plan.rollouts} agents at the door, a turn"
+def agent_table(measured: list[RehearsalFigures]) -> Table:
+    title = f"{measured[0].plan.rollouts} agents at the chat endpoint, a turn"
     table = _table(title, measured)
     table.add_column("growth", justify="right", no_wrap=True)
-    for label, of, unit in AT_DOOR:
+    for label, of, unit in AGENT_ROWS:
         table.add_row(label, *_cells(measured, of, unit))
     return table
 
 
-def write_door_plot(measured: list[RehearsalFigures], folder: Path) -> None:
-    from sightline.view.chart import Series, line_chart
-
+def write_agent_plot(measured: list[RehearsalFigures], folder: Path) -> None:
     points = [(f.plan.turns, (f.from_agents - f.first_sent) / f.plan.num_turns / MB)
               for f in measured]  # fmt: skip
     svg = line_chart(
-        "MB a turn that agents send again, by turns", [Series("agent -> door, history", points)],
+        "MB a turn that agents send again, by turns",
+        [Series("agent -> endpoint, history", points)],
         y_range=(0.0, 0.0), width=720, height=300,
     )  # fmt: skip
-    (folder / "bench_rollout_door.svg").write_text(svg)
+    (folder / "bench_rollout_agents.svg").write_text(svg)
 
 
 def write_plots(measured: list[RehearsalFigures], folder: Path) -> None:
     """One chart for bytes that stay flat, one for those that grow, one each for CPU and memory."""
-    from sightline.view.chart import Series, line_chart
-
     folder.mkdir(parents=True, exist_ok=True)
 
     def chart(name: str, title: str, rows: Sequence[tuple[str, Measure]], unit: float) -> None:
@@ -287,9 +250,6 @@ def _grown(name: str) -> Measure:
 
 
 def _table(title: str, measured: list[RehearsalFigures]) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
     for figures in measured:

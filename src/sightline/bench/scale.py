@@ -9,15 +9,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from sightline.bench.rollout import work_folder, write_tiny
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from sightline.bench.harness.trial import (
+    BatchShape,
+    RankMeasurement,
+    ScalePoint,
+    measure_steps,
+    set_threads,
+)
+from sightline.bench.harness.workspace import work_folder, write_tiny
 from sightline.errors import ConfigError, ProcessFailed
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sightline.bench.harness.trial import BatchShape, RankMeasurement, ScalePoint
+from sightline.launch.processes import find_port
+from sightline.trainer.ranks import RankInfo
+from sightline.view.chart import Series, line_chart
 
 BATCHES = (4, 16, 64, 128, 256)
 IMAGES = (0, 1, 2, 4, 8)
@@ -34,10 +42,10 @@ class Line:
     """One batch, on so many ranks."""
 
     at: int
-    """Where on the axis of its table."""
+    """Its place on the axis of the table."""
     samples: int
     found: list[RankMeasurement]
-    """By rank."""
+    """What each rank measured, in order."""
 
     @property
     def wall_s(self) -> float:
@@ -48,13 +56,11 @@ class Line:
         return sum(one.cpu_s for one in self.found)
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "scale",
-        help="a training step against batch, images, ranks and turns",
-        description="Times training steps on the CPU, a thread a rank, with the trainer's own "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Times training steps on the CPU, a thread a rank, with the trainer's own "
         "parts: over samples of a batch, images of a sample, ranks, and turns with a new image "
-        "each, beside the peak of memory. Every point has processes of its own.",
+        "each, beside the peak of memory. Every point has processes of its own."
     )
     parser.add_argument("--what", nargs="+", choices=ALL, default=ALL, help="default: all")
     parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
@@ -66,7 +72,6 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.point:
         return _be_a_rank(args.point)
-    from rich.console import Console
 
     if args.repeats < 1:
         raise ConfigError(f"--repeats {args.repeats}", "take a step or more")
@@ -86,9 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def points(what: str) -> list[tuple[int, BatchShape, int]]:
-    """Of an axis: where, what, and on how many ranks."""
-    from sightline.bench.harness.trial import BatchShape
-
+    """The points of an axis: the place, the shape, and how many ranks."""
     match what:
         case "batch":
             return [(n, BatchShape(n, 24, 8, images=1), 1) for n in BATCHES]
@@ -104,11 +107,6 @@ def measure(
     model: Path, folder: Path, shape: BatchShape, num_ranks: int, args: argparse.Namespace
 ) -> list[RankMeasurement]:
     """Starts the ranks, and reads what they found."""
-    import msgspec
-
-    from sightline.bench.harness.trial import RankMeasurement, ScalePoint
-    from sightline.launch.processes import find_port
-
     folder.mkdir()
     point = ScalePoint(str(model), str(folder), shape, MAX_TOKENS, args.repeats)
     (folder / "point.json").write_bytes(msgspec.json.encode(point))
@@ -126,13 +124,13 @@ def measure(
         for rank in range(num_ranks)
     ]
     try:
-        said = [process.communicate(timeout=RANK_TIMEOUT_S)[1] for process in started]
+        errors = [process.communicate(timeout=RANK_TIMEOUT_S)[1] for process in started]
     finally:
         for process in started:
             process.kill()
     for rank, process in enumerate(started):
         if process.returncode:
-            problem = said[rank].strip()[-600:]
+            problem = errors[rank].strip()[-600:]
             raise ProcessFailed(f"rank {rank} of {num_ranks}: {problem}", "see what it says")
     return [
         msgspec.json.decode((folder / f"rank{rank}.json").read_bytes(), type=RankMeasurement)
@@ -141,11 +139,6 @@ def measure(
 
 
 def _be_a_rank(words: Sequence[str]) -> int:
-    import msgspec
-
-    from sightline.bench.harness.trial import ScalePoint, measure_steps, set_threads
-    from sightline.trainer.ranks import RankInfo
-
     folder, rank, size, meet, channel = words
     set_threads(1)
     point: ScalePoint = msgspec.json.decode(
@@ -167,8 +160,6 @@ NAMES = {
 
 
 def make_table(what: str, lines: Sequence[Line]) -> Table:
-    from rich.table import Table
-
     table = Table(title=f"a step against {NAMES[what]}")
     columns = (what, "tokens", "step ms", "CPU ms", "samples/CPU s", "busiest rank CPU ms")
     for name in (*columns, "peak MB a rank", "of them by steps"):
@@ -202,8 +193,6 @@ def closing_line(what: str, lines: Sequence[Line]) -> str:
 
 
 def write_chart(what: str, lines: Sequence[Line], folder: Path) -> None:
-    from sightline.view.chart import Series, line_chart
-
     folder.mkdir(parents=True, exist_ok=True)
     if what == "turns":
         title = "Memory that a step takes, MB"

@@ -9,23 +9,29 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import random
 import statistics
 import tempfile
 import time
-import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
+from sightline.bench.harness.plain_generate import TransformersBaseline
+from sightline.bench.harness.workspace import draw_noise, open_renderer, start_server, write_tiny
 from sightline.errors import ConfigError, ProcessFailed
-
-if TYPE_CHECKING:
-    from sightline.render import Renderer
-    from sightline.wire import Slot
+from sightline.families import load_family
+from sightline.launch.temporary_server import start_sightline
+from sightline.message import user
+from sightline.render import Renderer
+from sightline.rollout.client import GenerateClient
+from sightline.wire import Slot
+from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_LEN = 4096
 Answer = Callable[[list[int], list["Slot"]], Awaitable[list[int]]]
@@ -49,18 +55,16 @@ class Work:
 class Line:
     name: str
     tokens_per_s: list[float]
-    said: list[list[int]]
-    """What the rollouts of the first repeat said, to see that all said the same."""
+    sampled: list[list[int]]
+    """Tokens of the rollouts of the first repeat, to see that all sides sampled the same."""
 
     @property
     def median(self) -> float:
         return statistics.median(self.tokens_per_s)
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "serve", help="tokens per second of the embedded engine", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
     parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
     parser.add_argument(
         "--concurrency", type=int, nargs="+", default=[1, 16, 64], metavar="N",
@@ -99,7 +103,7 @@ def measure(args: argparse.Namespace, media: Path) -> list[Line]:
     if args.vllm:
         servers["vLLM"] = ["--engine", "vllm", "--python", args.vllm]
     for name, more in servers.items():
-        with serving(args, media, MAX_LEN, more) as address:
+        with start_server(args, media, MAX_LEN, more) as address:
             for num in args.concurrency:
                 title = f"{name}, {num} at once"
                 lines.append(asyncio.run(_engine(args, media, address, num, title)))
@@ -109,9 +113,6 @@ def measure(args: argparse.Namespace, media: Path) -> list[Line]:
 async def _engine(
     args: argparse.Namespace, media: Path, address: str, concurrency: int, title: str
 ) -> Line:
-    from sightline.rollout.client import GenerateClient
-    from sightline.wire.generate import GenerateRequest, SamplingParams
-
     client = GenerateClient(address)
     params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, logprobs=None)
 
@@ -127,10 +128,7 @@ async def _engine(
 
 async def _play_baseline(args: argparse.Namespace, media: Path) -> None:
     """In the process of the baseline: its line goes to stdout as JSON."""
-    from sightline.bench.harness.plain_generate import TransformersBaseline
-    from sightline.families import load_family
-
-    store, renderer = renderer_of(args.model, media)
+    store, renderer = open_renderer(args.model, media)
     family = load_family(args.model)
     plain = TransformersBaseline(
         args.model, family, args.device, args.dtype, renderer.pad_token_ids
@@ -141,14 +139,13 @@ async def _play_baseline(args: argparse.Namespace, media: Path) -> None:
         return plain.generate(token_ids, slots, patches, args.max_tokens)
 
     line = await _repeat(args, media, "transformers generate, one by one", answer, 1)
-    print(json.dumps([line.name, line.tokens_per_s, line.said]))
+    print(json.dumps([line.name, line.tokens_per_s, line.sampled]))
 
 
 def _baseline(args: argparse.Namespace, media: Path) -> Line:
     words = ["--baseline", str(media), "--model", str(args.model)]
     for name in ("rollouts", "turns", "max_tokens", "side", "repeats", "device", "dtype"):
         words += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    from sightline.launch.temporary_server import start_sightline
 
     done = start_sightline(["bench", "serve", *words], args.threads)
     out, _ = done.communicate()
@@ -157,31 +154,13 @@ def _baseline(args: argparse.Namespace, media: Path) -> Line:
     return Line(*json.loads(out.splitlines()[-1]))
 
 
-def serving(
-    args: argparse.Namespace, media: Path, max_model_len: int, more: Sequence[str] = ()
-) -> contextlib.AbstractContextManager[str]:
-    """The address of a server in a process of its own."""
-    from sightline.launch.temporary_server import temporary_server
-
-    words = [
-        "--max-model-len",
-        str(max_model_len),
-        "--device",
-        args.device,
-        "--dtype",
-        args.dtype,
-        *more,
-    ]
-    return temporary_server(args.model, media, words, args.threads)
-
-
 async def _repeat(
     args: argparse.Namespace, media: Path, name: str, answer: Answer, concurrency: int
 ) -> Line:
     """Plays the work a few times, with new images each time; the first, unmeasured, warms up."""
     work = Work(max(args.rollouts, concurrency), args.turns, args.max_tokens, args.side)
-    store, renderer = renderer_of(args.model, media)
-    speeds, said = [], []
+    store, renderer = open_renderer(args.model, media)
+    speeds, sampled = [], []
     for repeat in range(args.repeats + 1):
         # A seed that no other line has used: no line finds the images of another in a cache.
         shown = _images(store, work, seed=f"{name} {repeat}" if repeat != 1 else "shared")
@@ -190,8 +169,8 @@ async def _repeat(
         if repeat:
             speeds.append(work.num_tokens / (time.perf_counter() - began))
         if repeat == 1:
-            said = answers
-    return Line(name, speeds, said)
+            sampled = answers
+    return Line(name, speeds, sampled)
 
 
 async def _play(
@@ -201,74 +180,42 @@ async def _play(
     answer: Answer,
     concurrency: int,
 ) -> list[list[int]]:
-    """What each rollout said, all turns together."""
-    said: list[list[int]] = [[] for _ in range(work.rollouts)]
+    """The tokens of each rollout, all turns together."""
+    sampled: list[list[int]] = [[] for _ in range(work.rollouts)]
     left = iter(range(work.rollouts))
 
     async def player() -> None:
         for i in left:
-            said[i] = await _rollout(renderer, shown[i], answer)
+            sampled[i] = await _rollout(renderer, shown[i], answer)
 
     await asyncio.gather(*(player() for _ in range(concurrency)))
-    return said
+    return sampled
 
 
 async def _rollout(renderer: Renderer, refs: Sequence[Any], answer: Answer) -> list[int]:
-    """Every answer has all its tokens, stop or not, so the next turn is laid behind it as it is:
+    """Every answer has all its tokens, stop or not, so the next turn is appended to it as it is:
     a renderer would refuse to go on from a stop in the middle."""
-    from sightline.message import user
 
     token_ids: list[int] = []
     slots: list[Slot] = []
-    said: list[int] = []
+    sampled: list[int] = []
     for ref in refs:
         rendered = renderer.render([user("What do you see?", ref)])
-        slots = [*slots, *(slot.moved(len(token_ids)) for slot in rendered.slots)]
+        slots = [*slots, *(slot.shift(len(token_ids)) for slot in rendered.slots)]
         token_ids = [*token_ids, *rendered.token_ids]
         new = await answer(token_ids, slots)
         token_ids += new
-        said += new
-    return said
-
-
-def renderer_of(model: Path, media: Path) -> tuple[Any, Renderer]:
-    from sightline.families import load_renderer
-    from sightline.media import MediaStore
-
-    store = MediaStore(media)
-    return store, load_renderer(model, store)
+        sampled += new
+    return sampled
 
 
 def _images(store: Any, work: Work, seed: str) -> list[list[Any]]:
     """A ref for each turn of each rollout, no two alike."""
     rng = random.Random(seed)
     return [
-        [store.put(noise(rng, work.side)) for _ in range(work.turns)] for _ in range(work.rollouts)
+        [store.put(draw_noise(rng, work.side)) for _ in range(work.turns)]
+        for _ in range(work.rollouts)
     ]
-
-
-def noise(rng: random.Random, side: int) -> bytes:
-    """A PNG of random pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        checked = kind + data
-        return len(data).to_bytes(4, "big") + checked + zlib.crc32(checked).to_bytes(4, "big")
-
-    size = side.to_bytes(4, "big")
-    rows = b"".join(b"\0" + rng.randbytes(3 * side) for _ in range(side))
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", size + size + bytes([8, 2, 0, 0, 0]))
-        + chunk(b"IDAT", zlib.compress(rows, 1))
-        + chunk(b"IEND", b"")
-    )
-
-
-def write_tiny(folder: Path) -> Path:
-    from sightline.families import registry
-
-    registry.write_tiny(registry.get_default_family(), folder, seed=0)
-    return folder
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -278,9 +225,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _print(lines: list[Line], args: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(
         title=f"rollouts of {args.turns} turns, {args.max_tokens} tokens and an "
         f"image of {args.side}x{args.side} a turn; {args.threads} compute thread(s)"
@@ -296,6 +240,6 @@ def _print(lines: list[Line], args: argparse.Namespace) -> None:
     console.width = max(console.width, 100)
     console.print(table)
     # Longer lines begin with the rollouts of the shorter ones.
-    common = len(lines[0].said)
-    same = all(line.said[:common] == lines[0].said for line in lines)
-    console.print(f"all said the same tokens: {'yes' if same else 'no'}", highlight=False)
+    common = len(lines[0].sampled)
+    same = all(line.sampled[:common] == lines[0].sampled for line in lines)
+    console.print(f"all sampled the same tokens: {'yes' if same else 'no'}", highlight=False)

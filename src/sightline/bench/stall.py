@@ -11,15 +11,28 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sightline.bench.rollout import work_folder
+import uvloop
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from sightline.bench.harness.screenshots import Screenshots, add_text_chunk
+from sightline.bench.harness.stall_meter import TICK_S, StallMeter, percentile
+from sightline.bench.harness.workspace import work_folder
+from sightline.envs import Environment, Task
 from sightline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sightline.bench.harness.stall_meter import StallMeter
-    from sightline.rollout.player import RolloutPlayer
-    from sightline.wire.control import RolloutResult
+from sightline.families import load_family, load_renderer
+from sightline.launch.processes import Processes, ProcessSpec, find_port
+from sightline.media import MediaStore
+from sightline.message import Message, user
+from sightline.rollout.chat_sources import PolicyChats
+from sightline.rollout.client import GenerateClient
+from sightline.rollout.player import PlayedRollout, RolloutPlayer
+from sightline.rollout.worker import tune_interpreter
+from sightline.run import RunDir
+from sightline.wire.control import RolloutRequest
 
 HOST = "127.0.0.1"
 TARGET_MS = 50.0
@@ -28,15 +41,13 @@ PHOTOS = (0.06, 0.12, 0.2, 0.3, 0.4)
 SHARES = (0.5, 0.99, 0.999)
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "stall",
-        help="how long the event loop of a worker stands still",
-        description="Plays rollouts that each receive a screenshot, as PNG, every turn, in one "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Plays rollouts that each receive a screenshot, as PNG, every turn, in one "
         "event loop with the real player, store, renderer and client, and measures by how much "
         "a timer in that loop comes too late; before that, the same for an idle loop, and for "
         "the same rollouts with images that the store has already. A program without a model "
-        "answers for the policy.",
+        "answers for the policy."
     )
     parser.add_argument("--rollouts", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=4, help="default: %(default)s")
@@ -53,9 +64,9 @@ def add(subparsers: Any) -> None:
 @dataclass
 class Measured:
     idle_s: list[float]
-    """By how much each tick came too late."""
+    """By how much each tick came too late in an idle loop."""
     known_s: list[float]
-    """The same while the rollouts show images that the store has already."""
+    """By how much each tick came too late while rollouts show images that the store has already."""
     loaded_s: list[float]
     work_s: list[float]
     """CPU time of the loop's own thread between two ticks, under load."""
@@ -69,8 +80,6 @@ def run(args: argparse.Namespace) -> int:
     for name in ("rollouts", "turns"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)}", "take at least 1")
-    import uvloop
-    from rich.console import Console
 
     with work_folder(args.dir) as folder:
         measured = uvloop.run(measure(args, folder))
@@ -82,9 +91,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> Measured:
-    from sightline.launch.processes import Processes, ProcessSpec, find_port
-    from sightline.run import RunDir
-
     model = args.model or _tiny_elsewhere(folder / "model")
     pages = draw_pages(args.width, args.height)
     server = f"http://{HOST}:{find_port(HOST, 0, 'port of the policy')}"
@@ -94,14 +100,14 @@ async def measure(args: argparse.Namespace, folder: Path) -> Measured:
     processes.start(ProcessSpec("policy", ["bench", "rollout", "--serve", server], threads=1))
     player = _player(args, model, run_dir.media, server, pages)
     try:
-        await player.client.wait_healthy()
+        await player.chats.client.wait_healthy()  # type: ignore[attr-defined]
         idle, _ = await _metered(asyncio.sleep(args.idle_s))
         known, _ = await _metered(_play_all(player, args.rollouts, "known"))
         began = time.monotonic()
         loaded, played = await _metered(_play_all(player, args.rollouts, "new"))
         seconds = time.monotonic() - began
         broken = _errors(played)
-        num_images = player.store.count() - len(pages)
+        num_images = player.chats.store.count() - len(pages)
     finally:
         await player.close()
         processes.kill()
@@ -125,8 +131,6 @@ def _tiny_elsewhere(folder: Path) -> Path:
 
 
 def draw_pages(width: int, height: int) -> list[bytes]:
-    from sightline.bench.harness.screenshots import Screenshots
-
     rng = random.Random(0)
     return [Screenshots(1, width, height, photo).draw(rng) for photo in PHOTOS]
 
@@ -134,15 +138,6 @@ def draw_pages(width: int, height: int) -> list[bytes]:
 def _player(
     args: argparse.Namespace, model: Path, media: Path, server: str, pages: list[bytes]
 ) -> RolloutPlayer:
-    from sightline.bench.harness.screenshots import add_text_chunk
-    from sightline.envs import Environment, Task
-    from sightline.families import load_family, load_renderer
-    from sightline.media import MediaStore
-    from sightline.message import Message, user
-    from sightline.rollout.client import GenerateClient
-    from sightline.rollout.player import RolloutPlayer
-    from sightline.rollout.worker import tune_interpreter
-
     tune_interpreter()
     store, family = MediaStore(media), load_family(model)
     refs = [store.put(page) for page in pages]
@@ -179,20 +174,17 @@ def _player(
                 chat.send([self.message(task, turn, self.page(task, turn), chat)])
             return 1.0
 
-    return RolloutPlayer(
-        env=Sync() if args.sync else Async(),
+    chats = PolicyChats(
         renderer=load_renderer(model, store, family),
         store=store,
         client=GenerateClient(server),
         modality=family.modality,
         max_tokens=32,
-        timeout_s=3600.0,
     )
+    return RolloutPlayer(Sync() if args.sync else Async(), chats, timeout_s=3600.0)
 
 
-async def _play_all(player: RolloutPlayer, rollouts: int, split: str) -> list[RolloutResult]:
-    from sightline.wire.control import RolloutRequest
-
+async def _play_all(player: RolloutPlayer, rollouts: int, split: str) -> list[PlayedRollout]:
     playing = []
     for i in range(rollouts):
         playing.append(
@@ -202,15 +194,11 @@ async def _play_all(player: RolloutPlayer, rollouts: int, split: str) -> list[Ro
     return await asyncio.gather(*playing)
 
 
-def _errors(played: list[RolloutResult]) -> list[str]:
-    from sightline.trace import decode_trace
-
-    return [trace.error for one in played if (trace := decode_trace(one.trace)).error]
+def _errors(played: list[PlayedRollout]) -> list[str]:
+    return [one.trace.error for one in played if one.trace.error]
 
 
 async def _metered(work: Any) -> tuple[StallMeter, Any]:
-    from sightline.bench.harness.stall_meter import StallMeter
-
     meter = StallMeter()
     ticking = asyncio.ensure_future(meter.run())
     result = await work
@@ -220,9 +208,6 @@ async def _metered(work: Any) -> tuple[StallMeter, Any]:
 
 
 def _table(measured: Measured) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     table = Table(title="Stalls of the event loop, ms", title_justify="left", box=SIMPLE_HEAD)
     for heading in ("", "ticks", "median", "99th", "99.9th", "worst"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
@@ -234,15 +219,11 @@ def _table(measured: Measured) -> Any:
 
 
 def cells(late_s: Sequence[float]) -> list[str]:
-    from sightline.bench.harness.stall_meter import percentile
-
     found = [percentile(late_s, share) for share in SHARES]
     return [f"{len(late_s):,}", *(f"{1e3 * s:.1f}" for s in (*found, max(late_s)))]
 
 
 def closing_lines(args: argparse.Namespace, measured: Measured) -> list[str]:
-    from sightline.bench.harness.stall_meter import TICK_S, percentile
-
     low, high = min(measured.page_bytes) / 1e6, max(measured.page_bytes) / 1e6
     at = 1e3 * percentile(measured.loaded_s, 0.999)
     lines = [

@@ -13,15 +13,31 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from sightline.bench.harness import speed
+from sightline.bench.harness.profile import profile_step
+from sightline.bench.harness.screenshots import Screenshots, add_text_chunk
+from sightline.bench.harness.speed import PlainStep, build_stack, measure_time
+from sightline.config import ModelConfig, TrainerConfig
 from sightline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sightline.media import MediaRef
-    from sightline.message import Message
-    from sightline.trainer.learner import Learner
-    from sightline.wire.sample import Sample
+from sightline.families import load_family, load_renderer, registry
+from sightline.families.protocol import Packing
+from sightline.media import MediaRef, MediaStore
+from sightline.message import Message, assistant, user
+from sightline.pack import PackSize
+from sightline.pixels import Materializer
+from sightline.trainer.build import build_learner
+from sightline.trainer.feed import BatchPreparer
+from sightline.trainer.learner import Learner
+from sightline.trainer.sft import build_sample
+from sightline.wire.array import Array
+from sightline.wire.sample import Batch, Sample
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 GIB = 1 << 30
@@ -43,21 +59,19 @@ class Shapes:
     browsers: int = 8
     turns: int = 10
     page: tuple[int, int] = (1280, 720)
-    said: int = 40
+    turn_answer: int = 40
 
 
 TINY = Shapes(
     sequences=4, length=96, images=2, side=64, answer=16, rollouts=4, screen=(96, 64), screens=2,
-    group_answer=12, browsers=3, turns=3, page=(96, 64), said=6,
+    group_answer=12, browsers=3, turns=3, page=(96, 64), turn_answer=6,
 )  # fmt: skip
 ACTIVATIONS = ((False, "activations kept"), (True, "activations computed again"))
 PARTS = ("dense", "group", "browser")
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "step", help="a training step against the machine's limit, and trees", description=__doc__
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = __doc__
     parser.add_argument("--size", default="tiny", help="of a new random model: tiny or 2b")
     parser.add_argument("--model", type=Path, help="checkpoint; default: a new random one")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
@@ -86,9 +100,6 @@ def run(args: argparse.Namespace) -> int:
 
 class Bench:
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        from sightline.families import load_family, load_renderer, registry
-        from sightline.media import MediaStore
-
         self.args = args
         self.shapes = TINY if args.small else Shapes()
         self.model = args.model or folder / "model"
@@ -103,8 +114,6 @@ class Bench:
     # --- parts
 
     def dense(self) -> None:
-        from sightline.bench.harness import speed
-
         shapes, args = self.shapes, self.args
         learner = self._learner(checkpointing=False, backend="")
         peak = speed.measure_peak(args.device, args.dtype)
@@ -128,8 +137,6 @@ class Bench:
         prompt = [self._screen(shapes.screen) for _ in range(shapes.screens)]
 
         def talk(i: int, show: Callable[[MediaRef, int], MediaRef]) -> list[Message]:
-            from sightline.message import assistant, user
-
             asked = user(*(show(ref, i) for ref in prompt), "what is to be done?")
             return [asked, assistant(self._text(shapes.group_answer))]
 
@@ -140,13 +147,11 @@ class Bench:
         first = self._screen(shapes.page)
 
         def talk(i: int, show: Callable[[MediaRef, int], MediaRef]) -> list[Message]:
-            from sightline.message import assistant, user
-
-            said = []
+            messages: list[Message] = []
             for turn in range(shapes.turns):
                 page = self._screen(shapes.page) if turn else show(first, i)
-                said += [user(page, f"page {turn}"), assistant(self._text(shapes.said))]
-            return said
+                messages += [user(page, f"page {turn}"), assistant(self._text(shapes.turn_answer))]
+            return messages
 
         self._compare("browser", shapes.browsers, talk)
 
@@ -170,9 +175,6 @@ class Bench:
     # --- what is trained
 
     def _learner(self, checkpointing: bool, backend: str | None = None) -> Learner:
-        from sightline.config import ModelConfig, TrainerConfig
-        from sightline.trainer.build import build_learner
-
         args = self.args
         trainer = TrainerConfig.model_validate({
             "device": args.device, "lr": 1e-6, "master_dtype": "model",
@@ -183,12 +185,6 @@ class Bench:
         return build_learner(model, trainer, self.store, steps=1 << 30)
 
     def _ready(self, samples: Sequence[Sample], tokens: int, kind: str) -> Any:
-        from sightline.bench.harness.speed import build_stack
-        from sightline.pack import PackSize
-        from sightline.pixels import Materializer
-        from sightline.trainer.feed import BatchPreparer
-        from sightline.wire.sample import Batch
-
         materializer = Materializer(self.family, self.store, max_bytes=GIB)
         family: Any = _As(self.family, kind)
         preparer = BatchPreparer(
@@ -200,12 +196,6 @@ class Bench:
         return ready
 
     def _sample(self, talk: list[Message], group: str, i: int) -> Sample:
-        import msgspec
-        import numpy as np
-
-        from sightline.trainer.sft import build_sample
-        from sightline.wire.array import Array
-
         sample = build_sample(talk, self.renderer, f"{group}.{i}")
         num, draws = len(sample.trained), np.random.default_rng(i)
         made: Sample = msgspec.structs.replace(
@@ -217,8 +207,6 @@ class Bench:
         return made
 
     def _dense_sample(self, i: int) -> Sample:
-        from sightline.message import assistant, user
-
         shapes = self.shapes
         refs = [self._screen((shapes.side, shapes.side)) for _ in range(shapes.images)]
         answer = assistant(self._text(shapes.answer))
@@ -227,13 +215,10 @@ class Bench:
         return self._sample([asked, answer], f"dense{i}", i)
 
     def _screen(self, size: tuple[int, int]) -> MediaRef:
-        from sightline.bench.harness.screenshots import Screenshots
-
         return self.store.put(Screenshots(1, *size).draw(self.rng))
 
     def _copy(self, ref: MediaRef, i: int) -> MediaRef:
         """The same picture as another file: nothing knows that they are the same."""
-        from sightline.bench.harness.screenshots import add_text_chunk
 
         return self.store.put(add_text_chunk(self.store.get(ref), f"copy {i}"))
 
@@ -243,8 +228,6 @@ class Bench:
     # --- measuring
 
     def _time_ours(self, ready: Any, checkpointing: bool, trace: Path | None = None) -> Any:
-        from sightline.bench.harness.profile import profile_step
-
         learner = self._learner(checkpointing)
         counts: list[float | None] = []
         timed = self._timed(lambda: counts.append(learner.step(ready).metrics["compilations"]))
@@ -260,22 +243,16 @@ class Bench:
         return None if where is None else where / f"{part}.json"
 
     def _time_plain(self, learner: Learner, ready: Any, checkpointing: bool) -> Any:
-        from sightline.bench.harness.speed import PlainStep
-
         plain = PlainStep(learner, str(self.model), self.family, checkpointing)
         given = plain.inputs(ready, max(1, self.args.tokens // self.shapes.length))
         return self._timed(lambda: plain.step(given))
 
     def _timed(self, work: Callable[[], Any]) -> Any:
-        from sightline.bench.harness.speed import timed
-
-        return timed(work, self.args.device, self.args.repeats, self.args.warm_up)
+        return measure_time(work, self.args.device, self.args.repeats, self.args.warm_up)
 
     def _print_dense(
         self, rows: list[tuple[str, Any]], flops: float, peak: float, tokens: int, num: int
     ) -> None:
-        from rich.table import Table
-
         shapes = self.shapes
         table = Table(
             title=f"{num} sequences of {tokens / num:.0f} tokens with {shapes.images} images of "
@@ -294,8 +271,6 @@ class Bench:
         _show(table)
 
     def _print_compare(self, name: str, num: int, rows: list[tuple[str, int, int, Any]]) -> None:
-        from rich.table import Table
-
         table = Table(title=f"{name}: {num} rollouts, {self.args.dtype}", title_justify="left")
         columns = ("", "tokens", "images", "ms a step", "samples/s", "times flat", "peak GiB")
         for column in columns:
@@ -314,8 +289,6 @@ class _As:
     """A family that packs in another way."""
 
     def __init__(self, family: Any, kind: Any) -> None:
-        from sightline.families.protocol import Packing
-
         self._family = family
         self.packing = Packing(kind, "asked for by the benchmark")
 
@@ -324,8 +297,6 @@ class _As:
 
 
 def _show(table: Any) -> None:
-    from rich.console import Console
-
     console = Console()
     console.width = max(console.width, 120)
     console.print(table)

@@ -6,27 +6,33 @@ import argparse
 import json
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sightline.bench.rollout import work_folder, write_tiny
+from rich.console import Console
+from rich.table import Table
+
+from sightline import config as config_module
+from sightline.bench.harness.recorded import RecordingSpec, record_traces, train_recorded
+from sightline.bench.harness.screenshots import SCREENSHOTS
+from sightline.bench.harness.workspace import work_folder, write_tiny
+from sightline.config import RunFile
+from sightline.config.load import apply_overrides
 from sightline.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sightline.config import RunFile
-    from sightline.wire.event import Event
+from sightline.media import MediaStore
+from sightline.run import RunDir, read_events
+from sightline.run.events import by_step
+from sightline.wire.event import Event
 
 STAGES = ("wait", "materialize", "forward", "backward", "optimizer", "publish", "checkpoint")
 MAX_STALL = 0.02
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "train",
-        help="a trainer's step, taken apart",
-        description="Records rollouts that show an image every turn, with answers drawn at random, "
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Records rollouts that show an image every turn, with answers drawn at random, "
         "and trains on them through the real orchestrator and trainer, without a sampler. Prints "
         "where the time of a step goes; steps of the warm-up are left out. The stall is the time "
-        "that the loop waits for pixels, as a share of the step.",
+        "that the loop waits for pixels, as a share of the step."
     )
     parser.add_argument("--model", type=Path, help="checkpoint; default: a new random one")
     parser.add_argument("--size", default="tiny", help="of the new one: tiny or 2b")
@@ -55,10 +61,6 @@ def run(args: argparse.Namespace) -> int:
             f"--rollouts {args.rollouts} --steps {args.steps} --warmup {args.warmup}",
             "take an even number of rollouts, and more steps than the warm-up has",
         )
-    from sightline.bench.harness.recorded import RecordingSpec, record_traces, train_recorded
-    from sightline.media import MediaStore
-    from sightline.run import RunDir, read_events
-    from sightline.run.events import by_step
 
     with work_folder(args.dir) as folder:
         model = args.model or write_tiny(folder / "model", args.size)
@@ -79,15 +81,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_file(args: argparse.Namespace, model: Path) -> RunFile:
-    from sightline import config as config_module
-    from sightline.config import RunFile
-    from sightline.config.load import apply_overrides
-
     size = next(n for n in (8, 4, 2) if args.rollouts % n == 0)
     values: dict[str, Any] = {
         "run": {"name": "bench", "steps": args.steps},
         "model": {"path": str(model.resolve()), "dtype": args.dtype},
-        "env": {"name": "screenshots"},
+        "env": {"name": SCREENSHOTS},
         "rollout": {"workers": 1},
         "orchestrator": {"group_size": size, "groups_per_step": args.rollouts // size},
         "trainer": {"lr": 1e-6, "checkpoint_every": 1_000_000, "stall_timeout_s": 900},
@@ -98,9 +96,6 @@ def run_file(args: argparse.Namespace, model: Path) -> RunFile:
 
 
 def print_table(events: list[Event]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table("stage", "seconds", "of the step", title="a step, median")
     found = figures(events)
     for stage in STAGES:

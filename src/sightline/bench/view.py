@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 
-def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "view",
-        help="index and page a run of many rollouts",
-        description="Writes a synthetic run, indexes it, and asks for pages of it.",
-    )
+from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
+from sightline.run.run_dir import RunDir
+from sightline.view.dashboard import queries
+from sightline.view.dashboard.run_view import RunView
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Writes a synthetic run, indexes it, and asks for pages of it."
     parser.add_argument("--rollouts", type=int, default=100_000)
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="the run, written if it is not there, and kept"
@@ -21,23 +27,12 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as scratch:
         measure(args.keep or Path(scratch) / "synthetic-001", args.rollouts)
     return 0
 
 
 def measure(path: Path, num: int) -> None:
-    import shutil
-
-    import msgspec
-
-    from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
-    from sightline.run.run_dir import RunDir
-    from sightline.view.dashboard import queries
-    from sightline.view.dashboard.run_view import RunView
-
     run_dir = RunDir(path)
     if not path.is_dir():
         with timed("written") as line:
@@ -74,10 +69,8 @@ def measure(path: Path, num: int) -> None:
 @contextmanager
 def timed(name: str) -> Iterator[list[str]]:
     """Prints what was done and what it took; the body may say more."""
-    import time
-
-    said: list[str] = []
+    notes: list[str] = []
     began, cpu = time.monotonic(), time.process_time()
-    yield said
+    yield notes
     wall, cpu = time.monotonic() - began, time.process_time() - cpu
-    print(f"{name:24} {''.join(said):28} {wall:8.2f} s  {cpu:8.2f} s of CPU")
+    print(f"{name:24} {''.join(notes):28} {wall:8.2f} s  {cpu:8.2f} s of CPU")

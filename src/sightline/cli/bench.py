@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import pkgutil
+from collections.abc import Sequence
 from typing import Any
 
-import sightline.bench as benchmarks
-from sightline.cli.main import add_command
+from sightline.bench import BENCHMARKS
+from sightline.cli.main import Parser
+
+
+class BenchmarkParser(Parser):
+    """The parser of one benchmark, whose module is imported when there are words to parse."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        module = importlib.import_module(f"sightline.bench.{self.prog.rpartition(' ')[2]}")
+        module.add_arguments(self)
+        self.set_defaults(run=module.run)
+        return super().parse_known_args(args, namespace)
 
 
 def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="measure a part and print the figures")
-    nested = parser.add_subparsers(metavar="NAME", required=True)
-    for name in sorted(module.name for module in pkgutil.iter_modules(benchmarks.__path__)):
-        module = importlib.import_module(f"sightline.bench.{name}")
-        if hasattr(module, "add"):
-            add_command(module, nested)
+    nested = parser.add_subparsers(metavar="NAME", required=True, parser_class=BenchmarkParser)
+    for name, words in BENCHMARKS.items():
+        nested.add_parser(name, help=words)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -84,7 +84,7 @@ def format_markdown() -> str:
             extra = field.json_schema_extra
             mutable = "yes" if isinstance(extra, dict) and extra.get("mutable") else ""
             cells = [f"`{name}`", format_type(field), format_default(field), mutable]
-            lines.append(f"| {' | '.join(cells)} | {field.description} |")
+            lines.append(f"| {' | '.join(cells)} | {' '.join((field.description or '').split())} |")
     return "\n".join(lines) + "\n"
 
 

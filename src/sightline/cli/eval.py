@@ -1,4 +1,8 @@
-"""`sightline eval ENV`: held-out tasks against an OpenAI endpoint, or against a checkpoint."""
+"""`sightline eval ENV`: held-out tasks against an OpenAI endpoint, or against a checkpoint.
+
+A checkpoint is played as a run evaluates it: the same player, seeds, prompts and limits. `--run`
+takes all of these from a run, so that its own evaluation is measured again.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,42 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sightline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sightline.rollout.endpoint_evaluator import EvalResult
+    from sightline.config import RunFile
+    from sightline.rollout.chat_sources import ChatSource
+    from sightline.rollout.player import PlayedRollout
+
+SETTINGS = {
+    "tasks": "eval",
+    "temperature": "eval",
+    "max_tokens": "rollout",
+    "max_turns": "rollout",
+    "timeout_s": "rollout",
+    "max_model_len": "inference",
+    "device": "inference",
+    "dtype": "model",
+    "seed": "run",
+}
+"""Options that take the place of a setting of the same name, by its section."""
 
 
 def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("eval", help="score a model on an environment's held-out tasks")
-    parser.add_argument("env", metavar="ENV", help="a built-in environment, or 'module:Class'")
+    parser.add_argument(
+        "env", metavar="ENV", nargs="?", help="a built-in environment, or 'module:Class'"
+    )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--endpoint", metavar="URL", help="base url of an OpenAI endpoint (.../v1)")
     where.add_argument("--checkpoint", type=Path, metavar="DIR", help="serve this one meanwhile")
+    parser.add_argument(
+        "--run", type=Path, dest="run_dir", metavar="DIR",
+        help="a run directory: its environment, seed and limits where no option says otherwise",
+    )  # fmt: skip
     parser.add_argument("--args", type=json.loads, default={}, metavar="JSON", help="for ENV")
     parser.add_argument("--model", help="name at the endpoint; default: the one that it lists")
     parser.add_argument("--api-key", default="none", help="of the endpoint")
@@ -33,135 +57,160 @@ def add(subparsers: Any) -> None:
         "--media", type=Path, metavar="DIR",
         help="a store that the endpoint reads too: images go there by reference",
     )  # fmt: skip
-    parser.add_argument("--tasks", type=int, default=256, help="default: %(default)s")
+    parser.add_argument("--tasks", type=int, help="default: 256, or as in the run")
     parser.add_argument("--split", default="eval", choices=("eval", "train"))
-    parser.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
-    parser.add_argument("--max-tokens", type=int, default=64, help="a turn; default: %(default)s")
+    parser.add_argument("--temperature", type=float, help="default: 1.0, or as in the run")
+    parser.add_argument("--max-tokens", type=int, help="of a turn; default: 64, or as in the run")
+    parser.add_argument("--max-turns", type=int, help="of a rollout; default: any number")
+    parser.add_argument("--max-model-len", type=int, help="of a sequence; default: 2048")
     parser.add_argument(
-        "--max-model-len", type=int, default=4096, help="of a served checkpoint's rows"
+        "--max-concurrent", type=int, default=32, help="rollouts at once; default: %(default)s"
     )
-    parser.add_argument("--at-once", type=int, default=32, help="rollouts; default: %(default)s")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="of one rollout")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--timeout-s", type=float, help="of one rollout; default: 600")
+    parser.add_argument("--seed", type=int, help="default: 0, or as in the run")
     parser.add_argument("--threads", type=int, default=1, help="of a served checkpoint")
-    parser.add_argument("--device", default="auto", help="of a served checkpoint")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--device", help="of a served checkpoint; default: auto")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32")
     parser.add_argument("--output", type=Path, metavar="FILE", help="a JSON line for each rollout")
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("tasks", "max_tokens", "at_once"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}", "take 1 or more")
+    if args.max_concurrent < 1:
+        raise ConfigError(f"--max-concurrent {args.max_concurrent}", "take 1 or more")
     if not isinstance(args.args, dict):
         raise ConfigError(f"--args {args.args!r}", "write them as a JSON object")
-    from sightline.envs import load_environment
+    from sightline.envs.mix import build_environment
+    from sightline.rollout.player import RolloutPlayer
 
-    env = load_environment(args.env, args.args)
-    with tempfile.TemporaryDirectory(prefix="sightline-eval-") as scratch:
-        media = args.media or Path(scratch)
-        with _open_endpoint(args, media) as base_url:
-            began = time.monotonic()
-            scored = asyncio.run(_score(args, env, base_url, media))
+    config = _read_settings(args)
+    if config.eval.tasks < 1:
+        raise ConfigError(f"--tasks {config.eval.tasks}", "take 1 or more")
+    env = build_environment(config.env)
+    with (
+        tempfile.TemporaryDirectory(prefix="sightline-eval-") as scratch,
+        _open_chats(args, config, args.media or Path(scratch)) as chats,
+    ):
+        began = time.monotonic()
+        player = RolloutPlayer(env, chats, config.rollout.timeout_s)
+        played = asyncio.run(_play_all(args, config, player))
     if args.output:
-        lines = [json.dumps(asdict(one)) + "\n" for one in scored]
-        args.output.write_text("".join(lines))
-    print_table(scored, args.env, time.monotonic() - began)
-    return 0 if any(one.reward is not None for one in scored) else 1
+        args.output.write_text("".join(json.dumps(to_line(one)) + "\n" for one in played))
+    print_table(played, args.env or env.name, time.monotonic() - began)
+    return 0 if any(one.trace.reward is not None for one in played) else 1
+
+
+def _read_settings(args: argparse.Namespace) -> RunFile:
+    """The settings of the given run, or the usual ones, with the options in their places."""
+    from sightline.config import RunFile, load_stored_config, validate_config
+
+    values: dict[str, Any] = {"model": {"path": ""}}
+    if args.run_dir is not None:
+        values = load_stored_config(RunFile, args.run_dir / "config.toml").model_dump()
+    elif args.env is None:
+        raise ConfigError("no environment", "name it, or a run with --run")
+    if args.env is not None:
+        values["env"] = {"name": args.env, "args": args.args}
+    values["model"]["path"] = str(args.checkpoint or "")
+    inference = values.setdefault("inference", {})
+    # What is served here is a server of ours, whatever the run asked.
+    inference["engine"] = "vllm" if inference.get("engine") == "vllm" else "torch"
+    for name, section in SETTINGS.items():
+        if getattr(args, name) is not None:
+            values.setdefault(section, {})[name] = getattr(args, name)
+    return validate_config(RunFile, values, "sightline eval")
 
 
 @contextlib.contextmanager
-def _open_endpoint(args: argparse.Namespace, media: Path) -> Iterator[str]:
+def _open_chats(args: argparse.Namespace, config: RunFile, media: Path) -> Iterator[ChatSource]:
+    from sightline.media import MediaStore
+    from sightline.rollout.chat_sources import OpenAIChats, build_policy_chats
+    from sightline.rollout.openai_client import OpenAIClient
+
+    store = MediaStore(media)
     if args.endpoint:
-        yield args.endpoint
+        yield OpenAIChats(
+            store=store,
+            max_tokens=config.rollout.max_tokens,
+            max_turns=config.rollout.max_turns,
+            client=OpenAIClient(args.endpoint, args.model or "", args.api_key),
+            shares_store=args.media is not None,
+        )
         return
     from sightline.launch.temporary_server import temporary_server
 
-    more = [
-        "--max-model-len",
-        str(args.max_model_len),
-        "--device",
-        args.device,
-        "--dtype",
-        args.dtype,
-    ]
-    with temporary_server(args.checkpoint, media, more, args.threads) as address:
-        yield f"{address}/v1"
+    model, inference = config.model, config.inference
+    options = {
+        "engine": inference.engine,
+        "python": inference.python,
+        "device": inference.device,
+        "dtype": model.dtype,
+        "max-num-seqs": inference.max_num_seqs,
+        "max-model-len": inference.max_model_len,
+        "prefill-chunk-tokens": inference.prefill_chunk_tokens,
+        **{name.replace("_", "-"): bound for name, bound in model.overrides().items()},
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    with temporary_server(args.checkpoint, media, words, args.threads) as address:
+        yield build_policy_chats(model, config.media, inference, config.rollout, [address], store)
 
 
-async def _score(
-    args: argparse.Namespace, env: Any, base_url: str, media: Path
-) -> list[EvalResult]:
-    from sightline.media import MediaStore
-    from sightline.rollout.endpoint_evaluator import EndpointEvaluator
-    from sightline.rollout.openai_client import OpenAIClient
+async def _play_all(args: argparse.Namespace, config: RunFile, player: Any) -> list[PlayedRollout]:
+    from sightline.rollout.evaluation import build_eval_request, play_tasks
 
-    sampling = {"temperature": args.temperature, "max_tokens": args.max_tokens}
-    endpoint = OpenAIClient(base_url, args.model or "", args.api_key, sampling)
+    def request(task: int) -> Any:
+        return build_eval_request(task, args.split, config.run.seed, config.eval.temperature)
+
     try:
-        await endpoint.wait_reachable()
-        if not endpoint.model:
-            listed = await endpoint.models()
-            if len(listed) != 1:
-                raise ConfigError(
-                    f"{base_url} lists {len(listed)} models: {', '.join(listed[:8])}",
-                    "choose one with --model",
-                )
-            endpoint.model = listed[0]
-        scorer = EndpointEvaluator(
-            env,
-            endpoint,
-            MediaStore(media),
-            shares_store=bool(args.checkpoint or args.media),
-            split=args.split,
-            seed=args.seed,
-            at_once=args.at_once,
-            timeout_s=args.timeout_s,
+        if args.endpoint:
+            await player.chats.client.choose_model()
+        return await play_tasks(
+            lambda task: player.play(request(task)), range(config.eval.tasks), args.max_concurrent
         )
-        return await scorer.evaluate_all(args.tasks)
     finally:
-        await endpoint.close()
+        await player.close()
 
 
-def print_table(scored: list[EvalResult], name: str, seconds: float) -> None:
+def to_line(played: PlayedRollout) -> dict[str, Any]:
+    """A rollout as `--output` has it; without a reward it broke, and `error` says over what."""
+    trace = played.trace
+    return {
+        "task": trace.task,
+        "env": trace.env,
+        "reward": trace.reward,
+        "parts": trace.rewards,
+        "error": trace.error,
+        "truncated": trace.truncated,
+        "num_calls": played.num_calls,
+        "num_tokens": played.num_sampled_tokens,
+    }
+
+
+def print_table(played: list[PlayedRollout], name: str, seconds: float) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from sightline.rollout.evaluation import EvalSummary
     from sightline.run.confidence import confidence_interval
 
-    table = Table(title=f"{name}: {len(scored)} held-out tasks")
+    summary = EvalSummary([one.trace for one in played])
+    table = Table(title=f"{name}: {len(played)} held-out tasks")
     for column in ("", "mean", "95% interval", "rollouts"):
         table.add_column(column, justify="left" if not column else "right")
-    for label, values in collect_measures(scored):
-        low, high = confidence_interval(values)
-        table.add_row(
-            label, f"{statistics.fmean(values):.3f}", f"{low:.3f} to {high:.3f}", str(len(values))
-        )
+    by_env = summary.by_env if len(summary.by_env) > 1 else {}
+    for prefix, part in [("", summary), *((f"{env}: ", part) for env, part in by_env.items())]:
+        for label, values in {"reward": part.rewards, **part.parts}.items():
+            if not values:
+                continue
+            low, high = confidence_interval(values)
+            mean = f"{statistics.fmean(values):.3f}"
+            table.add_row(prefix + label, mean, f"{low:.3f} to {high:.3f}", str(len(values)))
     console = Console(highlight=False)
     console.print(table)
-    broken = [one for one in scored if one.reward is None]
-    truncated = sum(one.truncated for one in scored)
-    tokens, calls = sum(one.num_tokens for one in scored), sum(one.num_calls for one in scored)
+    broken = [trace for trace in summary.traces if trace.reward is None]
     console.print(
-        f"{len(broken)} broken, {truncated} cut short; {calls} model calls, {tokens} tokens in "
-        f"{seconds:.1f} s"
+        f"{len(broken)} broken, {sum(trace.truncated for trace in summary.traces)} cut short; "
+        f"{sum(one.num_calls for one in played)} model calls, "
+        f"{sum(one.num_sampled_tokens for one in played)} tokens in {seconds:.1f} s"
     )
     if broken:
         console.print(f"the first that broke, task {broken[0].task}: {broken[0].error.strip()}")
-
-
-def collect_measures(scored: list[EvalResult]) -> list[tuple[str, list[float]]]:
-    """Reward and parts; of each environment too, where several were played."""
-    whole = [one for one in scored if one.reward is not None]
-    envs = sorted({one.env for one in whole})
-    groups = [("", whole)]
-    if len(envs) > 1:
-        groups += [(f"{env}: ", [one for one in whole if one.env == env]) for env in envs]
-    rows: list[tuple[str, list[float]]] = []
-    for label, group in groups:
-        if not group:
-            continue
-        rows.append((f"{label}reward", [one.reward or 0.0 for one in group]))
-        for part in dict.fromkeys(part for one in group for part in one.parts):
-            rows.append((label + part, [one.parts[part] for one in group if part in one.parts]))
-    return rows

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import sightline.cli as commands_package
+from sightline.cli.renamed_options import check_option_names
 from sightline.errors import SightlineError
 
 EXIT_REFUSED = 2
@@ -42,8 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # As `python -m` does, and so every process that this one starts: an environment of one's
         # own lies beside its run file.
         sys.path.insert(0, os.getcwd())
-    args = parse(words)
+    args = argparse.Namespace()
     try:
+        check_option_names(words)
+        args = parse(words)
         return int(args.run(args) or 0)
     except SightlineError as error:
         if getattr(args, "debug", False):
@@ -87,7 +90,8 @@ def build_parser(words: Sequence[str] = ()) -> Parser:
 def list_commands(prefix: str = "") -> list[str]:
     """Names of the command files that begin with `prefix`; those of benchmarks only on request."""
     found = sorted(module.name for module in pkgutil.iter_modules(commands_package.__path__))
-    names = [name for name in found if name != "main" and name.startswith(prefix)]
+    found = [name for name in found if name not in ("main", "renamed_options")]
+    names = [name for name in found if name.startswith(prefix)]
     return names if prefix else [name for name in names if not name.startswith("bench_")]
 
 

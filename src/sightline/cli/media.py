@@ -75,7 +75,7 @@ def _ls(store: MediaStore, args: argparse.Namespace) -> int:
     for digest in store.digests():
         num_images += 1
         try:
-            ref = store.find(digest)
+            ref = store.get_ref(digest)
         except MediaCorrupt:
             num_damaged += 1
             print(f"{digest}  damaged")

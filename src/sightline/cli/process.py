@@ -135,38 +135,26 @@ def _run_trainer(args: argparse.Namespace, file: RunFile, run_dir: RunDir) -> No
 
 
 def _run_server(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root: Path) -> None:
-    from sightline.inference.settings import MEBIBYTE, ServeSettings, pick_pixel_threads
+    from sightline.inference.server_spec import ServerSpec
 
     server = args.server[0] if args.name == "server" else args.evaluator
     host, _, port = server.removeprefix("http://").rpartition(":")
-    wanted = file.inference
-    settings = ServeSettings(
-        model=Path(file.model.path),
+    placed = {"host": host, "port": int(port), "threads": args.threads}
+    spec = ServerSpec(
+        model=file.model,
+        inference=file.inference.model_copy(update=placed),
         media_roots=(media_root,),
-        host=host,
-        port=int(port),
-        device=wanted.device,
-        dtype=file.model.dtype,
-        max_num_seqs=wanted.max_num_seqs,
-        max_model_len=wanted.max_model_len,
-        prefill_chunk_tokens=wanted.prefill_chunk_tokens,
-        pixel_cache_bytes=wanted.pixel_cache_mb * MEBIBYTE,
-        feature_cache_bytes=wanted.feature_cache_mb * MEBIBYTE,
-        threads=args.threads,
-        pixel_threads=pick_pixel_threads(wanted.pixel_threads),
-        overrides=file.model.overrides(),
-        keep_kv_over_updates=wanted.keep_kv_over_updates,
         otel=_get_spans_target(file, run_dir),
         name=args.name,
     )
-    if wanted.engine == "vllm":
+    if file.inference.engine == "vllm":
         from sightline.launch.vllm_server import exec_vllm, get_vllm_python
 
-        exec_vllm(settings, get_vllm_python(wanted.python))
+        exec_vllm(spec, get_vllm_python(file.inference.python))
     else:
         from sightline.inference.serve import serve
 
-        serve(settings)
+        serve(spec)
 
 
 def _end_with_parent(parent: int) -> None:

@@ -1,100 +1,85 @@
-"""`sightline serve MODEL`: an inference server on one checkpoint."""
+"""`sightline serve MODEL`: an inference server on one checkpoint.
+
+Options carry the names of settings: those of `[model]` and `[inference]` in a run file, and those
+that a server alone has.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pydantic.fields import FieldInfo
+
+from sightline.config import InferenceConfig, ModelConfig
 from sightline.errors import ConfigError
 
-if TYPE_CHECKING:
-    from sightline.inference.settings import ServeSettings
-
 ENGINES = ("torch", "vllm")
-MEBIBYTE = 2**20
+MODEL_OPTIONS = ("dtype", "min_pixels", "max_pixels", "number_images")
+INFERENCE_OPTIONS = (
+    "python", "host", "port", "device", "threads", "max_num_seqs", "max_model_len",
+    "prefill_chunk_tokens", "pixel_cache_mb", "feature_cache_mb", "pixel_threads",
+    "keep_kv_over_updates",
+)  # fmt: skip
+COMMAND_DEFAULTS = {"port": 8000, "threads": 1}
+"""Settings whose default in a run file is that the launcher chooses; nobody does here."""
 
 
 def add(subparsers: Any) -> None:
     parser = subparsers.add_parser("serve", help="serve a checkpoint")
-    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of the checkpoint")
+    parser.add_argument("path", metavar="MODEL", help="folder of the checkpoint")
     parser.add_argument("--engine", default="torch", help=f"one of: {', '.join(ENGINES)}")
     parser.add_argument(
-        "--python", default="", metavar="PATH",
-        help="interpreter that has vLLM, for --engine vllm; default: this one",
+        "--media", type=Path, action="append", required=True, metavar="DIR", dest="media_roots",
+        help="a root of the store; may be given again for further ones",
     )  # fmt: skip
+    for name in INFERENCE_OPTIONS:
+        add_setting(parser, name, InferenceConfig.model_fields[name])
+    for name in MODEL_OPTIONS:
+        add_setting(parser, name, ModelConfig.model_fields[name])
+    parser.add_argument("--max-waiting", type=int, help="requests that may wait; default: 4096")
+    parser.add_argument("--max-waiting-mb", type=float, help="their memory; default: 4096")
     parser.add_argument(
-        "--media", type=Path, action="append", required=True, metavar="DIR",
-        help="a store root; may be given again for further ones",
-    )  # fmt: skip
-    parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--threads", type=int, default=1, help="compute threads")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="sequences in flight or kept")
-    parser.add_argument("--max-model-len", type=int, default=2048, help="most tokens of a sequence")
-    parser.add_argument(
-        "--prefill-chunk-tokens", type=int, default=512, help="prompt tokens at once"
-    )
-    parser.add_argument("--pixel-cache-mb", type=int, default=256, help="patches kept")
-    parser.add_argument("--feature-cache-mb", type=int, default=256, help="image features kept")
-    parser.add_argument("--pixel-threads", type=int, default=0, help="0 follows the cores")
-    parser.add_argument("--max-waiting", type=int, default=4096, help="requests that may wait")
-    parser.add_argument("--max-waiting-mb", type=int, default=4096, help="their size in memory")
-    parser.add_argument("--keep-kv-over-updates", action="store_true", help="do not prefill again")
-    parser.add_argument(
-        "--no-prefix-caching", action="store_true", help="forget a turn when it ends"
-    )
-    parser.add_argument("--min-pixels", type=int, help="overrides the checkpoint's")
-    parser.add_argument("--max-pixels", type=int, help="overrides the checkpoint's")
-    parser.add_argument(
-        "--otel", default="", metavar="TO",
-        help="OpenTelemetry spans: the address of an OTLP/HTTP collector, or a file",
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction,
+        help="keep the KV cache of a turn for the next one; default: yes",
     )  # fmt: skip
     parser.add_argument("--weights", type=Path, help="manifest of the weights to begin with")
+    parser.add_argument(
+        "--otel", metavar="TO",
+        help="OpenTelemetry spans: the address of an OTLP/HTTP collector, or a file",
+    )  # fmt: skip
+
+
+def add_setting(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
+    """An option for a setting, under its name and with its description and default."""
+    default = COMMAND_DEFAULTS.get(name, field.default)
+    option, text = f"--{name.replace('_', '-')}", field.description or ""
+    if field.annotation is bool:
+        parser.add_argument(option, action=argparse.BooleanOptionalAction, help=text)
+        return
+    shown = f" Default: {default}." if default not in (None, "") else ""
+    kind = int if field.annotation in (int, int | None) else str
+    parser.add_argument(option, type=kind, help=(text + shown).replace("%", "%%"))
 
 
 def run(args: argparse.Namespace) -> int:
+    from sightline.inference.server_spec import ServerSpec
+
     if args.engine not in ENGINES:
         raise ConfigError(
             f"no engine {args.engine!r}", f"choose one that is available: {', '.join(ENGINES)}"
         )
-    settings = _build_settings(args)
+    names = {*ServerSpec.model_fields, *ModelConfig.model_fields, *InferenceConfig.model_fields}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    given = {name: value for name, value in given.items() if value is not None}
+    spec = ServerSpec.of(**(COMMAND_DEFAULTS | given))
     if args.engine == "vllm":
         from sightline.launch.vllm_server import serve_vllm
 
-        serve_vllm(settings, args.python)
+        serve_vllm(spec)
     else:
         from sightline.inference.serve import serve
 
-        serve(settings)
+        serve(spec)
     return 0
-
-
-def _build_settings(args: argparse.Namespace) -> ServeSettings:
-    from sightline.inference.settings import ServeSettings, pick_pixel_threads
-
-    bounds = {"min_pixels": args.min_pixels, "max_pixels": args.max_pixels}
-    return ServeSettings(
-        model=args.model,
-        media_roots=tuple(args.media),
-        host=args.host,
-        port=args.port,
-        device=args.device,
-        dtype=args.dtype,
-        threads=args.threads,
-        max_num_seqs=args.max_num_seqs,
-        max_model_len=args.max_model_len,
-        prefill_chunk_tokens=args.prefill_chunk_tokens,
-        pixel_cache_bytes=args.pixel_cache_mb * MEBIBYTE,
-        feature_cache_bytes=args.feature_cache_mb * MEBIBYTE,
-        enable_prefix_caching=not args.no_prefix_caching,
-        overrides={name: value for name, value in bounds.items() if value is not None},
-        manifest=args.weights,
-        otel=args.otel,
-        pixel_threads=pick_pixel_threads(args.pixel_threads),
-        max_waiting=args.max_waiting,
-        max_waiting_bytes=args.max_waiting_mb * MEBIBYTE,
-        keep_kv_over_updates=args.keep_kv_over_updates,
-    )

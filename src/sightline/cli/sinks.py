@@ -30,22 +30,13 @@ def run(args: argparse.Namespace) -> int:
     import signal
     import threading
 
-    from sightline.errors import ConfigError
-    from sightline.run import RunDir
-    from sightline.view.dashboard.run_collection import is_viewable_run
     from sightline.view.dashboard.run_view import RunView
-    from sightline.view.sinks.feed import (
-        STATUS_OK,
-        STATUS_PREFIX,
-        build_sink_factories,
-        check_sinks,
-        feed_sinks,
-    )
+    from sightline.view.run_files import get_run_dir
+    from sightline.view.sinks.feed import build_sink_factories, feed_sinks
+    from sightline.view.sinks.protocol import STATUS_OK, STATUS_PREFIX, check_sinks
 
-    if not is_viewable_run(args.run_dir):
-        raise ConfigError(f"{args.run_dir} is no run directory", "name the folder of a run")
+    run_dir = get_run_dir(args.run_dir)
     check_sinks(args.to)
-    run_dir = RunDir(args.run_dir)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -54,7 +45,10 @@ def run(args: argparse.Namespace) -> int:
     def is_over() -> bool:
         if args.parent:
             return stop.is_set() or os.getppid() != args.parent
-        return stop.is_set() or not args.follow or view.state != "live"
+        if stop.is_set() or not args.follow:
+            return True
+        view.history.read()
+        return view.state != "live"
 
     feeders = feed_sinks(
         run_dir, build_sink_factories(args.to, run_dir, args.offline), args.samples_every, is_over

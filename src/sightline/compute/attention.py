@@ -1,7 +1,7 @@
 """One attention function for every model; what may see what is a pattern that is passed in.
 
-transformers calls `_attention_forward` for each layer. The text layers get a `pattern` (a flat pack, a
-tree, or the rows of an engine); a vision tower passes the boundaries of its images instead.
+transformers calls `_attention_forward` for each layer. The text layers get a `pattern` (a flat
+pack, a tree, or the rows of an engine); a vision tower passes the boundaries of its images.
 
 Letters: B rows, T tokens, N heads, D head size.
 """
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from sightline.compute import attention_cuda
-from sightline.errors import Misaligned
+from sightline.errors import FamilyError
 
 # transformers hands the boundaries of images to attention functions with "flash" in their name.
 ATTENTION_NAME = "sightline_flash"
@@ -27,8 +27,8 @@ COMPILABLE_PATTERNS = (attention_cuda.FlexTreePattern, attention_cuda.VarlenPatt
 
 class AttentionPattern(Protocol):
     state: Any
-    """What recurrent layers have carried along so far, in a cache of transformers that they
-    update; None: they begin here, and what they carry is not kept."""
+    """State of recurrent layers so far, in a cache of transformers that they update; None where
+    they begin here and nobody needs their state afterwards."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
@@ -43,8 +43,8 @@ def register_attention(opaque: bool = False) -> str:
     No function for masks goes with it: transformers then makes none, and does not search the
     positions for packed sequences, which it would have to ask the device for.
 
-    A compiler leaves an `opaque` one as it is, unless the pattern is one of `COMPILABLE_PATTERNS`: others
-    differ from pack to pack in more than data, and each would be compiled anew.
+    A compiler leaves an `opaque` one as it is, unless its pattern is of `COMPILABLE_PATTERNS`:
+    others differ from pack to pack in more than data, and each would be compiled anew.
     """
     AttentionInterface.register(
         ATTENTION_NAME, _build_compilable() if opaque else _attention_forward
@@ -78,7 +78,7 @@ def _attention_forward(
     elif cu_seq_lens_q is not None:
         out = _attend_images(query, key, value, scaling, cu_seq_lens_q, max_length_q)
     else:
-        raise Misaligned(
+        raise FamilyError(
             f"{type(module).__name__} attends without a pattern",
             "pass attention= to Forward.hidden",
         )
@@ -159,43 +159,52 @@ def _attend_blocks(
     return out.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 
+class _PaddedRows:
+    """Rows of a run of tokens as a rectangle; past its end a row repeats its first token."""
+
+    def __init__(
+        self, starts: np.ndarray, ends: np.ndarray, num_tokens: int, device: torch.device
+    ) -> None:
+        column = np.arange(int((ends - starts).max()))
+        tokens = starts[:, None] + column
+        self.inside = tokens < ends[:, None]
+        self.tokens = np.where(self.inside, tokens, starts[:, None])
+        # Rows of one length that are the run need no copy to be a rectangle.
+        in_order = self.inside.all() and np.array_equal(tokens.reshape(-1), np.arange(num_tokens))
+        self._length = len(column) if in_order else 0
+        self._rows = torch.from_numpy(self.tokens).to(device)
+        self._back = torch.from_numpy(np.flatnonzero(self.inside.reshape(-1))).to(device)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, **options: Any
+    ) -> torch.Tensor:
+        """(1, N, tokens of the rows, D), row after row."""
+        gqa = q.shape[1] != k.shape[1]
+        rows = (self._split(x) for x in (q, k, v))
+        out = attend(*rows, scale=scaling, enable_gqa=gqa, **options)
+        flat = out.transpose(0, 1).flatten(1, 2)
+        return (flat if self._length else flat[:, self._back]).unsqueeze(0)
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        if self._length:
+            return x.squeeze(0).unflatten(1, (-1, self._length)).transpose(0, 1)
+        return x.squeeze(0)[:, self._rows].transpose(0, 1)
+
+
 class PackedPattern:
     """Sequences side by side in one row, each causal in itself and blind to the others."""
 
     state = None
 
     def __init__(self, lengths: list[int], device: torch.device) -> None:
-        self.num_tokens = sum(lengths)
-        longest = max(lengths)
-        self._even = min(lengths) == longest
-        self._longest = longest
-        starts = np.cumsum([0, *lengths[:-1]])
-        column = np.arange(longest)
-        inside = column[None, :] < np.asarray(lengths)[:, None]
-        # Columns past the end of a row repeat its first token: causal attention never lets a
-        # real token see them, and their own outputs are not read back.
-        rows = np.where(inside, starts[:, None] + column[None, :], starts[:, None])
-        self._rows = torch.from_numpy(rows).to(device)
-        self._back = torch.from_numpy(np.flatnonzero(inside.reshape(-1))).to(device)
+        ends = np.cumsum(lengths)
+        # Causal attention lets no real token see the padding, and its outputs are not read back.
+        self._rows = _PaddedRows(ends - lengths, ends, int(ends[-1]), device)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        out = attend(
-            self._split(q),
-            self._split(k),
-            self._split(v),
-            is_causal=True,
-            scale=scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        flat = out.transpose(0, 1).flatten(1, 2)
-        return (flat if self._even else flat[:, self._back]).unsqueeze(0)
-
-    def _split(self, x: torch.Tensor) -> torch.Tensor:
-        if self._even:
-            return x.squeeze(0).unflatten(1, (-1, self._longest)).transpose(0, 1)
-        return x.squeeze(0)[:, self._rows].transpose(0, 1)
+        return self._rows.attend(q, k, v, scaling, is_causal=True)
 
 
 class TreePattern:
@@ -232,7 +241,7 @@ def find_trees(subtree_end: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _group_by_size(trees: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """By size, none under three quarters of the largest of its part."""
+    """Trees in groups by size, none under three quarters of the largest of its group."""
     parts: list[list[tuple[int, int]]] = []
     for tree in sorted(trees, key=lambda tree: (tree[0] - tree[1], tree[0])):
         largest = parts[-1][0][1] - parts[-1][0][0] if parts else 0
@@ -247,31 +256,20 @@ class _TreeGroup:
         self, subtree_end: np.ndarray, trees: list[tuple[int, int]], device: torch.device
     ) -> None:
         starts, ends = (np.array(bounds) for bounds in zip(*trees, strict=True))
-        column = np.arange(int((ends - starts).max()))
-        tokens = starts[:, None] + column
-        inside = tokens < ends[:, None]
-        # Past the end of a tree its first token is repeated; nobody may see those columns.
-        tokens = np.where(inside, tokens, starts[:, None])
-        last = np.where(inside, subtree_end[tokens] - starts[:, None], 0)
+        self._rows = rows = _PaddedRows(starts, ends, len(subtree_end), device)
+        column = np.arange(rows.tokens.shape[1])
+        # Nobody may see the padding behind a tree.
+        last = np.where(rows.inside, subtree_end[rows.tokens] - starts[:, None], 0)
         # A row that sees nothing has no softmax: padding sees the first token.
         last[:, 0] = len(column)
         sees = (column <= column[:, None]) & (column[:, None] < last[:, None, :])
-        self._rows = torch.from_numpy(tokens).to(device)
         self._mask = torch.from_numpy(sees[:, None]).to(device)
-        self._back = torch.from_numpy(np.flatnonzero(inside.reshape(-1))).to(device)
-        self.tokens = torch.from_numpy(tokens[inside]).to(device)
+        self.tokens = torch.from_numpy(rows.tokens[rows.inside]).to(device)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        def split(x: torch.Tensor) -> torch.Tensor:
-            return x.squeeze(0)[:, self._rows].transpose(0, 1)
-
-        gqa = q.shape[1] != k.shape[1]
-        out = attend(
-            split(q), split(k), split(v), attn_mask=self._mask, scale=scaling, enable_gqa=gqa
-        )
-        return out.transpose(0, 1).flatten(1, 2)[:, self._back].unsqueeze(0)
+        return self._rows.attend(q, k, v, scaling, attn_mask=self._mask)
 
 
 def build_attention_pattern(

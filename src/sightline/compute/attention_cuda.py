@@ -1,7 +1,7 @@
 """Attention on a GPU: torch's own kernels for rows of any lengths, and for trees.
 
 Rows and images go through `varlen_attn`, which reads no padding, or, where their shapes come back,
-through cuDNN (`attention_dense`). A tree goes through flex attention, with a block mask made from
+through cuDNN (`attention_cudnn`). A tree goes through flex attention, with a block mask made from
 `subtree_end` by arithmetic on blocks: no mask of all pairs is ever made.
 
 Letters: B rows, T tokens, N heads, D head size.
@@ -18,9 +18,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sightline.compute import attention_cudnn as attention_dense
+from sightline.compute import attention_cudnn
 from sightline.compute.attention_check import is_equivalent
-from sightline.compute.transfer import copy_to_device
+from sightline.families.device_copy import copy_to_device
 
 BLOCK = 128
 TREE_BUCKET = 1024
@@ -44,10 +44,10 @@ def attend_varlen(
 ) -> torch.Tensor:
     """(T, N, D) of q (T, N, D) and k, v (T, N or fewer, D): sequences side by side that end, from 0
     on, at `ends` (int32); without padding."""
-    if q.shape[1] != k.shape[1] and not _varlen_supports_gqa(q.device, q.dtype):
+    attend, options = _varlen()
+    if q.shape[1] != k.shape[1] and not options:
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     window = (-1, 0) if causal else (-1, -1)
-    attend, options = _varlen()
     return attend(
         q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window, **options
     )
@@ -77,7 +77,7 @@ def _try_cudnn(
     length, scaling = 256, width**-0.5
     ends = torch.arange(0, 2 * length + 1, length, dtype=torch.int32, device=device)
     return is_equivalent(
-        lambda q, k, v: attention_dense.attend_equal_rows(q, k, v, scaling, 2, causal),
+        lambda q, k, v: attention_cudnn.attend_equal_rows(q, k, v, scaling, 2, causal),
         lambda q, k, v: attend_varlen(q, k, v, scaling, ends, length, causal),
         2 * length, heads, width, device, dtype,
     )  # fmt: skip
@@ -88,14 +88,9 @@ def _pad_values(v: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return F.pad(v, (0, missing)) if missing > 0 else v
 
 
-@torch.compiler.assume_constant_result
-def _varlen_supports_gqa(device: torch.device, dtype: torch.dtype) -> bool:
-    attend, options = _varlen()
-    return supports_gqa(attend, device, dtype, **options)
-
-
 def _varlen() -> tuple[Callable[..., torch.Tensor], dict[str, Any]]:
-    """torch's function, and how it is told (from 2.12 on) that heads share keys and values."""
+    """torch's function, and the option by which torch 2.12 and later take heads that share keys and
+    values; where it is not known, they are repeated."""
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, {"enable_gqa": True} if _has_gqa_option() else {}
@@ -106,26 +101,6 @@ def _has_gqa_option() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-@functools.cache
-def supports_gqa(
-    attend: Callable[..., torch.Tensor], device: torch.device, dtype: torch.dtype, **options: Any
-) -> bool:
-    """Whether `attend` takes fewer heads of keys and values than of queries, tried on a few tokens.
-
-    Before it was told so, torch's function took them on some versions, whose kernels know, and not
-    on others: what counts is that outputs and gradients are those of repeated heads.
-    """
-    ends = torch.tensor([0, 9, 16], dtype=torch.int32, device=device)
-
-    def few(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attend(q, k, v, ends, ends, 9, 9, scale=0.125, window_size=(-1, 0), **options)
-
-    def many(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return few(q, *(x.repeat_interleave(2, dim=1) for x in (k, v)))
-
-    return is_equivalent(few, many, 16, (4, 2), 64, device, dtype)
 
 
 class ImagePattern:
@@ -149,7 +124,7 @@ class ImagePattern:
         q, k, v = _to_token_major(q, k, v)
         heads = (q.shape[1], k.shape[1])
         if self._is_even and is_cudnn_usable(heads, q.shape[-1], False, q.device, q.dtype):
-            out = attention_dense.attend_equal_rows(
+            out = attention_cudnn.attend_equal_rows(
                 q, k, v, scaling, ends.shape[0] - 1, causal=False
             )
         else:
@@ -158,7 +133,7 @@ class ImagePattern:
 
 
 def get_image_pattern(tokens: int, ends: torch.Tensor, longest: int) -> ImagePattern:
-    return _cached_image_pattern(attention_dense.decide_images(ends, longest, tokens))
+    return _cached_image_pattern(attention_cudnn.decide_images(ends, longest, tokens))
 
 
 _cached_image_pattern = functools.cache(ImagePattern)
@@ -173,7 +148,7 @@ class VarlenPattern:
         ends = np.cumsum([0, *lengths])
         self._ends = copy_to_device(ends.astype(np.int32), device)
         self._longest = max(lengths)
-        self._padded = attention_dense.build_padded_rows(lengths, device)
+        self._padded = attention_cudnn.build_padded_rows(lengths, device)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float

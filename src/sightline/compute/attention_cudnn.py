@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sightline.compute.transfer import copy_to_device
+from sightline.families.device_copy import copy_to_device
 
 MIN_SHAPE_REPEATS = 3
 """The micro-batch with a shape from which on it has a plan."""
 MIN_TOKENS = 2048
-"""Of a pack; with fewer there is little to save."""
+"""Fewest tokens of a pack for which a plan is worth its time."""
 MIN_LENGTH_RATIO = 0.8
-"""Of the longest: shorter rows are not padded to it."""
+"""Rows shorter than this share of the longest are not padded to it."""
 MAX_GROUPS = 4
 MAX_PADDING_RATIO = 1.3
 """Pairs of attention with padding over pairs without."""

@@ -28,7 +28,7 @@ from sightline.compute.tensor_file import (
     tensor_bytes,
 )
 from sightline.compute.weight_versions import get_version_folder, record_epoch
-from sightline.errors import Misaligned
+from sightline.errors import WeightsError
 from sightline.wire.file import write_atomic
 from sightline.wire.weights import MANIFEST, Adapter, Broadcast, Manifest, TensorSpec
 
@@ -57,11 +57,11 @@ class Broadcaster:
         """Writes the manifest of what `send` will send; a version keeps its meaning as in files."""
         digest = hashlib.sha256()
         specs = []
-        for name, whole in iterate_gathered(tensors, gather):
-            data, kind = tensor_bytes(whole, dtype)
+        for name, gathered in iterate_gathered(tensors, gather):
+            data, kind = tensor_bytes(gathered, dtype)
             digest.update(data.numpy())
-            specs.append(TensorSpec(name, SAFETENSORS_DTYPES[kind], tuple(whole.shape)))
-            del whole, data  # before the next one is gathered
+            specs.append(TensorSpec(name, SAFETENSORS_DTYPES[kind], tuple(gathered.shape)))
+            del gathered, data  # before the next one is gathered
         sent = Broadcast(self._address, self._receivers, specs, digest.hexdigest())
         root.mkdir(parents=True, exist_ok=True)
         epoch = record_epoch(root, version, sent.sha256)
@@ -80,9 +80,9 @@ class Broadcaster:
     ) -> None:
         """Returns when every receiver has all of it."""
         group = _join(self._store, manifest, rank=0)
-        for _, whole in iterate_gathered(tensors, gather):
-            _broadcast(group, tensor_bytes(whole, dtype)[0])
-            del whole  # before the next one is gathered
+        for _, gathered in iterate_gathered(tensors, gather):
+            _broadcast(group, tensor_bytes(gathered, dtype)[0])
+            del gathered  # before the next one is gathered
         group.barrier().wait()
 
 
@@ -107,7 +107,7 @@ def receive(manifest: Manifest) -> dict[str, torch.Tensor]:
         found[spec.name] = tensor
     group.barrier().wait()
     if digest.hexdigest() != sent.sha256:
-        raise Misaligned(
+        raise WeightsError(
             f"version {manifest.label} arrived with other bits than were announced",
             "resume the run; the engine keeps the weights it has",
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from sightline.errors import Misaligned
+from sightline.errors import WeightsError
 from sightline.wire.weights import is_transposed
 
 
@@ -40,7 +40,7 @@ class CheckpointParameters(Mapping[str, torch.Tensor]):
         self._opened = open_checkpoint(folder)
         self._own = own
         if missing := sorted(own.keys() - self._opened.keys())[:3]:
-            raise Misaligned(
+            raise WeightsError(
                 f"{folder} stores its parameters under other names than the model's, which has "
                 f"{missing}: this engine takes no adapters for it",
                 'set [lora] publish = "merged"',

@@ -24,17 +24,17 @@ class HostCopy:
         gather: Gather = keep_tensor,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Floating tensors as `dtype`, where it is given. What was held before is overwritten.
+        """Copies floating tensors as `dtype`, where it is given, over what was copied before.
 
-        Sharded tensors are gathered one by one, so that the device holds one whole at a time.
+        Sharded tensors are gathered one by one, so that the device holds one of them at a time.
         """
         on_cuda = False
-        for name, whole in iterate_gathered(tensors, gather):
+        for name, gathered in iterate_gathered(tensors, gather):
             # Narrowed before it travels, and on the device.
-            part = whole.to(resolve_dtype(whole, dtype))
+            part = gathered.to(resolve_dtype(gathered, dtype))
             self._buffer(name, part).copy_(part, non_blocking=True)
             on_cuda |= part.is_cuda
-            del whole, part  # before the next one is gathered
+            del gathered, part  # before the next one is gathered
         self._copied = None
         if on_cuda:
             self._copied = torch.cuda.Event()
@@ -43,14 +43,15 @@ class HostCopy:
             del self._buffers[gone]
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """What was taken last; returns when all of it has arrived. Any thread may call."""
+        """The buffers, when all that was taken last has arrived. Any thread may call; the next
+        `take` writes into the same buffers, so the publisher must have written them by then."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._buffers
 
     def _buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        held = self._buffers.get(name)
-        if held is None or held.shape != like.shape or held.dtype != like.dtype:
-            held = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-            self._buffers[name] = held
-        return held
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
+            buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            self._buffers[name] = buffer
+        return buffer

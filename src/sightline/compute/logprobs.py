@@ -18,18 +18,18 @@ from sightline.families import Forward
 def mask_banned(
     logits: torch.Tensor, banned: torch.Tensor, value: float = float("-inf")
 ) -> torch.Tensor:
-    """By a mask, not by filling places: a compiler joins it to what is computed next."""
+    """`logits` with banned ids at `value`, by a mask: a compiler fuses it with what comes next."""
     return logits.masked_fill(is_banned(logits, banned), value)
 
 
 def is_banned(logits: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
-    """Of each id (V,)."""
+    """bool (V,): whether an id is banned."""
     none = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
     return none.index_fill(0, banned, True)
 
 
 def log_softmax(logits: torch.Tensor, banned: torch.Tensor, temperature: float) -> torch.Tensor:
-    """float32 (S, V)."""
+    """float32 (S, V) of the distribution that is sampled from."""
     return torch.log_softmax(mask_banned(logits.float(), banned) / temperature, dim=-1)
 
 

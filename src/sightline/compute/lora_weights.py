@@ -1,7 +1,7 @@
 """Versions that are adapters: small matrices A and B, and a base whose W they make W + s B A.
 
     tensors of a version: W.lora_A (r, in), W.lora_B (out, r) for each W that is adapted,
-                          and whole those parameters that train without
+                          and those parameters that train without adapters
 
 An engine that takes them keeps to the checkpoint that it was started with, and merges anew for each
 version: what it computes with is what it would have been sent merged.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from sightline.compute.tensor_file import SAFETENSORS_DTYPES, TORCH_DTYPES, tensor_bytes
-from sightline.errors import Misaligned
+from sightline.errors import WeightsError
 from sightline.wire.weights import Adapter, Manifest
 
 LORA_A, LORA_B = ".lora_A", ".lora_B"
@@ -36,14 +36,16 @@ def resolve_parameter(
     scales: Mapping[str, float],
     tensors: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """One parameter of a version: merged, trained whole, or the base's."""
+    """One parameter of a version: merged, trained itself, or the base's."""
     if name in scales:
         return merge_lora(base[name], tensors[name + LORA_A], tensors[name + LORA_B], scales[name])
     return tensors[name] if name in tensors else base[name]
 
 
-def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> str:
-    """Of names, shapes and bits, in whichever order they come."""
+def digest_tensors(
+    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
+) -> str:
+    """Digest of names, shapes and bits (as `dtype`, where given), in whichever order they come."""
     found = {}
     for name, tensor in tensors:
         digest = hashlib.sha256(f"{name}:{tuple(tensor.shape)}:".encode())
@@ -64,7 +66,7 @@ class AdapterBase:
     def merge(
         self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Every parameter of a version. One of whole weights comes back as it is."""
+        """Every parameter of a version. One without adapters comes back as it is."""
         adapter = manifest.adapter
         if adapter is None:
             return dict(tensors)
@@ -81,7 +83,7 @@ class AdapterBase:
         if (key := (adapter.base, adapter.dtype, trained)) not in self._verified:
             still = ((n, t) for n, t in self._base.items() if n not in trained)
             if digest_tensors(still, TORCH_DTYPES[adapter.dtype]) != adapter.base:
-                raise Misaligned(
+                raise WeightsError(
                     "an adapter that was made for another base than the checkpoint served here",
                     "serve the checkpoint that the trainer trains, in its [model] dtype; the "
                     "engine keeps the weights it has",
@@ -98,7 +100,7 @@ def check_fits(
     odd = sorted((pairs - tensors.keys()) | (tensors.keys() - pairs - base.keys()))
     odd += sorted(adapter.scales.keys() - base.keys())
     if odd or adapter.dtype not in SAFETENSORS_DTYPES.values():
-        raise Misaligned(
+        raise WeightsError(
             f"an adapter whose tensors are not those of the model, such as {odd[:3]}",
             "serve the checkpoint that the trainer trains",
         )
@@ -114,11 +116,11 @@ def check_fits(
         ):
             raise _shape_error(name, (*b.shape, *a.shape), weight.shape)
         if not math.isfinite(scale):
-            raise Misaligned(f"{name} is adapted by {scale} B A", "publish the version again")
+            raise WeightsError(f"{name} is adapted by {scale} B A", "publish the version again")
 
 
-def _shape_error(name: str, found: Iterable[int], wanted: Iterable[int]) -> Misaligned:
-    return Misaligned(
+def _shape_error(name: str, found: Iterable[int], wanted: Iterable[int]) -> WeightsError:
+    return WeightsError(
         f"an adapter's {name} has shape {tuple(found)}, the model's is {tuple(wanted)}",
         "serve the checkpoint that the trainer trains",
     )

@@ -26,12 +26,12 @@ def keep_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def resolve_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What it is written as: `dtype`, where that is given and the tensor floats."""
+    """The dtype that a tensor is written as: `dtype`, where that is given and the tensor floats."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def sort_names(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Their names. Wide elements come first, so that each tensor of a file is aligned."""
+    """Names in the order of a file: wide elements come first, so that each tensor is aligned."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
@@ -41,9 +41,9 @@ def iterate_gathered(
     """Every tensor, gathered, in the one order that all ranks keep to; one is held at a time."""
     for name in sort_names(tensors):
         with torch.no_grad():
-            whole = gather(tensors[name]).detach()
-        yield name, whole
-        del whole  # before the next one is gathered
+            gathered = gather(tensors[name]).detach()
+        yield name, gathered
+        del gathered  # before the next one is gathered
 
 
 def write_tensors(
@@ -52,15 +52,16 @@ def write_tensors(
     gather: Gather = keep_tensor,
     dtype: torch.dtype | None = None,
     metadata: dict[str, str] | None = None,
-    turned: Collection[str] = (),
+    transposed: Collection[str] = (),
     durable: bool = True,
 ) -> WeightFile:
-    """Writes `tensors`, floating ones as `dtype` where it is given. It is synced if it `durable` a
-    crash of the machine.
+    """Writes `tensors`, floating ones as `dtype` where it is given. A `durable` file is synced, and
+    so outlasts a crash of the machine.
 
-    Stacks of matrices that `turned` names are written with each matrix transposed.
+    Stacks of matrices that `transposed` names are written with each matrix transposed. safetensors'
+    own `save_file` wants all tensors in memory at once, and reads the file again for its digest.
     """
-    sizes = {name: _transpose(name, tensor, turned).shape for name, tensor in tensors.items()}
+    sizes = {name: _transpose(name, tensor, transposed).shape for name, tensor in tensors.items()}
     kinds = {name: resolve_dtype(tensor, dtype) for name, tensor in tensors.items()}
     header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     at = 0
@@ -79,11 +80,11 @@ def write_tensors(
         for part in (len(head).to_bytes(8, "little"), head):
             digest.update(part)
             file.write(part)
-        for name, whole in iterate_gathered(tensors, gather):
-            data = tensor_bytes(_transpose(name, whole, turned), dtype)[0].numpy()
+        for name, gathered in iterate_gathered(tensors, gather):
+            data = tensor_bytes(_transpose(name, gathered, transposed), dtype)[0].numpy()
             digest.update(data)
             file.write(data)
-            del whole, data  # before the next one is gathered
+            del gathered, data  # before the next one is gathered
         file.flush()
         if durable:
             os.fsync(file.fileno())
@@ -91,8 +92,8 @@ def write_tensors(
     return WeightFile(path.name, nbytes, digest.hexdigest())
 
 
-def _transpose(name: str, tensor: torch.Tensor, turned: Collection[str]) -> torch.Tensor:
-    return tensor.transpose(-1, -2) if name in turned else tensor
+def _transpose(name: str, tensor: torch.Tensor, transposed: Collection[str]) -> torch.Tensor:
+    return tensor.transpose(-1, -2) if name in transposed else tensor
 
 
 def tensor_bytes(

@@ -22,7 +22,7 @@ from safetensors.torch import load
 from sightline.compute.broadcast import receive
 from sightline.compute.tensor_file import digest_file, resolve_dtype, sort_names, write_tensors
 from sightline.compute.weight_versions import get_version_folder, record_epoch
-from sightline.errors import Misaligned, WireError
+from sightline.errors import WeightsError, WireError
 from sightline.wire.weights import MANIFEST, Adapter, Manifest, WeightFile
 
 MAX_FILE_BYTES = 1 << 29
@@ -37,6 +37,7 @@ def write_weights(
     vision_version: int,
     dtype: torch.dtype | None = None,
     adapter: Adapter | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> tuple[Path, Manifest]:
     """Publishes `tensors` as `root/v<version>` and returns its manifest's path.
 
@@ -46,10 +47,14 @@ def write_weights(
     part = root / f".v{version:06d}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    shares = _split_into_files(tensors, "model" if adapter is None else "adapter", dtype)
-    write = partial(_write, part, dtype)
+    stem = "model" if adapter is None else "adapter"
+    shares = _split_into_files(tensors, stem, dtype, max_file_bytes)
+
+    def write(name: str) -> WeightFile:
+        return write_tensors(part / name, shares[name], dtype=dtype, durable=False)
+
     with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
-        files = list(pool.map(write, shares, shares.values()))
+        files = list(pool.map(write, shares))
     epoch = record_epoch(root, version, _digest_files(files))
     manifest = Manifest(version, vision_version, files, epoch, adapter=adapter)
     target = get_version_folder(root, version, epoch)
@@ -63,15 +68,15 @@ def write_weights(
 
 
 def _split_into_files(
-    tensors: Mapping[str, torch.Tensor], stem: str, dtype: torch.dtype | None
+    tensors: Mapping[str, torch.Tensor], stem: str, dtype: torch.dtype | None, max_file_bytes: int
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Which tensors each file gets, by its name; more than `MAX_FILE_BYTES` only for one tensor."""
+    """Which tensors each file gets, by its name; more than `max_file_bytes` only for one tensor."""
     shares: list[dict[str, torch.Tensor]] = [{}]
     nbytes = 0
     for name in sort_names(tensors):
         tensor = tensors[name]
         size = tensor.numel() * resolve_dtype(tensor, dtype).itemsize
-        if shares[-1] and nbytes + size > MAX_FILE_BYTES:
+        if shares[-1] and nbytes + size > max_file_bytes:
             shares.append({})
             nbytes = 0
         shares[-1][name] = tensor
@@ -82,12 +87,6 @@ def _split_into_files(
         f"{stem}-{place:05d}-of-{len(shares):05d}.safetensors": share
         for place, share in enumerate(shares, 1)
     }
-
-
-def _write(
-    folder: Path, dtype: torch.dtype | None, name: str, share: Mapping[str, torch.Tensor]
-) -> WeightFile:
-    return write_tensors(folder / name, share, dtype=dtype, durable=False)
 
 
 def _digest_files(files: list[WeightFile]) -> str:
@@ -113,7 +112,7 @@ def read_manifest(path: Path) -> Manifest:
         return msgspec.json.decode(path.read_bytes(), type=Manifest)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise WireError(
-            f"no whole manifest at {path}: {error}", "publish the version again"
+            f"no complete manifest at {path}: {error}", "publish the version again"
         ) from error
 
 
@@ -133,7 +132,7 @@ def _read(folder: Path, file: WeightFile) -> dict[str, torch.Tensor]:
     path = folder / file.name
     data = path.read_bytes() if path.is_file() else b""
     if len(data) != file.nbytes or hashlib.sha256(data).hexdigest() != file.sha256:
-        raise Misaligned(
+        raise WeightsError(
             f"{path} is not the file that its manifest names ({len(data)} bytes, "
             f"not {file.nbytes}, or another checksum)",
             "publish the version again; the engine keeps the weights it has",
@@ -141,7 +140,7 @@ def _read(folder: Path, file: WeightFile) -> dict[str, torch.Tensor]:
     try:
         return load(data)  # from the bytes that were checked: the file may go meanwhile
     except SafetensorError as error:
-        raise Misaligned(
+        raise WeightsError(
             f"{path} is no safetensors file: {error}", "publish the version again"
         ) from error
 
@@ -159,13 +158,13 @@ def check_parameters(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torc
     """Raises unless both name the same parameters, with the same shapes."""
     if own.keys() != tensors.keys():
         odd = sorted(own.keys() ^ tensors.keys())[:3]
-        raise Misaligned(
+        raise WeightsError(
             f"weights name other parameters than the model, such as {odd}",
             "serve the checkpoint that the trainer trains",
         )
     for name, parameter in own.items():
         if parameter.shape != tensors[name].shape:
-            raise Misaligned(
+            raise WeightsError(
                 f"{name} has shape {tuple(tensors[name].shape)}, "
                 f"the model's is {tuple(parameter.shape)}",
                 "serve the checkpoint that the trainer trains",

@@ -1,32 +1,25 @@
 """The run file: every setting, checked at load.
 
-A value has one home. Sections are read by the part that they are named after. Unknown keys are
-refused with the nearest known one. A field marked `MUTABLE` may change when a run is resumed; any
-other would break exactness, and is refused by name.
+A value has one home, in the section of the part that it belongs to; who needs it elsewhere is given
+the section, and holds no copy. Unknown keys are refused with the nearest known one. A setting of
+type `Mutable` may change when a run is resumed; any other would break exactness, and is refused by
+name.
 """
 
 from __future__ import annotations
 
-from sightline.config.files import (
-    AnyRun,
-    RunFile,
-    SftFile,
-    check_resume,
-    get_section_class,
-    iter_settings,
-)
+from sightline.config.files import AnyRun, RunFile, SftFile, check_resume, iter_settings
 from sightline.config.inference import InferenceConfig
 from sightline.config.load import dump_toml, load_config, load_stored_config, validate_config
-from sightline.config.logging import LoggingConfig
-from sightline.config.lora import LoraConfig
-from sightline.config.section import MUTABLE, ConfigSection
+from sightline.config.section import ConfigSection, get_section_class
 from sightline.config.sections import (
-    MIX,
     DataConfig,
     EnvConfig,
     EnvMixEntry,
     EvalConfig,
     FiltersConfig,
+    LoggingConfig,
+    LoraConfig,
     MediaConfig,
     ModelConfig,
     OrchestratorConfig,
@@ -42,11 +35,9 @@ __all__ = [
     "EnvConfig",
     "EnvMixEntry",
     "EvalConfig",
-    "MUTABLE",
     "FiltersConfig",
     "InferenceConfig",
     "LoraConfig",
-    "MIX",
     "MediaConfig",
     "ModelConfig",
     "LoggingConfig",

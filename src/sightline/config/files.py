@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self, TypeGuard, TypeVar, get_args
+from typing import Any, Self, TypeVar
 
 from pydantic import model_validator
 
 from sightline.config.inference import InferenceConfig
-from sightline.config.logging import LoggingConfig
-from sightline.config.lora import LoraConfig
-from sightline.config.section import ConfigSection
+from sightline.config.section import ConfigSection, get_section_class
 from sightline.config.sections import (
     DataConfig,
     EnvConfig,
     EvalConfig,
     FiltersConfig,
+    LoggingConfig,
+    LoraConfig,
     MediaConfig,
     ModelConfig,
     OrchestratorConfig,
@@ -79,16 +79,6 @@ def iter_settings(kind: type[ConfigSection]) -> Iterator[tuple[str, str, Any]]:
     for section, outer in kind.model_fields.items():
         for name, field in get_section_class(outer.annotation).model_fields.items():
             yield section, name, field
-
-
-def get_section_class(annotation: Any) -> type[ConfigSection]:
-    """The section that a field of a file holds, whether it may be left out or not."""
-    [section] = [one for one in (annotation, *get_args(annotation)) if _is_section_class(one)]
-    return section
-
-
-def _is_section_class(kind: Any) -> TypeGuard[type[ConfigSection]]:
-    return isinstance(kind, type) and issubclass(kind, ConfigSection)
 
 
 def check_resume(old: AnyRun, new: AnyRun) -> None:

@@ -6,87 +6,43 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from sightline.config.section import MUTABLE, ConfigSection
+from sightline.config.section import ConfigSection, Mutable
 
 
 class InferenceConfig(ConfigSection):
-    engine: Literal["torch", "vllm", "stock_vllm"] = Field(
-        "torch",
-        description="Which engine serves: the embedded one, vLLM with our plugin, or a vLLM as it "
-        "comes, at `servers`.",
-    )
-    servers: tuple[str, ...] = Field(
-        (),
-        description="Addresses of servers that run already and see the run's files; none: the run "
-        "starts its own.",
-        json_schema_extra=MUTABLE,
-    )
-    inline_images: bool = Field(
-        False,
-        description="Whether a stock vLLM is sent images as data urls, because it cannot read the "
-        "store.",
-        json_schema_extra=MUTABLE,
-    )
-    python: str = Field(
-        "",
-        description="Interpreter that has vLLM and Sightline; empty is the run's own.",
-        json_schema_extra=MUTABLE,
-    )
-    host: str = Field(
-        "127.0.0.1", description="Address that the server binds.", json_schema_extra=MUTABLE
-    )
-    port: int = Field(
-        0,
-        ge=0,
-        le=65535,
-        description="Port of the server; 0 takes a free one.",
-        json_schema_extra=MUTABLE,
-    )
-    device: str = Field("auto", description="Device of the server: cpu, cuda or auto.")
-    threads: int = Field(
-        0,
-        ge=0,
-        description="Compute threads of the server; 0 shares the cores with the trainer.",
-        json_schema_extra=MUTABLE,
-    )
-    max_num_seqs: int = Field(
-        256,
-        ge=1,
-        description="Most sequences in flight or kept for their next turn.",
-        json_schema_extra=MUTABLE,
-    )
-    max_model_len: int = Field(
-        2048, ge=2, description="Most tokens of a sequence, prompt and answer together."
-    )
-    prefill_chunk_tokens: int = Field(
-        512,
-        ge=1,
-        description="Most prompt tokens of a sequence that are computed at once.",
-        json_schema_extra=MUTABLE,
-    )
-    pixel_cache_mb: int = Field(
-        256,
-        ge=0,
-        description="Memory for processed images, in either engine; 0 is off.",
-        json_schema_extra=MUTABLE,
-    )
-    feature_cache_mb: int = Field(
-        256,
-        ge=0,
-        description="Memory for features of images, on the server's device.",
-        json_schema_extra=MUTABLE,
-    )
-    pixel_threads: int = Field(
-        0,
-        ge=0,
-        description="Threads that decode images; 0 follows the cores.",
-        json_schema_extra=MUTABLE,
-    )
-    keep_kv_over_updates: bool = Field(
-        False,
-        description="Whether an answer goes on over a KV cache of older weights, and its tokens are "
-        "counted; where not, it is prefilled again.",
-    )
+    engine: Literal["torch", "vllm", "stock_vllm"] = "torch"
+    """Engine that samples: torch (embedded), vllm (with our plugin), or stock_vllm (a vLLM as it
+    comes, at `servers`)."""
+    servers: Mutable[tuple[str, ...]] = ()
+    """Addresses of servers that run already and see the run's files; without any the run starts
+    its own."""
+    inline_images: Mutable[bool] = False
+    """Whether a stock vLLM is sent images as data urls, because it cannot read the store."""
+    python: Mutable[str] = ""
+    """Python interpreter of the server, which has vLLM and Sightline; empty is the run's own."""
+    host: Mutable[str] = "127.0.0.1"
+    """Address that the server binds."""
+    port: Mutable[int] = Field(0, ge=0, le=65535)
+    """Port of the server; 0 takes a free one."""
+    device: str = "auto"
+    """Device of the server: cpu, cuda or auto."""
+    threads: Mutable[int] = Field(0, ge=0)
+    """Compute threads of the server; 0 shares the cores with the trainer."""
+    max_num_seqs: Mutable[int] = Field(256, ge=1)
+    """Most sequences that are in flight, or whose KV cache is kept for the next turn."""
+    max_model_len: int = Field(2048, ge=2)
+    """Most tokens of a sequence, prompt and answer together."""
+    prefill_chunk_tokens: Mutable[int] = Field(512, ge=1)
+    """Most prompt tokens of a sequence that one prefill step computes."""
+    pixel_cache_mb: Mutable[int] = Field(256, ge=0)
+    """MB of memory for the patches of images, in either engine; 0 is off."""
+    feature_cache_mb: Mutable[int] = Field(256, ge=0)
+    """MB on the server's device for the features of images."""
+    pixel_threads: Mutable[int] = Field(0, ge=0)
+    """Number of threads that decode images; 0 follows the cores."""
+    keep_kv_over_updates: bool = False
+    """Whether a sequence keeps its KV cache when weights change, and its off-policy tokens are
+    counted; where not, it is prefilled again."""
 
     @model_validator(mode="after")
     def _servers_fit(self) -> InferenceConfig:

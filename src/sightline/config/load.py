@@ -6,13 +6,13 @@ import difflib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from sightline.config.renamed import find_new_name, spell_setting, translate_old_names
-from sightline.config.section import ConfigSection
+from sightline.config.section import ConfigSection, get_section_class
 from sightline.errors import ConfigError
 
 AnyFile = TypeVar("AnyFile", bound=ConfigSection)
@@ -51,32 +51,31 @@ def validate_config(kind: type[AnyFile], values: dict[str, Any], where: str) -> 
 def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Puts `section.key=value` into the values of a file."""
     for override in overrides:
-        _apply(values, override)
-
-
-def _apply(values: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    names = key.strip().split(".")
-    if not equals or len(names) < 2:
-        raise ConfigError(f"override {override!r}", "write it as section.key=value")
-    try:
-        value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
-    place = values
-    for name in names[:-1]:
-        place = place.setdefault(name, {})
-        if not isinstance(place, dict):
-            raise ConfigError(f"override {override!r}: {name} is a value", "name a section first")
-    place[names[-1]] = value
+        key, equals, text = override.partition("=")
+        *sections, name = key.strip().split(".")
+        if not equals or not sections:
+            raise ConfigError(f"override {override!r}", "write it as section.key=value")
+        try:
+            value = tomllib.loads(f"v = {text}")["v"]
+        except tomllib.TOMLDecodeError:
+            value = text.strip()
+        table = values
+        for section in sections:
+            table = table.setdefault(section, {})
+            if not isinstance(table, dict):
+                problem = f"override {override!r}: {section} is a value"
+                raise ConfigError(problem, "name a section first")
+        table[name] = value
 
 
 def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) -> ConfigError:
-    first = error.errors()[0]
+    errors = error.errors()
+    # A key by its old name is missing under its new one: that it is unknown says more.
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     names = [str(part) for part in first["loc"]]
-    said = first["msg"].removeprefix("Value error, ")
+    message = first["msg"].removeprefix("Value error, ")
     if not names:  # settings that each are well, and do not go together
-        return ConfigError(f"{where}: {said}", "give settings that go together")
+        return ConfigError(f"{where}: {message}", "give settings that go together")
     key = spell_setting(names)
     if first["type"] == "extra_forbidden":
         if (new := find_new_name(names)) is not None:
@@ -88,21 +87,13 @@ def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) 
     if first["type"] == "missing":
         return ConfigError(f"{where}: {key} is missing", f"add {key}")
     if isinstance(first["input"], dict) and first["type"] == "value_error":  # a whole section
-        return ConfigError(f"{where}: {key}: {said}", "give settings that go together")
-    return ConfigError(f"{where}: {key} = {first['input']!r}: {said}", "give a value that fits")
+        return ConfigError(f"{where}: {key}: {message}", "give settings that go together")
+    return ConfigError(f"{where}: {key} = {first['input']!r}: {message}", "give a value that fits")
 
 
-def _known_names(kind: type[BaseModel], names: list[str]) -> list[str]:
-    for name in names:
-        annotation = kind.model_fields[name].annotation
-        inner = [
-            one
-            for one in (annotation, *get_args(annotation))
-            if isinstance(one, type) and issubclass(one, BaseModel)
-        ]
-        if not inner:
-            return []
-        kind = inner[0]
+def _known_names(kind: type[ConfigSection], names: list[str]) -> list[str]:
+    for name in (name for name in names if not name.isdigit()):  # the place in a list of tables
+        kind = get_section_class(kind.model_fields[name].annotation)
     return list(kind.model_fields)
 
 

@@ -1,4 +1,4 @@
-"""Objects that a run file names as "module:name": environments, parsers, functions of an algorithm."""
+"""Objects that a run file names as "module:name": environments, parsers, algorithm functions."""
 
 from __future__ import annotations
 

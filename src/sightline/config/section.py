@@ -1,14 +1,25 @@
-"""What every section of a run file is made of."""
+"""What every section of a run file is made of: checked values, described by docstrings."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-MUTABLE: dict[str, Any] = {"mutable": True}
-"""A setting that may change when a run is resumed."""
+Value = TypeVar("Value")
+Mutable = Annotated[Value, Field(json_schema_extra={"mutable": True})]
+"""The type of a setting that may change when a run is resumed."""
 
 
 class ConfigSection(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    """The docstring under a field is its description in `docs/settings.md`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+def get_section_class(annotation: Any) -> type[ConfigSection]:
+    """The section that a field of a file holds, whether it may be left out or not."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, ConfigSection):
+            return kind
+    raise TypeError(f"{annotation} holds no section")

@@ -1,7 +1,7 @@
 """How a model says what to do: as plain text, or by calling a tool.
 
-A way of acting offers its tools, reads an answer, and writes what the model would have had to say
-or hear. Environments that act keep to one way in a conversation.
+An action format offers its tools, reads an answer, and writes what the model would have had to say
+or hear. Environments that act keep to one format in a conversation.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ACTION_FORMATS = ("text", "tool")
 
 
 class ActionFormat(Protocol):
-    """One way of acting. An action is a tuple of the values of its fields."""
+    """Reads and writes actions. An action is a tuple of the values of its fields."""
 
     @property
     def tools(self) -> Tools | None: ...
 
-    def read(self, said: Message) -> tuple[Any, ...] | None:
+    def read(self, answer: Message) -> tuple[Any, ...] | None:
         """The action that the model chose; None when the answer is none."""
         ...
 
@@ -34,8 +34,8 @@ class ActionFormat(Protocol):
         """The answer that chooses the action."""
         ...
 
-    def reply(self, said: Message | None, picture: MediaRef, hint: str = "") -> list[Message]:
-        """What the model is shown next; `said` is None at the start."""
+    def reply(self, answer: Message | None, picture: MediaRef, hint: str = "") -> list[Message]:
+        """What the model is shown next; `answer` is None at the start."""
         ...
 
 
@@ -73,13 +73,13 @@ class TextActions:
     def tools(self) -> Tools | None:
         return None
 
-    def read(self, said: Message) -> tuple[Any, ...] | None:
-        words = said.text.split(" ")
+    def read(self, answer: Message) -> tuple[Any, ...] | None:
+        words = answer.text.split(" ")
         if self.verb:
             if words[0] != self.verb:
                 return None
             words = words[1:]
-        if said.tool_calls or len(words) != len(self.fields):
+        if answer.tool_calls or len(words) != len(self.fields):
             return None
         return _read_fields(
             self.fields, [_read_word(w, f) for w, f in zip(words, self.fields, strict=True)]
@@ -89,7 +89,7 @@ class TextActions:
         words = [self.verb] if self.verb else []
         return assistant(" ".join([*words, *map(str, action)]))
 
-    def reply(self, said: Message | None, picture: MediaRef, hint: str = "") -> list[Message]:
+    def reply(self, answer: Message | None, picture: MediaRef, hint: str = "") -> list[Message]:
         return [user(hint, picture)]
 
 
@@ -112,11 +112,11 @@ class ToolActions:
         }
         return [{"type": "function", "function": function}]
 
-    def read(self, said: Message) -> tuple[Any, ...] | None:
-        if len(said.tool_calls) != 1 or said.tool_calls[0].name != self.name:
+    def read(self, answer: Message) -> tuple[Any, ...] | None:
+        if len(answer.tool_calls) != 1 or answer.tool_calls[0].name != self.name:
             return None
         try:
-            arguments = json.loads(said.tool_calls[0].arguments)
+            arguments = json.loads(answer.tool_calls[0].arguments)
         except json.JSONDecodeError:
             return None
         names = [field.name for field in self.fields]
@@ -128,8 +128,8 @@ class ToolActions:
         values = {field.name: value for field, value in zip(self.fields, action, strict=True)}
         return Message(role="assistant", tool_calls=(ToolCall(self.name, json.dumps(values)),))
 
-    def reply(self, said: Message | None, picture: MediaRef, hint: str = "") -> list[Message]:
-        calls = said.tool_calls if said is not None else ()
+    def reply(self, answer: Message | None, picture: MediaRef, hint: str = "") -> list[Message]:
+        calls = answer.tool_calls if answer is not None else ()
         if not calls:
             return [user(hint, picture)]
         results = [
@@ -143,7 +143,7 @@ class ToolActions:
 def choose_action_format(
     name: str, environment: str, text_format: ActionFormat, tool_format: ActionFormat
 ) -> ActionFormat:
-    """The way that `[env.args] actions` names."""
+    """The format that `[env.args] actions` names."""
     if name not in ACTION_FORMATS:
         raise ConfigError(
             f"{environment}: actions = {name!r}",

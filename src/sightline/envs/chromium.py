@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,14 +45,16 @@ FLAGS = (
 ANSWER_TIMEOUT_S = 60.0
 
 
-def find_chromium() -> str | None:
-    return next((path for name in NAMES if (path := shutil.which(name))), None)
+def find_chromium(names: Sequence[str] = NAMES) -> str | None:
+    """The path of the first of these programs that is installed."""
+    return next((path for name in names if (path := shutil.which(name))), None)
 
 
-def get_chromium() -> str:
-    if (path := find_chromium()) is None:
+def get_chromium(names: Sequence[str] = NAMES) -> str:
+    """The path of Chromium; raises ConfigError where it is not installed."""
+    if (path := find_chromium(names)) is None:
         raise ConfigError(
-            "there is no Chromium on this machine (looked for " + ", ".join(NAMES) + ")",
+            "there is no Chromium on this machine (looked for " + ", ".join(names) + ")",
             "install it (Debian: apt-get install chromium), or choose another environment",
         )
     return path

@@ -7,6 +7,7 @@ the letters of all squares so far. A model that does not see gets one letter in 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -44,31 +45,24 @@ GLYPHS = {
 """Three columns and five rows each, for demonstrations that spell letters out."""
 
 
+@dataclass(eq=False)
 class ColorCodeword(Environment):
+    """`squares` new squares in each of `turns` turns, in `shades` that differ by `jitter`."""
+
     name = "color_codeword"
 
-    def __init__(
-        self,
-        squares: int = 1,
-        turns: int = 3,
-        side: int = 32,
-        jitter: int = 12,
-        shades: int = 4,
-        malformed_penalty: float = 0.3,
-        spelled_share: float = 0.75,
-        seed: int = 0,
-    ) -> None:
-        self.squares = squares
-        self.turns = turns
-        self.side = side
-        self.jitter = jitter
-        self.shades = shades
-        self.malformed_penalty = malformed_penalty
-        self.spelled_share = spelled_share
-        self.seed = seed
+    squares: int = 1
+    turns: int = 3
+    side: int = 32
+    jitter: int = 12
+    shades: int = 4
+    malformed_penalty: float = 0.3
+    spelled_fraction: float = 0.75
+    """Fraction of demonstrations that show pictures of letters."""
+    seed: int = 0
 
     def task(self, index: int, split: str) -> Task:
-        rng = random.Random(f"{self.seed}:{split}:{index}")
+        rng = self.task_rng(index, split)
         num = self.squares * self.turns
         return Task(
             index, split, [(rng.choice(LETTERS), rng.randrange(self.shades)) for _ in range(num)]
@@ -99,10 +93,10 @@ class ColorCodeword(Environment):
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
         """The format, without the code: letters are random, and later turns repeat them.
 
-        In a share of the conversations pictures of letters, black on white, stand where the
+        In a fraction of the conversations pictures of letters, black on white, stand where the
         squares would be: that teaches to answer with what is shown, and says nothing of colours.
         """
-        spelled = rng.random() < self.spelled_share
+        spelled = rng.random() < self.spelled_fraction
         said = ""
         messages: list[Message] = []
         for turn in range(self.turns):

@@ -9,7 +9,7 @@
     talk.history[2] = user("...")                   # anything may be edited
 
 Whatever is done to the history, a turn that only adds to what the model was shown last is sent as
-an addition; any other is asked whole, and the trace forks where it differs.
+an addition; any other is sent as a whole, and the trace forks where it differs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Conversation:
         self._chat = chat.branch()
         self._windows = windows
         self.history = self._chat.history
-        """All of it, shown or not. Yours to edit."""
+        """Every message, shown to the model or not. Yours to edit."""
         self._shown = list(self.history)
         """What the model saw last, and its answer."""
 
@@ -46,15 +46,15 @@ class Conversation:
 
     @property
     def num_context_tokens(self) -> int:
-        """Of the last prompt and its answer."""
+        """Tokens of the last prompt and its answer."""
         return self._chat.num_context_tokens
 
     async def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         """Appends messages to the history, shows the model a window of it, appends the answer."""
         return await self._ask([*self.history, *await self._chat.messages(new_messages)], tools)
 
-    async def _ask(self, asked: list[Message], tools: Tools | None) -> AssistantMessage:
-        view = asked
+    async def _ask(self, history: list[Message], tools: Tools | None) -> AssistantMessage:
+        view = history
         for window in self._windows:
             view = window(view)
         num_shown = len(self._shown)
@@ -62,9 +62,9 @@ class Conversation:
             answer = await self._chat.send(view[num_shown:], tools=tools)
         else:
             answer = await self._chat.ask(view, tools=tools)
-        said = answer.as_message()
-        self.history = [*asked, said]
-        self._shown = [*view, said]
+        last = answer.as_message()
+        self.history = [*history, last]
+        self._shown = [*view, last]
         return answer
 
     async def retry(self, *, tools: Tools | None = None) -> AssistantMessage:

@@ -25,36 +25,34 @@ class Scene:
     seed: int
 
 
+@dataclass(eq=False)
 class Counting(Environment):
+    """One to `most` blobs, in as many of `cells` x `cells` fields."""
+
     name = "counting"
 
-    def __init__(
-        self,
-        most: int = 5,
-        side: int = 32,
-        cells: int = 3,
-        malformed_penalty: float = 0.3,
-        spelled_share: float = 0.75,
-        seed: int = 0,
-    ) -> None:
-        if not 1 <= most <= min(9, cells * cells):
+    most: int = 5
+    side: int = 32
+    cells: int = 3
+    malformed_penalty: float = 0.3
+    spelled_fraction: float = 0.75
+    """Fraction of demonstrations that show pictures of digits."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.most <= min(9, self.cells * self.cells):
             raise ConfigError(
-                f"counting: most = {most} on {cells} x {cells} cells",
+                f"counting: most = {self.most} on {self.cells} x {self.cells} cells",
                 "count to 9 at the most, and no further than there are cells",
             )
-        if side < 4 * cells:
+        if self.side < 4 * self.cells:
             raise ConfigError(
-                f"counting: {cells} cells in {side} pixels", "give a cell 4 pixels or more"
+                f"counting: {self.cells} cells in {self.side} pixels",
+                "give a cell 4 pixels or more",
             )
-        self.most = most
-        self.side = side
-        self.cells = cells
-        self.malformed_penalty = malformed_penalty
-        self.spelled_share = spelled_share
-        self.seed = seed
 
     def task(self, index: int, split: str) -> Task:
-        rng = random.Random(f"{self.seed}:{split}:{index}")
+        rng = self.task_rng(index, split)
         count = rng.randint(1, self.most)
         cells = rng.sample(range(self.cells * self.cells), count)
         return Task(index, split, Scene(tuple(sorted(cells)), rng.getrandbits(32)))
@@ -71,11 +69,11 @@ class Counting(Environment):
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
         """The format, without the counting: the answer to a picture of blobs is a random digit.
 
-        A share of the conversations shows a picture of the digit itself: that teaches to answer
+        A fraction of the conversations shows a picture of the digit itself: that teaches to answer
         with what is shown.
         """
         digit = rng.choice(self.answers)
-        if rng.random() < self.spelled_share:
+        if rng.random() < self.spelled_fraction:
             shown = encode_png(draw_glyph(DIGITS[digit], self.side))
         else:
             shown = self.draw(task.data)

@@ -1,4 +1,4 @@
-"""What an environment is, asked of another interpreter: `python -m sightline.envs.environment_info`.
+"""What an environment is, asked of another interpreter by `python -m` and this module's name.
 
 The package of an environment need not be importable where trainer and server run. The launcher
 sends `[env]` as JSON and reads one line of JSON back.

@@ -44,39 +44,36 @@ class Maze:
     walls: frozenset[Cell]
 
 
+@dataclass(eq=False)
 class GridWalk(Environment):
+    """`cells` x `cells` fields, of which `walls` are walls."""
+
     name = "grid_walk"
 
-    def __init__(
-        self,
-        cells: int = 4,
-        side: int = 64,
-        walls: int = 0,
-        max_turns: int = 8,
-        actions: str = "text",
-        hint: str = "",
-        malformed_penalty: float = 0.3,
-        expert_share: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        if cells < 2 or side < 2 * cells or not 0 <= walls <= cells * cells // 3:
+    cells: int = 4
+    side: int = 64
+    walls: int = 0
+    max_turns: int = 8
+    actions: str = "text"
+    hint: str = ""
+    malformed_penalty: float = 0.3
+    expert_fraction: float = 0.0
+    """Fraction of demonstrations that go the shortest way."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        fields = self.cells * self.cells
+        if self.cells < 2 or self.side < 2 * self.cells or not 0 <= self.walls <= fields // 3:
             raise ConfigError(
-                f"grid_walk: {walls} walls on {cells} x {cells} fields in {side} pixels",
+                f"grid_walk: {self.walls} walls on {self.cells} x {self.cells} fields in "
+                f"{self.side} pixels",
                 "take 2 fields a side or more, 2 pixels a field, a third of them walls at the most",
             )
-        self.cells = cells
-        self.side = side
-        self.walls = walls
-        self.max_turns = max_turns
-        self.hint = hint
-        self.malformed_penalty = malformed_penalty
-        self.expert_share = expert_share
-        self.seed = seed
-        self.action_format = choose_action_format(actions, self.name, LETTERS, TOOL)
+        self.action_format = choose_action_format(self.actions, self.name, LETTERS, TOOL)
         self.tools = self.action_format.tools
 
     def task(self, index: int, split: str) -> Task:
-        rng = random.Random(f"{self.seed}:{split}:{index}")
+        rng = self.task_rng(index, split)
         fields = [(row, column) for row in range(self.cells) for column in range(self.cells)]
         while True:
             start, goal, *walls = rng.sample(fields, 2 + self.walls)
@@ -87,14 +84,14 @@ class GridWalk(Environment):
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
         maze: Maze = task.data
         left = self.distances(maze)
-        at, said, num_malformed = maze.start, None, 0
+        at, answer, num_malformed = maze.start, None, 0
         per_turn: list[float] = []
         while at != maze.goal and len(per_turn) < self.max_turns:
             picture = chat.put(self.draw(maze, at))
-            said = await chat.send(
-                self.action_format.reply(said, picture, self.hint), tools=self.tools
+            answer = await chat.send(
+                self.action_format.reply(answer, picture, self.hint), tools=self.tools
             )
-            action = self.action_format.read(said)
+            action = self.action_format.read(answer)
             before = at
             if action is None:
                 num_malformed += 1
@@ -116,11 +113,11 @@ class GridWalk(Environment):
         )
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
-        """Walks by random moves, which teaches the format alone; a share goes the shortest way."""
+        """Walks by random moves, which teaches the format alone; a few go the shortest way."""
         maze: Maze = task.data
         left = self.distances(maze)
-        expert = rng.random() < self.expert_share
-        at, said = maze.start, None
+        expert = rng.random() < self.expert_fraction
+        at, answer = maze.start, None
         messages: list[Message] = []
         for _ in range(self.max_turns):
             if at == maze.goal:
@@ -129,9 +126,9 @@ class GridWalk(Environment):
             if expert:
                 moves = [m for m in moves if left[self.step(maze, at, m)] < left[at]]
             move = rng.choice(moves)
-            messages += self.action_format.reply(said, put(self.draw(maze, at)), self.hint)
-            said = self.action_format.write((move if self.tools is None else word_of(move),))
-            messages.append(said)
+            messages += self.action_format.reply(answer, put(self.draw(maze, at)), self.hint)
+            answer = self.action_format.write((move if self.tools is None else word_of(move),))
+            messages.append(answer)
             at = self.step(maze, at, move)
         return messages
 

@@ -9,59 +9,53 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from PIL import Image
 
-from sightline.envs.action_parsers import build_parser, check_on_malformed
+from sightline.envs.action_parsers import EpisodeRules, build_parser
+from sightline.envs.extras import import_extra
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.envs.threads import SerialThread
 from sightline.errors import ConfigError
-from sightline.message import user
+from sightline.message import Message, user
 
 RENDER_MODE = "rgb_array"
-T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class GymnasiumEnvironment(Environment):
-    def __init__(
-        self,
-        id: str,
-        kwargs: dict[str, Any] | None = None,
-        module: str = "",
-        actions: str | Sequence[str] | Mapping[str, Any] | None = None,
-        on_malformed: str = "random",
-        malformed_penalty: float = 0.1,
-        max_turns: int = 200,
-        longest_side: int = 0,
-        hint: str = "",
-        seed: int = 0,
-    ) -> None:
-        try:
-            import gymnasium
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"[env] gymnasium: there is no module {error.name!r} here",
-                "pip install 'sightline[gymnasium]' where the workers run",
-            ) from error
-        self.name = f"gymnasium:{id}"
-        self.id = id
-        self.kwargs = kwargs or {}
-        self.on_malformed = check_on_malformed(on_malformed, self.name)
-        self.malformed_penalty = malformed_penalty
-        self.max_turns = max_turns
-        self.longest_side = longest_side
-        self.hint = hint
-        self.seed = seed
-        if module:
-            importlib.import_module(module)  # registers what it brings
-        self._make: Callable[[], Any] = lambda: gymnasium.make(
+    """The environment that Gymnasium knows as `id`; `module` registers it, where that is needed."""
+
+    id: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    module: str = ""
+    actions: str | Sequence[str] | Mapping[str, Any] | None = None
+    on_malformed: str = "random"
+    malformed_penalty: float = 0.1
+    max_turns: int = 200
+    longest_side: int = 0
+    """Pixels that pictures are scaled down to; 0 leaves them."""
+    hint: str = ""
+    """Text beside the first picture."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        gymnasium = import_extra("gymnasium", "gymnasium")
+        self.name = f"gymnasium:{self.id}"
+        if self.module:
+            importlib.import_module(self.module)  # registers what it brings
+        self.make: Callable[[], Any] = lambda: gymnasium.make(
             self.id, render_mode=RENDER_MODE, **self.kwargs
         )
         num_actions = self._probe(gymnasium.error.Error)
-        self.parser = build_parser(actions, num_actions, self.name)
+        self.rules = EpisodeRules(
+            build_parser(self.actions, num_actions, self.name),
+            self.on_malformed,
+            self.malformed_penalty,
+            self.max_turns,
+        )
 
     def _probe(self, error_type: type[Exception]) -> int:
         """Draws one frame, here and now; returns how many actions there are, 0 when not a few.
@@ -69,7 +63,7 @@ class GymnasiumEnvironment(Environment):
         Renderers load their libraries with the first frame, which threads must not do at once.
         """
         try:
-            probe = self._make()
+            probe = self.make()
             probe.reset(seed=0)
             frame = probe.render()
             probe.close()
@@ -87,51 +81,23 @@ class GymnasiumEnvironment(Environment):
         return int(getattr(probe.action_space, "n", 0))
 
     def task(self, index: int, split: str) -> Task:
-        return Task(index, split, random.Random(f"{self.seed}:{split}:{index}").getrandbits(31))
+        return Task(index, split, self.task_rng(index, split).getrandbits(31))
 
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
-        game = _Episode(SerialThread("gymnasium"))
+        game = _Episode(SerialThread("gymnasium"), self)
         try:
-            await game.run(lambda: game.start(self._make, task.data))
-            outcome = await self._play(game, chat)
-            await game.run(game.close)
+            await game.thread.run(lambda: game.start(task.data))
+            outcome = await self.rules.play(
+                game, chat, terminated=lambda: game.terminated, over=lambda: game.is_over
+            )
+            await game.thread.run(game.close)
             return outcome
         finally:
             # Not awaited: a step that hangs comes before it, and would hold up a cancelled rollout.
             game.thread.end(game.close)
 
-    async def _play(self, game: _Episode, chat: Chat) -> Outcome:
-        total, num_malformed, gave_up = 0.0, 0, False
-        per_turn: list[float] = []
-        while not (game.over or gave_up) and len(per_turn) < self.max_turns:
-            picture = await game.run(lambda: self._picture(game.frame()))
-            parts = [self.hint] if self.hint and not per_turn else []
-            said = await chat.send([user(*parts, chat.put(picture))])
-            action = self.parser.parse(said)
-            malformed = action is None
-            num_malformed += malformed
-            earned = 0.0
-            if malformed and self.on_malformed == "random":
-                action = await game.run(lambda: game.any_action(chat.rng))
-            gave_up = malformed and self.on_malformed == "end"
-            if action is not None:
-                earned = await game.run(partial(game.step, action))
-            total += earned
-            per_turn.append(earned - self.malformed_penalty * malformed)
-        turns = len(per_turn)
-        return Outcome(
-            reward=sum(per_turn),
-            parts={
-                "return": total,
-                "terminated": float(game.terminated),
-                "over": float(game.over),
-                "turns": float(turns),
-                "malformed": num_malformed / turns if turns else 0.0,
-            },
-            per_turn=per_turn,
-        )
-
-    def _picture(self, frame: Any) -> Image.Image:
+    def scale(self, frame: Any) -> Image.Image:
+        """A frame as a picture, no larger than `longest_side`."""
         image = Image.fromarray(frame)
         scale = self.longest_side / max(image.size)
         if not self.longest_side or scale >= 1:
@@ -145,32 +111,38 @@ class _Episode:
     """One episode. Everything that touches the environment runs in its thread."""
 
     thread: SerialThread
+    owner: GymnasiumEnvironment
     env: Any = None
     terminated: bool = False
     truncated: bool = False
 
-    async def run(self, work: Callable[[], T]) -> T:
-        return await self.thread.run(work)
-
-    def start(self, make: Callable[[], Any], seed: int) -> None:
-        self.env = make()
+    def start(self, seed: int) -> None:
+        self.env = self.owner.make()
         self.env.reset(seed=seed)
         self.env.action_space.seed(seed)
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.terminated or self.truncated
 
-    def frame(self) -> Any:
-        return self.env.render()
+    async def observe(self, chat: Chat, is_first: bool) -> Message:
+        picture = await self.thread.run(lambda: self.owner.scale(self.env.render()))
+        hint = [self.owner.hint] if self.owner.hint and is_first else []
+        return user(*hint, chat.put(picture))
 
-    def any_action(self, rng: random.Random) -> Any:
-        self.env.action_space.seed(rng.getrandbits(31))
-        return self.env.action_space.sample()
+    async def draw_action(self, rng: random.Random) -> Any:
+        def draw() -> Any:
+            self.env.action_space.seed(rng.getrandbits(31))
+            return self.env.action_space.sample()
 
-    def step(self, action: Any) -> float:
-        _, reward, self.terminated, self.truncated, _ = self.env.step(action)
-        return float(reward)
+        return await self.thread.run(draw)
+
+    async def step(self, action: Any) -> float:
+        def step() -> float:
+            _, reward, self.terminated, self.truncated, _ = self.env.step(action)
+            return float(reward)
+
+        return await self.thread.run(step)
 
     def close(self) -> None:
         env, self.env = self.env, None

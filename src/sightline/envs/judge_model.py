@@ -1,30 +1,27 @@
 """Rewards from a judge: a model behind somebody's OpenAI endpoint.
 
-Images go there as data URLs, since the endpoint is not ours and has no store. This is the one
-place from which an environment sends pixels out; they are read when the request is made, and
-nothing is kept.
+Images go there as data URLs, since the endpoint is not ours and has no store. They are read when
+the request is made, and nothing is kept.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import random
+import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-
+from sightline.envs.openai_messages import to_openai_message
 from sightline.envs.protocol import Messages
-from sightline.errors import JudgeFailed
+from sightline.errors import EngineError, JudgeFailed
 from sightline.media import MediaRef
-from sightline.message import ImagePart, Message
 from sightline.run.stages import CURRENT_STAGE
+from sightline.transport.http_client import RetryingClient
 
 ReadImage = Callable[[MediaRef], bytes]
-FIRST_RETRY_S = 0.5
 LONGEST_RETRY_S = 20.0
 RETRY_STATUSES = (408, 409, 425, 429, 500, 502, 503, 504)
 SCORE_PATTERN = r"(?i)score\W{0,4}(-?\d+(?:\.\d+)?)"
@@ -39,12 +36,12 @@ class JudgeModel:
     model: str
     api_key: str = ""
     timeout_s: float = 60.0
-    """Of one try, from connecting to the last byte."""
+    """Longest time of one try, from connecting to the last byte."""
     tries: int = 4
     max_tokens: int = 1024
     temperature: float = 0.0
-    first_wait_s: float = FIRST_RETRY_S
-    """Before the second try; it doubles from there."""
+    first_wait_s: float = 0.5
+    """Pause before the second try; it doubles from there."""
 
     async def score(
         self,
@@ -82,65 +79,43 @@ class JudgeModel:
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
         }
-        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        failures: list[_Failure] = []
-        async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
-            while True:
-                answer = await self._try(session, body)
-                if isinstance(answer, str):
-                    return answer
-                failures.append(answer)
-                if not answer.is_retryable or len(failures) >= self.tries:
-                    break
-                wait_s = min(self.first_wait_s * 2 ** (len(failures) - 1), LONGEST_RETRY_S)
-                await asyncio.sleep(wait_s * (0.5 + random.random()))
+        # One for each call: a judge is shared by event loops, which a connection cannot be.
+        client = RetryingClient(
+            self.base_url,
+            deadline_s=math.inf,
+            max_tries=self.tries,
+            timeout_s=self.timeout_s,
+            first_retry_s=self.first_wait_s,
+            longest_retry_s=LONGEST_RETRY_S,
+            retry_statuses=RETRY_STATUSES,
+            headers={"authorization": f"Bearer {self.api_key}"} if self.api_key else {},
+        )
+        try:
+            answer = json.loads(
+                await client.request("POST", "/chat/completions", json.dumps(body).encode())
+            )
+            content = answer["choices"][0]["message"]["content"]
+            if not isinstance(content, str):
+                raise TypeError("no text")
+            return content
+        except (KeyError, IndexError, TypeError):
+            reason = f"an answer without choices[0].message.content: {str(answer)[:200]}"
+        except (EngineError, ValueError) as error:
+            reason = f"{type(error).__name__} {error.args[0]}"
+        finally:
+            await client.close()
         raise JudgeFailed(
-            f"the judge {self.model} at {self.base_url} failed {len(failures)} times; "
-            f"the last: {failures[-1].reason}",
+            f"the judge {self.model} at {self.base_url} failed {client.counts.requests} times; "
+            f"the last: {reason}",
             "look at that endpoint, its key and its limits",
         )
-
-    async def _try(self, session: aiohttp.ClientSession, body: Any) -> str | _Failure:
-        url = f"{self.base_url.rstrip('/')}/chat/completions"
-        try:
-            async with session.post(url, json=body) as http:
-                if http.status != 200:
-                    text = (await http.text(errors="replace"))[:200]
-                    return _Failure(f"{http.status} {text}", http.status in RETRY_STATUSES)
-                answer = await http.json(content_type=None)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            return _Failure(f"{type(error).__name__} {error}".rstrip(), is_retryable=True)
-        try:
-            content = answer["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError):
-            content = None
-        if not isinstance(content, str):
-            return _Failure(f"an answer without choices[0].message.content: {str(answer)[:200]}")
-        return content
-
-
-@dataclass(frozen=True)
-class _Failure:
-    reason: str
-    is_retryable: bool = False
 
 
 def to_openai_messages(messages: Messages, read: ReadImage) -> list[dict[str, Any]]:
     """Messages as any OpenAI endpoint takes them, with images as data URLs."""
     return [
-        message if isinstance(message, dict) else _to_openai_message(message, read)
+        message
+        if isinstance(message, dict)
+        else to_openai_message(message, lambda ref: ref.data_url(read(ref)))
         for message in messages
     ]
-
-
-def _to_openai_message(message: Message, read: ReadImage) -> dict[str, Any]:
-    parts: list[dict[str, Any]] = []
-    for part in message.content:
-        if isinstance(part, ImagePart):
-            data = base64.b64encode(read(part.ref)).decode()
-            url = f"data:{part.ref.mime};base64,{data}"
-            parts.append({"type": "image_url", "image_url": {"url": url}})
-        else:
-            parts.append({"type": "text", "text": part.text})
-    return {"role": message.role, "content": parts}

@@ -54,43 +54,38 @@ class Page:
     buttons: tuple[Button, ...]
 
 
+@dataclass(eq=False)
 class MiniBrowser(Environment):
+    """`pages` pages of `width` x `height` pixels, each with `buttons` buttons."""
+
     name = "mini_browser"
 
-    def __init__(
-        self,
-        pages: int = 3,
-        buttons: int = 3,
-        max_turns: int = 6,
-        width: int = 160,
-        height: int = 128,
-        actions: str = "text",
-        hint: str = "",
-        malformed_penalty: float = 0.1,
-        expert_share: float = 0.5,
-        seed: int = 0,
-    ) -> None:
-        if not 2 <= buttons <= len(COLORS) or pages < 1 or max_turns < 1:
+    pages: int = 3
+    buttons: int = 3
+    max_turns: int = 6
+    width: int = 160
+    height: int = 128
+    actions: str = "text"
+    hint: str = ""
+    malformed_penalty: float = 0.1
+    expert_fraction: float = 0.5
+    """Fraction of demonstrations that click on the right button."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.buttons <= len(COLORS) or self.pages < 1 or self.max_turns < 1:
             raise ConfigError(
-                f"mini_browser: {buttons} buttons on {pages} pages in {max_turns} turns",
+                f"mini_browser: {self.buttons} buttons on {self.pages} pages in "
+                f"{self.max_turns} turns",
                 f"take 2 to {len(COLORS)} buttons, and at least a page and a turn",
             )
-        if width < 96 or height < 64:
+        if self.width < 96 or self.height < 64:
             raise ConfigError(
-                f"mini_browser: a page of {width}x{height}", "make it 96x64 or larger"
+                f"mini_browser: a page of {self.width}x{self.height}", "make it 96x64 or larger"
             )
-        self.pages = pages
-        self.buttons = buttons
-        self.max_turns = max_turns
-        self.width = width
-        self.height = height
-        self.hint = hint
-        self.malformed_penalty = malformed_penalty
-        self.expert_share = expert_share
-        self.seed = seed
-        fields = (ActionField("x", num_values=width), ActionField("y", num_values=height))
+        fields = (ActionField("x", num_values=self.width), ActionField("y", num_values=self.height))
         self.action_format = choose_action_format(
-            actions,
+            self.actions,
             self.name,
             TextActions(fields, "click"),
             ToolActions(
@@ -104,7 +99,7 @@ class MiniBrowser(Environment):
         get_chromium()
 
     def task(self, index: int, split: str) -> Task:
-        rng = random.Random(f"{self.seed}:{split}:{index}")
+        rng = self.task_rng(index, split)
         return Task(index, split, tuple(self._page(rng) for _ in range(self.pages)))
 
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
@@ -120,14 +115,14 @@ class MiniBrowser(Environment):
         return outcome
 
     async def _play(self, tab: Tab, chat: Chat) -> Outcome:
-        passed, num_malformed, said = 0, 0, None
+        passed, num_malformed, answer = 0, 0, None
         per_turn: list[float] = []
         while passed < self.pages and len(per_turn) < self.max_turns:
             picture = chat.put(await asyncio.to_thread(tab.screenshot))
-            said = await chat.send(
-                self.action_format.reply(said, picture, self.hint), tools=self.tools
+            answer = await chat.send(
+                self.action_format.reply(answer, picture, self.hint), tools=self.tools
             )
-            action = self.action_format.read(said)
+            action = self.action_format.read(answer)
             before = passed
             if action is None:
                 num_malformed += 1
@@ -147,12 +142,12 @@ class MiniBrowser(Environment):
         )
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
-        """The first page and a click on one of its buttons: in a share of cases, on the right one.
+        """The first page and a click on one of its buttons; of some, on the right one.
 
         The picture is Chromium's own.
         """
         page: Page = task.data[0]
-        which = page.wanted if rng.random() < self.expert_share else rng.randrange(self.buttons)
+        which = page.wanted if rng.random() < self.expert_fraction else rng.randrange(self.buttons)
         tab = self.open(task)
         picture = put(tab.screenshot())
         self._idle.append(tab)

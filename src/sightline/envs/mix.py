@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from sightline.config import EnvConfig
-from sightline.envs.protocol import Environment, Task, load_environment
+from sightline.envs.protocol import Environment, Reward, Task, load_environment
 from sightline.errors import ConfigError
 from sightline.message import Message
 
 
 class EnvironmentMix(Environment):
-    """`choose_environment` says whose task an index is; the same index and split always mean the same one."""
+    """`choose_environment` says whose task an index is: the same for the same index and split."""
 
     name = "mix"
 
@@ -42,6 +42,9 @@ class EnvironmentMix(Environment):
 
     def rollout(self, task: Task, chat: Any) -> Any:
         return self.choose_environment(task.index, task.split).rollout(task, chat)
+
+    def truncated(self, task: Task) -> Reward:
+        return self.choose_environment(task.index, task.split).truncated(task)
 
     def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
         return self.choose_environment(task.index, task.split).demonstration(task, put, rng)

@@ -10,90 +10,59 @@ import base64
 import binascii
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from sightline.envs.action_parsers import build_parser, check_on_malformed
+from sightline.envs.action_parsers import EpisodeRules, build_parser
+from sightline.envs.extras import import_extra
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.errors import ConfigError, EnvironmentFailed
 from sightline.message import Message, user
 
 
+@dataclass(eq=False)
 class OpenEnvEnvironment(Environment):
-    def __init__(
-        self,
-        base_url: str,
-        actions: str | Sequence[str] | Mapping[str, Any],
-        image_field: str = "image",
-        text_field: str = "",
-        on_malformed: str = "skip",
-        malformed_penalty: float = 0.1,
-        max_turns: int = 50,
-        reset: dict[str, Any] | None = None,
-        seed: int = 0,
-    ) -> None:
-        try:
-            from openenv.core.generic_client import GenericEnvClient
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"[env] openenv: there is no module {error.name!r} here",
-                "pip install 'sightline[openenv]' where the workers run",
-            ) from error
-        if not (image_field or text_field):
+    """The environment of the server at `base_url`; `reset` are arguments of its reset."""
+
+    name = "openenv"
+
+    base_url: str
+    actions: str | Sequence[str] | Mapping[str, Any]
+    image_field: str = "image"
+    """Field of an observation that holds a picture; empty is none."""
+    text_field: str = ""
+    """Field of an observation that holds text; empty is none."""
+    on_malformed: str = "skip"
+    malformed_penalty: float = 0.1
+    max_turns: int = 50
+    reset: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        client = import_extra("openenv.core.generic_client", "openenv")
+        if not (self.image_field or self.text_field):
             raise ConfigError("openenv: nothing is shown", "set image_field or text_field")
-        self.name = "openenv"
-        self.shows_images = bool(image_field)
-        self.base_url = base_url
-        self.image_field = image_field
-        self.text_field = text_field
-        self.on_malformed = check_on_malformed(on_malformed, self.name)
-        if on_malformed == "random" and (isinstance(actions, str) or not actions):
+        self.shows_images = bool(self.image_field)
+        if self.on_malformed == "random" and (isinstance(self.actions, str) or not self.actions):
             raise ConfigError(
                 "openenv: on_malformed = 'random' with actions that have no list",
                 "give [env.args] actions as a table, or choose 'skip' or 'end'",
             )
-        self.malformed_penalty = malformed_penalty
-        self.max_turns = max_turns
-        self.reset = reset or {}
-        self.seed = seed
-        self.parser = build_parser(actions, 0, self.name)
-        self._choices = list(getattr(self.parser, "actions", {}).values())
-        self._client = GenericEnvClient
+        parser = build_parser(self.actions, 0, self.name)
+        self.choices = list(getattr(parser, "actions", {}).values())
+        self.rules = EpisodeRules(parser, self.on_malformed, self.malformed_penalty, self.max_turns)
+        self._client = client.GenericEnvClient
 
     def task(self, index: int, split: str) -> Task:
-        return Task(index, split, random.Random(f"{self.seed}:{split}:{index}").getrandbits(31))
+        return Task(index, split, self.task_rng(index, split).getrandbits(31))
 
     async def rollout(self, task: Task, chat: Chat) -> Outcome:
         async with self._client(base_url=self.base_url) as client:
-            result = await client.reset(seed=task.data, **self.reset)
-            per_turn: list[float] = []
-            total, num_malformed = 0.0, 0
-            while not result.done and len(per_turn) < self.max_turns:
-                said = await chat.send([self._show(result.observation, chat)])
-                action = self.parser.parse(said)
-                malformed = action is None
-                num_malformed += malformed
-                per_turn.append(-self.malformed_penalty * malformed)
-                if malformed and self.on_malformed == "end":
-                    break
-                if malformed and self.on_malformed == "random":
-                    action = chat.rng.choice(self._choices)
-                if action is not None:
-                    result = await client.step(action)
-                    total += float(result.reward or 0.0)
-                    per_turn[-1] += float(result.reward or 0.0)
-        turns = len(per_turn)
-        return Outcome(
-            reward=sum(per_turn),
-            parts={
-                "return": total,
-                "done": float(result.done),
-                "turns": float(turns),
-                "malformed": num_malformed / turns if turns else 0.0,
-            },
-            per_turn=per_turn,
-        )
+            episode = _Episode(self, client, await client.reset(seed=task.data, **self.reset))
+            return await self.rules.play(episode, chat, done=lambda: episode.is_over)
 
-    def _show(self, observation: Mapping[str, Any], chat: Chat) -> Message:
+    def show(self, observation: Mapping[str, Any], chat: Chat) -> Message:
+        """An observation as the next message."""
         parts: list[Any] = []
         if self.text_field:
             parts.append(str(self._field(observation, self.text_field)))
@@ -109,6 +78,29 @@ class OpenEnvEnvironment(Environment):
                 "name one of these in [env.args] image_field or text_field",
             )
         return observation[name]
+
+
+@dataclass
+class _Episode:
+    """One episode, from its first observation on."""
+
+    owner: OpenEnvEnvironment
+    client: Any
+    result: Any
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.result.done)
+
+    async def observe(self, chat: Chat, is_first: bool) -> Message:
+        return self.owner.show(self.result.observation, chat)
+
+    async def step(self, action: Any) -> float:
+        self.result = await self.client.step(action)
+        return float(self.result.reward or 0.0)
+
+    async def draw_action(self, rng: random.Random) -> Any:
+        return rng.choice(self.owner.choices)
 
 
 def decode_image(value: Any) -> bytes:

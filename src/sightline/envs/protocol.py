@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import difflib
+import inspect
 import random
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Protocol, Self, TypeVar, cast
 
+from sightline.config.objects import load_object
 from sightline.errors import ConfigError
 from sightline.media import MediaRef
 from sightline.message import AssistantMessage, Message
@@ -23,7 +26,7 @@ class Task:
 
     index: int
     split: str
-    """`train` or `eval`: the two never share a task."""
+    """`train`, `eval` or `sft`; no two of them share a task."""
     data: Any = None
 
 
@@ -71,12 +74,12 @@ class Chat(Protocol):
 
     @property
     def num_context_tokens(self) -> int:
-        """Of the last prompt and its answer."""
+        """Tokens of the last prompt and its answer."""
         ...
 
     @property
     def num_calls(self) -> int:
-        """Model calls of the whole rollout so far: the length that `per_turn` must have."""
+        """Model calls of the rollout that were answered: the length that `per_turn` must have."""
         ...
 
     @property
@@ -102,17 +105,20 @@ class Chat(Protocol):
 
     @property
     def api_key(self) -> str:
-        """The key of this rollout there; it opens nothing once the rollout is over."""
+        """The key of this rollout there; it opens nothing once the rollout is over.
+
+        Where `sightline eval` asks somebody's endpoint, both are that endpoint's own.
+        """
         ...
 
     @property
     def rng(self) -> random.Random:
-        """Seeded by the rollout."""
+        """Random numbers, seeded by the rollout."""
         ...
 
 
 class BlockingChat(Protocol):
-    """The same for a rollout that is a plain function: it runs in a thread, and calls wait."""
+    """The conversation of a rollout that is a plain function: in a thread, where calls wait."""
 
     def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage: ...
 
@@ -128,7 +134,7 @@ class BlockingChat(Protocol):
 
     @property
     def asynchronous(self) -> Chat:
-        """The same conversation with all of its methods, to `wait` for: a `Conversation`, say."""
+        """The `Chat` behind this one, whose calls one may `wait` for: a `Conversation`, say."""
         ...
 
     @property
@@ -152,17 +158,23 @@ class Environment:
     """Whether tasks need a model that sees; checked before a run starts."""
     tools: Tools | None = None
     """What its demonstrations offer the model; a rollout passes its own to `chat.send`."""
+    seed: int = 0
+    """Seed of its tasks, for environments that draw them."""
 
     def task(self, index: int, split: str) -> Task:
         """Task `index` of a split; indices go on for ever, or come round again."""
         raise NotImplementedError
+
+    def task_rng(self, index: int, split: str) -> random.Random:
+        """Draws the same numbers for a task whenever it is asked for."""
+        return random.Random(f"{self.seed}:{split}:{index}")
 
     def rollout(self, task: Task, chat: Any) -> Awaitable[Reward] | Reward:
         """Plays the task: `async def` with a `Chat`, or `def` with a `BlockingChat`."""
         raise NotImplementedError
 
     def truncated(self, task: Task) -> Reward:
-        """What a rollout is worth that was cut short and did not catch `Truncated` itself."""
+        """Worth of a rollout that was cut short and did not catch `RolloutTruncated` itself."""
         return 0.0
 
     def choose_environment(self, index: int, split: str) -> Environment:
@@ -179,22 +191,20 @@ class Environment:
 
 def load_environment(path: str, args: dict[str, Any]) -> Environment:
     """An environment from `module:Class`, or the name of one that is built in."""
-    module_name, _, class_name = path.partition(":")
-    if not class_name:
-        module_name, class_name = f"sightline.envs.{path}", "ENVIRONMENT"
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    if ":" not in path and not (path.isidentifier() and find_spec(f"sightline.envs.{path}")):
         raise ConfigError(
-            f"[env] name = {path!r}: no module {error.name!r}",
+            f"[env] name = {path!r}: no module of that name is built in",
             "name one that is built in (docs/environments.md lists them) or 'module:Class'",
-        ) from error
-    made = getattr(module, class_name, None)
-    if made is None:
-        raise ConfigError(
-            f"[env] name = {path!r}: {module_name} has no {class_name}", "check the spelling"
         )
+    name = path if ":" in path else f"sightline.envs.{path}:ENVIRONMENT"
+    make = load_object(name, "[env] name")
+    signature = inspect.signature(make)
     try:
-        return cast(Environment, made(**args))
+        signature.bind(**args)
     except TypeError as error:
-        raise ConfigError(f"[env.args] do not fit {path!r}: {error}", "see its docs") from error
+        fix = "see its docs"
+        for name in args.keys() - signature.parameters.keys():
+            if near := difflib.get_close_matches(name, signature.parameters, cutoff=0.5):
+                fix = f"is `{name}` meant to be `{near[0]}`?"
+        raise ConfigError(f"[env.args] do not fit {path!r}: {error}", fix) from error
+    return cast(Environment, make(**args))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sightline.envs.cell_images import image_columns, put_cell_images
+from sightline.envs.extras import import_extra
 from sightline.errors import ConfigError
 from sightline.media import MediaRef
 
@@ -66,7 +67,7 @@ class TaskFile:
         if not numbers:
             raise ConfigError(
                 f"{len(self._rows)} rows leave none for the split {split!r}",
-                f"give it a share: open_tasks(..., {split}=0.1)",
+                f"give it a share: open_tasks(..., {split}_fraction=0.1)",
             )
         return numbers[index % len(numbers)]
 
@@ -88,7 +89,8 @@ def open_tasks(
 ) -> TaskFile:
     """The tasks in a file, or in the `dataset_split` of a saved `DatasetDict`.
 
-    `eval_fraction` and `sft_fraction` are the shares of the rows that those splits get; the rest is for training.
+    `eval_fraction` and `sft_fraction` are the shares of the rows that those splits get; the rest
+    is for training.
     """
     found = Path(path)
     if not found.exists():
@@ -116,7 +118,7 @@ def _folder(path: Path, dataset_split: str) -> tuple[TaskRows, Path]:
         if dataset_split not in parts:
             raise ConfigError(
                 f"{path} has the parts {', '.join(parts)}, and {dataset_split!r} was asked for",
-                "name one of them: open_tasks(path, part=...)",
+                "name one of them: open_tasks(path, dataset_split=...)",
             )
         return ArrowRows(path / dataset_split), path / dataset_split
     if not (path / "state.json").is_file():
@@ -127,7 +129,7 @@ def _folder(path: Path, dataset_split: str) -> tuple[TaskRows, Path]:
 
 
 class JsonlRows:
-    """A line a row; the file stays on disk, only where its lines begin is kept."""
+    """Rows of a JSONL file, which stays on disk: only the offsets of its lines are in memory."""
 
     image_columns: frozenset[str] = frozenset()
 
@@ -160,15 +162,15 @@ class JsonlRows:
 
 
 class ParquetRows:
-    """Read by row group; the last one is kept, for rows that are asked for in a row."""
+    """Rows of a parquet file, read by row group; the last group is cached for its neighbours."""
 
     def __init__(self, path: Path) -> None:
-        self._file = _import_pyarrow("pyarrow.parquet").ParquetFile(path, memory_map=True)
+        self._file = import_extra("pyarrow.parquet", "data").ParquetFile(path, memory_map=True)
         sizes = [
             self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)
         ]
         self._stops = list(itertools.accumulate(sizes))
-        self._kept: tuple[int, Any] = (-1, None)
+        self._cached: tuple[int, Any] = (-1, None)
         self.image_columns = image_columns(self._file.schema_arrow)
 
     def __len__(self) -> int:
@@ -176,10 +178,10 @@ class ParquetRows:
 
     def row(self, number: int) -> dict[str, Any]:
         group = bisect.bisect_right(self._stops, number)
-        kept, table = self._kept
-        if kept != group:
+        cached, table = self._cached
+        if cached != group:
             table = self._file.read_row_group(group)
-            self._kept = (group, table)
+            self._cached = (group, table)
         first = self._stops[group - 1] if group else 0
         return _read_row(table, number - first)
 
@@ -188,7 +190,8 @@ class ArrowRows:
     """Arrow files, mapped into memory: what the workers of a machine read is there once."""
 
     def __init__(self, folder: Path) -> None:
-        pyarrow = _import_pyarrow("pyarrow")
+        pyarrow = import_extra("pyarrow", "data")
+        import_extra("pyarrow.ipc", "data")
         names = [file["filename"] for file in json.loads((folder / "state.json").read_text())[
             "_data_files"
         ]]  # fmt: skip
@@ -209,16 +212,3 @@ class ArrowRows:
 def _read_row(table: Any, at: int) -> dict[str, Any]:
     row: dict[str, Any] = table.slice(at, 1).to_pylist()[0]
     return row
-
-
-def _import_pyarrow(name: str) -> Any:
-    import importlib
-
-    try:
-        module = importlib.import_module(name)
-        importlib.import_module("pyarrow.ipc")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "tasks in parquet or arrow files need pyarrow", "pip install 'sightline[data]'"
-        ) from error
-    return module

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from sightline.errors import ConfigError
+from sightline.errors import ConfigError, EnvironmentFailed
 from sightline.media import MediaRef
 from sightline.message import AssistantMessage, ImagePart, Message, Part, TextPart, ToolCall
 from sightline.message import join_texts as joined
@@ -52,13 +52,13 @@ class Toolbox:
         """What `chat.send(..., tools=...)` takes."""
         return [tool.schema for tool in self._tools.values()]
 
-    async def run(self, said: AssistantMessage, put: Put) -> list[Message]:
+    async def run(self, answer: AssistantMessage, put: Put) -> list[Message]:
         """Makes the calls in their order and returns a message for each.
 
         Functions that are not async run in a thread: the event loop goes on meanwhile.
         """
         answers = []
-        for call in said.tool_calls:
+        for call in answer.tool_calls:
             try:
                 function, values = self._bind_call(call)
                 if inspect.iscoroutinefunction(function):
@@ -70,10 +70,10 @@ class Toolbox:
             answers.append(_result_message(call, result, put))
         return answers
 
-    def run_blocking(self, said: AssistantMessage, put: Put) -> list[Message]:
-        """The same for a rollout that is a plain function."""
+    def run_blocking(self, answer: AssistantMessage, put: Put) -> list[Message]:
+        """Makes the calls as `run` does, for a rollout that is a plain function."""
         answers = []
-        for call in said.tool_calls:
+        for call in answer.tool_calls:
             try:
                 function, values = self._bind_call(call)
                 result = function(**values)
@@ -180,7 +180,7 @@ def _result_part(result: Any, put: Put) -> Part:
     try:
         return TextPart(msgspec.json.encode(result).decode())
     except TypeError as error:
-        raise ConfigError(
+        raise EnvironmentFailed(
             f"a tool returned a {type(result).__name__}",
             "return text, an image, what JSON can say, or a tuple of those",
         ) from error

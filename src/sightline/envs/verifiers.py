@@ -1,4 +1,4 @@
-"""verifiers: an environment of that library runs as it is, and its agent speaks to our door.
+"""verifiers: an environment of that library runs as it is, and its agent speaks to our endpoint.
 
     its harness --> its own interception --> chat.base_url (OpenAI dialect) --> trace
 
@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from sightline.envs.extras import import_extra
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.errors import ConfigError, EnvironmentFailed
 
@@ -28,15 +29,11 @@ class VerifiersEnvironment(Environment):
         eval_every: int = 10,
         shows_images: bool = True,
     ) -> None:
-        try:
-            from verifiers.v1.configs.agent import agent_config_fields
-            from verifiers.v1.runtimes import runtime_is_local
-            from verifiers.v1.utils import loaders
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"[env] verifiers: there is no module {error.name!r} here",
-                "pip install 'sightline[verifiers]' where the workers run",
-            ) from error
+        agent_config_fields = import_extra(
+            "verifiers.v1.configs.agent", "verifiers"
+        ).agent_config_fields
+        runtime_is_local = import_extra("verifiers.v1.runtimes", "verifiers").runtime_is_local
+        loaders = import_extra("verifiers.v1.utils.loaders", "verifiers")
         if eval_every < 2:
             raise ConfigError(
                 f"verifiers: eval_every = {eval_every}", "2 or more leaves tasks for training"
@@ -135,7 +132,7 @@ class VerifiersEnvironment(Environment):
                 return known[place]
             mine = [i for i in range(len(known)) if (i % self.eval_every == 0) == for_eval]
             if not mine:
-                raise ConfigError(
+                raise EnvironmentFailed(
                     f"{self.name}: its taskset has {len(known)} tasks, and none is left for "
                     f"{'evaluation' if for_eval else 'training'}",
                     "give it more tasks, or lower [env.args] eval_every",

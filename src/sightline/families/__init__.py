@@ -3,7 +3,7 @@
 No file outside a family's folder names a family. `registry` finds them.
 """
 
-from sightline.families.protocol import Family, Forward, ImageLayout, Packing, PlacedSlot
+from sightline.families.protocol import Family, Forward, ImageLayout, Packing
 from sightline.families.registry import load_family, load_forward, load_renderer
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "Forward",
     "ImageLayout",
     "Packing",
-    "PlacedSlot",
     "load_family",
     "load_forward",
     "load_renderer",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -20,3 +22,11 @@ def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
         np.copyto(held.numpy(), array)
         tensor = held
     return tensor.to(device, non_blocking=True)
+
+
+def stack_pinned(parts: Sequence[np.ndarray], device: torch.device) -> np.ndarray:
+    """The rows of `parts` one after the other, in memory that `device` can read by itself."""
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+    dtype = torch.from_numpy(np.empty(0, parts[0].dtype)).dtype
+    stacked = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return np.concatenate(parts, out=stacked.numpy())

@@ -16,7 +16,7 @@ import numpy as np
 from sightline.media import MediaRef
 from sightline.message import ImageResolver
 from sightline.render import Renderer
-from sightline.wire import MediaItem
+from sightline.wire import MediaItem, Slot
 
 if TYPE_CHECKING:
     import torch
@@ -33,15 +33,6 @@ class ImageLayout:
     height: int
     """Pixels after resizing."""
     width: int
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedSlot:
-    """A slot for arithmetic on positions: no item, just its place and grid."""
-
-    offset: int
-    length: int
-    grid: tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +84,7 @@ class Family(Protocol):
         ...
 
     def positions(
-        self, num_tokens: int, slots: Sequence[PlacedSlot], start: int = 0
+        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
     ) -> tuple[np.ndarray, int]:
         """int32 (num_axes, num_tokens) that begin at `start`, and the position that comes next."""
         ...

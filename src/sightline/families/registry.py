@@ -84,12 +84,6 @@ def _get_folder(path: Path) -> ModuleType:
     return next(iter(claimed.values()))
 
 
-def find_reference_renderer_config(model: Path) -> str | None:
-    """What `sightline bench render` compares the family of a checkpoint with."""
-    found: str | None = getattr(_get_folder(model), "PEER_CONFIG", None)
-    return found
-
-
 def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json"
     if not file.is_file():

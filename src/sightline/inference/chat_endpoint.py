@@ -1,11 +1,11 @@
-"""The OpenAI-compatible door of an inference server, whichever engine is behind it.
+"""The OpenAI-compatible endpoint of an inference server, whichever engine is behind it.
 
     POST /v1/chat/completions --> images into the store --> render --> generate --> parse
     GET  /v1/models
 
 Prompts are made and answers read by the family's renderer, and images become references here: the
 engine gets the request that a rollout would send, and its own template and processor never run.
-A conversation comes whole with every request, so it is rendered whole.
+A request brings its whole conversation, and all of it is rendered.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from sightline.errors import EngineError, MessageError, SightlineError, StoreFull
-from sightline.inference.body import read_body
 from sightline.inference.errors import to_engine_error
+from sightline.inference.responses import JSON, answer_errors, json_response, read_body
 from sightline.message import ImageResolver
 from sightline.render import Rendered, Renderer
 from sightline.rollout.openai_api.completion import (
@@ -39,8 +38,12 @@ from sightline.rollout.openai_api.images import resolve_images
 from sightline.rollout.openai_api.request import SERVER_RULES, ChatRequest, read_chat_request
 from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, SamplingParams
 
-CLIENT_CLOSED = 499
+SAMPLING_TYPES: dict[str, type] = {
+    "temperature": float, "top_p": float, "min_p": float, "top_k": int, "seed": int, "n": int,
+}  # fmt: skip
+"""Sampling parameters of a chat request; their bounds are checked with those of every request."""
 
+TokenIds = tuple[int, ...]
 GenerateFunction = Callable[[GenerateRequest, Request], Awaitable[GenerateResponse]]
 """The engine's own path: checks the request, samples, and gives up when the client has gone."""
 
@@ -52,30 +55,23 @@ class ChatEndpoint:
     """Takes the images of requests into the store."""
     modality: str
     model: str
-    """The name of the served checkpoint."""
+    """Name of the served checkpoint."""
     max_model_len: int
     max_body_bytes: int
 
     def routes(self, generate: GenerateFunction) -> list[Route]:
         async def complete(http: Request) -> Response:
-            try:
-                return await self._complete(http, generate)
-            except ClientDisconnect:
-                return Response(status_code=CLIENT_CLOSED)
-            except SightlineError as error:
-                return _error_response(error)
-            except Exception as error:  # a server's door: a bug costs one request
-                traceback.print_exc()
-                return _error_response(to_engine_error(error))
+            return await self._complete(http, generate)
 
+        handler = answer_errors(complete, _error_response)
         return [
-            Route("/v1/chat/completions", complete, methods=["POST"]),
+            Route("/v1/chat/completions", handler, methods=["POST"]),
             Route("/v1/models", self._models),
         ]
 
     async def _models(self, http: Request) -> Response:
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "sightline"}
-        return _json_response(
+        return json_response(
             {"object": "list", "data": [{**model, "max_model_len": self.max_model_len}]}
         )
 
@@ -95,7 +91,7 @@ class ChatEndpoint:
         response = await generate(request, http)
         answer = await asyncio.to_thread(self._build_response, asked, request, response)
         if not asked.stream:
-            return _json_response(completion_body(answer))
+            return json_response(completion_body(answer))
         return StreamingResponse(
             (chunk for chunk in stream_events(answer, asked.include_usage)),
             media_type="text/event-stream",
@@ -105,15 +101,16 @@ class ChatEndpoint:
     def _read_request(self, body: bytes) -> tuple[ChatRequest, Rendered]:
         asked = read_chat_request(body, SERVER_RULES)
         messages = resolve_images(asked.messages, self.images.resolve)
-        tools = None if _read_tool_choice(asked) == "none" else asked.tools
+        choice = _read_field(asked.extra, "tool_choice", Literal["auto", "none"], "auto")
+        tools = None if choice == "none" else asked.tools
         return asked, self.renderer.render(messages, tools)
 
     def _build_sampling_params(self, asked: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
         extra = asked.extra
         most = asked.max_tokens
         given = {
-            name: _read_number(extra[name], name)
-            for name in ("temperature", "top_p", "top_k", "min_p", "seed", "n")
+            name: _read_field(extra, name, kind)
+            for name, kind in SAMPLING_TYPES.items()
             if name in extra
         }
         return SamplingParams(
@@ -121,17 +118,17 @@ class ChatEndpoint:
             max_tokens=most if most is not None else max(1, self.max_model_len - num_prompt_tokens),
             stop_token_ids=(
                 *self.renderer.stop_token_ids,
-                *_read_token_ids(extra, "stop_token_ids"),
+                *_read_field(extra, "stop_token_ids", TokenIds, ()),
             ),
-            banned_token_ids=_read_token_ids(extra, "banned_token_ids"),
-            logprobs=0 if _read_flag(extra, "logprobs") else None,
+            banned_token_ids=_read_field(extra, "banned_token_ids", TokenIds, ()),
+            logprobs=0 if _read_field(extra, "logprobs", bool, False) else None,
             **given,
         )
 
     def _build_response(
         self, asked: ChatRequest, request: GenerateRequest, response: GenerateResponse
     ) -> ChatCompletion:
-        with_ids = _read_flag(asked.extra, "return_token_ids")
+        with_ids = _read_field(asked.extra, "return_token_ids", bool, False)
         reported = response.sightline
         return ChatCompletion(
             name=request.request_id,
@@ -165,45 +162,17 @@ class ChatEndpoint:
         }
 
 
-def _read_tool_choice(asked: ChatRequest) -> str:
-    choice = asked.extra.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise MessageError.at(
-            "tool_choice",
-            "only auto and none can be honoured",
-            "use auto, or offer only the tools that may be called",
-        )
-    return str(choice)
-
-
-def _read_number(value: Any, name: str) -> Any:
-    """As it came, if it is a number; its bounds are the engine's door's business."""
-    kinds = (int, float) if name in ("temperature", "top_p", "min_p") else (int,)
-    if not isinstance(value, kinds) or isinstance(value, bool):
-        raise MessageError.at(name, f"a {type(value).__name__}", "pass a number, or leave it out")
-    return value
-
-
-def _read_token_ids(extra: dict[str, Any], name: str) -> tuple[int, ...]:
-    value = extra.get(name, [])
-    if not isinstance(value, list) or any(type(token) is not int for token in value):
-        raise MessageError.at(name, "not a list of token ids", "pass a list")
-    return tuple(value)
-
-
-def _read_flag(extra: dict[str, Any], name: str) -> bool:
-    value = extra.get(name, False)
-    if not isinstance(value, bool):
-        raise MessageError.at(name, "not a boolean", "pass true or false")
-    return value
-
-
-def _json_response(body: dict[str, Any]) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")
+def _read_field(extra: dict[str, Any], name: str, kind: Any, default: Any = None) -> Any:
+    """The field `name` of a chat request, which must be of `kind`."""
+    try:
+        return msgspec.convert(extra.get(name, default), kind)
+    except msgspec.ValidationError as error:
+        fix = "pass a value that can be honoured, or leave it out"
+        raise MessageError.at(name, str(error), fix) from error
 
 
 def _use_openai_field_names(error: EngineError) -> EngineError:
-    """Fields of the generate request by the names that they have in this dialect."""
+    """`error` with fields of the generate request under the names of OpenAI's API."""
     problem = error.problem.removeprefix("sampling_params.")
     if problem.startswith("token_ids:"):
         problem = "messages" + problem.removeprefix("token_ids")
@@ -216,9 +185,5 @@ def _error_response(error: SightlineError) -> Response:
     refusal = OpenAIErrorResponse.of(
         error if own else _use_openai_field_names(to_engine_error(error))
     )
-    return Response(
-        msgspec.json.encode(refusal.body),
-        refusal.status,
-        refusal.headers,
-        media_type="application/json",
-    )
+    body = msgspec.json.encode(refusal.body)
+    return Response(body, refusal.status, refusal.headers, media_type=JSON)

@@ -1,28 +1,38 @@
-"""What the server asks of an engine. Both engines have this shape, and know nothing of HTTP."""
+"""What both engines are: requests, counters, refusals, and the shape that the server asks of them.
+
+An engine knows nothing of HTTP. It takes requests, delivers each when it is done, and changes its
+weights between two steps.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from sightline.errors import EngineError
+from sightline.errors import EngineError, SightlineError
 from sightline.inference.busy_intervals import BusyIntervals
-from sightline.wire.generate import VersionSpan
+from sightline.inference.errors import build_engine_error, stopping_error
+from sightline.inference.server_spec import ServerSpec
+from sightline.inference.validator import ValidatedRequest
+from sightline.pixels import Materializer
+from sightline.wire import Slot
+from sightline.wire.generate import SamplingParams, VersionSpan
 from sightline.wire.weights import Manifest
 
 
 @dataclass(slots=True)
 class RequestTimeline:
-    """What a request has been through: each stage from the end of the one before it."""
+    """The stages that a request has been through: each begins where the one before it ended."""
 
     since: float = field(default_factory=time.time)
     stages: list[tuple[str, float, float]] = field(default_factory=list)
-    """Name, begin and end, in seconds since 1970."""
+    """Name, begin and end of each stage, in seconds since 1970."""
 
     def end(self, name: str) -> None:
         now = time.time()
@@ -30,67 +40,213 @@ class RequestTimeline:
         self.since = now
 
 
-class EngineRequest(Protocol):
-    """One choice of a request: its prompt, and what the engine has said of it when it is done."""
+@dataclass(slots=True, eq=False)
+class EngineRequest:
+    """One choice of a request. The caller fills the first part, and reads the rest when done."""
 
     prompt: np.ndarray
-    owner: Any
-    """Whatever the server needs to find its client again."""
-    cached_tokens: int
-    prompt_logprobs: np.ndarray | None
-    tokens: list[int]
-    logprobs: list[float]
-    spans: list[VersionSpan]
-    finish_reason: str
-    """stop or length; abort for a request that was cancelled."""
-    error: EngineError | None
-    timeline: RequestTimeline
+    """int32 (tokens,)."""
+    slots: list[Slot]
+    keys: list[str]
+    """For each slot the key of its item: what the item's pixels are a function of."""
+    params: SamplingParams
+    seed: int | None
+    """Seed of this choice; None lets the engine draw as it likes."""
+    owner: Any = None
+    """Whatever the caller needs to find its client again."""
 
-    def pixel_digests(self) -> list[str]: ...
+    digests: dict[str, str] = field(default_factory=dict)
+    """Pixel digests of the request's images, by key."""
+    cached_tokens: int = 0
+    prompt_logprobs: np.ndarray | None = None
+    """float32 (tokens,), where they are asked for; NaN where a token has none."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    finish_reason: str = ""
+    """stop or length; abort for a request that was cancelled."""
+    error: EngineError | None = None
+    timeline: RequestTimeline = field(default_factory=RequestTimeline)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the request while it waits: its ids, and its images once decoded."""
+        shown = {slot.item.ref.digest: slot.item.ref for slot in self.slots}
+        return self.prompt.nbytes + sum(3 * ref.width * ref.height for ref in shown.values())
+
+    def pixel_digests(self) -> list[str]:
+        return [self.digests[key] for key in self.keys]
+
+
+@dataclass
+class EngineCounters:
+    """What an engine has done since its start; written on the engine's own thread or loop alone."""
+
+    requests: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    tokens_on_old_kv: int = 0
+    """Tokens sampled over a KV cache of an older version; see keep_kv_over_updates."""
+    adopted: int = 0
+    prefilled_again: int = 0
+    """Requests whose KV cache a weight update threw away."""
 
 
 Deliver = Callable[[list[Any]], None]
 """Takes requests that are done, on whatever thread the engine has."""
 
 
-class Engine(Protocol):
-    busy: BusyIntervals
-    on_fatal_error: Callable[[], None]
-    """Called when the engine has failed beyond repair."""
+class Engine(ABC):
+    """Engines submit and deliver requests of a class of their own, which `build_requests` makes."""
+
+    request_class: type[EngineRequest]
+
+    def __init__(
+        self, spec: ServerSpec, materializer: Materializer, counters: EngineCounters
+    ) -> None:
+        self.busy = BusyIntervals()
+        self.counters = counters
+        self.materializer = materializer
+        self.on_fatal_error: Callable[[], None] = lambda: None
+        """Called when the engine has failed beyond repair."""
+        self._spec = spec
+        self._is_stopping = False
+        self._deliver: Deliver = lambda requests: None
 
     @property
+    @abstractmethod
     def manifest(self) -> Manifest:
-        """Of the weights in use."""
-        ...
-
-    def start(self, deliver: Deliver) -> None: ...
-
-    def stop(self) -> None:
-        """Refuses what is unfinished, and ends."""
-        ...
-
-    def join(self, timeout_s: float) -> None:
-        """Returns when the engine has ended, and gives back its threads."""
-        ...
+        """Manifest of the weights in use."""
 
     @property
+    @abstractmethod
     def num_waiting(self) -> int: ...
 
     @property
+    @abstractmethod
     def num_running(self) -> int: ...
 
+    @property
+    @abstractmethod
+    def waiting_bytes(self) -> int:
+        """Memory of the requests that wait."""
+
+    @abstractmethod
+    def start(self, deliver: Deliver) -> None:
+        """Begins to compute; `deliver` gets requests when they are done."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Refuses what is unfinished, and ends."""
+
+    def join(self, timeout_s: float) -> None:
+        """Returns when the engine has ended, and has given back its threads."""
+        self.materializer.close()
+
+    @abstractmethod
     def submit(self, requests: list[Any]) -> None: ...
 
+    @abstractmethod
     def cancel(self, request: Any) -> None: ...
 
+    def build_requests(self, checked: ValidatedRequest) -> list[EngineRequest]:
+        """The engine's own requests for a checked one, one for each choice."""
+        params = self._prepare_params(checked.params)
+        return [
+            self.request_class(
+                checked.prompt,
+                checked.slots,
+                checked.keys,
+                params,
+                None if params.seed is None else derive_choice_seed(params.seed, choice),
+            )
+            for choice in range(params.n)
+        ]
+
+    def _prepare_params(self, params: SamplingParams) -> SamplingParams:
+        """The parameters as this engine needs them."""
+        return params
+
+    def _count_waiting_with(self, num_more: int) -> int:
+        """Requests that would wait if `num_more` were submitted."""
+        return self.num_waiting + num_more
+
+    def _check_accepts(self, requests: Sequence[EngineRequest]) -> None:
+        """Raises where the engine ends or is full; a request that would wait alone is taken."""
+        if self._is_stopping:
+            raise stopping_error()
+        most, most_bytes = self._spec.max_waiting, self._spec.max_waiting_bytes
+        more = sum(request.nbytes for request in requests)
+        if self.num_waiting and self._count_waiting_with(len(requests)) > most:
+            full = f"{self.num_waiting} requests wait, {most} may"
+        elif self.num_waiting and self.waiting_bytes + more > most_bytes:
+            full = f"requests of {self.waiting_bytes} bytes wait, {most_bytes} may"
+        else:
+            return
+        raise build_engine_error("overloaded", full, "try again, or send fewer at once")
+
     def adopt(self, path: Path) -> Manifest:
-        """Takes the weights of a manifest, and returns when it has. Not on the event loop."""
-        ...
+        """Takes the weights of a manifest between two steps, and returns when it has.
+
+        What is torn or does not fit is refused, and the weights stay. Not on the event loop.
+        """
+        try:
+            update = self._read_update(path)
+            if update.manifest != self.manifest:
+                if self._is_stopping:
+                    raise stopping_error()
+                self._take_update(update)
+        except EngineError:
+            raise
+        except SightlineError as error:
+            raise build_engine_error("weights", error.problem, error.fix) from error
+        except OSError as error:
+            fix = "let the server read the weights"
+            raise build_engine_error("weights", str(error), fix) from error
+        return update.manifest
+
+    @abstractmethod
+    def _read_update(self, path: Path) -> Any:
+        """Reads and checks the weights of a manifest; what it returns has a `manifest`."""
+
+    @abstractmethod
+    def _take_update(self, update: Any) -> None:
+        """Returns when the engine computes with the new weights."""
 
     def totals(self) -> dict[str, float]:
-        """Counters since the start."""
-        ...
+        """Counters since the start, by the names of metrics."""
+        return {
+            **asdict(self.counters),
+            "busy_seconds": self.busy.seconds,
+            **self.materializer.counts.totals(),
+        }
 
     def now(self) -> dict[str, float]:
-        """Gauges."""
-        ...
+        """Gauges, by the names of metrics."""
+        return {
+            "running": self.num_running,
+            "waiting": self.num_waiting,
+            "waiting_bytes": self.waiting_bytes,
+            "pixel_cache_bytes": self.materializer.counts.bytes_held,
+            "version": self.manifest.version,
+            "vision_version": self.manifest.vision_version,
+        }
+
+    def stats(self, since: float) -> dict[str, Any]:
+        """What the server tells a run: counters, gauges, and when it was busy after `since`."""
+        return {
+            "time": time.time(),
+            "version": self.manifest.label,
+            "vision_version": self.manifest.vision_version,
+            "totals": self.totals(),
+            "now": self.now(),
+            "busy": self.busy.since(since),
+        }
+
+
+def derive_choice_seed(seed: int, choice: int) -> int:
+    """The seed of a choice: the first draws as the request's seed does alone, the others apart."""
+    return (seed + choice * 0x9E3779B97F4A7C15) % 2**64

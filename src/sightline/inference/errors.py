@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import msgspec
 
 from sightline.errors import (
@@ -14,6 +16,7 @@ from sightline.errors import (
     MessageError,
     Misaligned,
     SightlineError,
+    WeightsError,
     WireError,
 )
 from sightline.wire.generate import ErrorAnswer, ErrorBody
@@ -53,6 +56,7 @@ _TYPE_BY_CLASS: tuple[tuple[type[SightlineError], str], ...] = (
     (WireError, "schema"),
     (MessageError, "schema"),
     (Misaligned, "slots"),
+    (WeightsError, "weights"),
 )
 
 
@@ -61,12 +65,11 @@ def build_engine_error(kind: str, problem: str, fix: str) -> EngineError:
 
 
 def to_engine_error(error: BaseException) -> EngineError:
-    """`error` with its place in the table; what nobody foresaw becomes a 500."""
+    """`error` with its place in the table; what nobody foresaw becomes a 500, with a traceback."""
     if isinstance(error, EngineError):
         return error
-    if isinstance(error, OSError):
-        return build_engine_error("media_unavailable", str(error), "check the store, and try again")
-    # The exact class: decoders, too, raise an OSError for a file that is damaged for good.
+    # The store says so when a file cannot be read just now. The exact class: decoders, too, raise
+    # an OSError for a file that is damaged for good.
     if type(error) is MediaError and isinstance(error.__cause__, OSError):
         return build_engine_error("media_unavailable", error.problem, error.fix)
     for cls, kind in _TYPE_BY_CLASS:
@@ -74,7 +77,18 @@ def to_engine_error(error: BaseException) -> EngineError:
             return build_engine_error(kind, error.problem, error.fix)
     if isinstance(error, SightlineError):
         return build_engine_error("engine", error.problem, error.fix)
+    traceback.print_exception(error)
     return build_engine_error("engine", f"{type(error).__name__}: {error}", "see the server's log")
+
+
+def stopping_error() -> EngineError:
+    fix = "send the request to another server"
+    return build_engine_error("stopping", "the server is ending", fix)
+
+
+def not_finite_error() -> EngineError:
+    fix = "check the weights that were published last"
+    return build_engine_error("not_finite", "the model's logits are not numbers", fix)
 
 
 def encode_error(error: EngineError) -> tuple[int, bytes, dict[str, str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
 import signal
 import socket
 import threading
@@ -13,17 +12,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
 
-import msgspec
 import uvicorn
 
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family, load_renderer
 from sightline.inference.chat_endpoint import ChatEndpoint
 from sightline.inference.engine import Engine
-from sightline.inference.server import InferenceServer, RequestFactory
-from sightline.inference.settings import ServeSettings, describe_prefix_reuse
-from sightline.inference.validator import RequestValidator, ValidatedRequest
+from sightline.inference.server import InferenceServer
+from sightline.inference.server_spec import ServerSpec, describe_prefix_reuse
+from sightline.inference.validator import RequestValidator
 from sightline.media import ImageIngestor, MediaStore
+from sightline.pixels import Materializer
 from sightline.render import Renderer
 from sightline.run.otel import open_stages
 
@@ -38,7 +37,7 @@ ENGINE_DIED_EXIT_CODE = 70
 class ServerComponents:
     """What a server has of its checkpoint, whichever engine computes."""
 
-    settings: ServeSettings
+    spec: ServerSpec
     store: MediaStore
     family: Family
     images: ImageIngestor
@@ -46,81 +45,59 @@ class ServerComponents:
     renderer: Renderer
 
     @classmethod
-    def load(cls, settings: ServeSettings) -> ServerComponents:
-        if not settings.media_roots:
-            raise ConfigError("a server without a media root", "name the store's folder")
-        store = MediaStore(settings.media_roots[0], fallback_roots=settings.media_roots[1:])
-        family = load_family(settings.model, **settings.overrides)
+    def load(cls, spec: ServerSpec, store: MediaStore | None = None) -> ServerComponents:
+        """`store` takes the place of the one at the spec's media roots."""
+        store = store or MediaStore(spec.media_roots[0], fallback_roots=spec.media_roots[1:])
+        family = load_family(spec.model.path, **spec.model.overrides())
         images = ImageIngestor(store)
-        renderer = load_renderer(settings.model, store, family, images)
-        return cls(settings, store, family, images, renderer)
+        numbered = spec.model.number_images
+        renderer = load_renderer(spec.model.path, store, family, images, numbered)
+        return cls(spec, store, family, images, renderer)
 
-    def server(self, name: str, engine: Engine, build_requests: RequestFactory) -> InferenceServer:
-        """The HTTP side of `engine`; `build_requests` turns a checked request into the engine's own."""
-        settings, family, renderer = self.settings, self.family, self.renderer
+    def build_materializer(self) -> Materializer:
+        """The pool that decodes images, with its threads started."""
+        spec = self.spec
+        materializer = Materializer(
+            self.family, self.store, spec.pixel_cache_bytes, threads=spec.num_pixel_threads
+        )
+        materializer.warm_up()
+        return materializer
+
+    def build_server(self, name: str, engine: Engine) -> InferenceServer:
+        """The HTTP side of `engine`, which /health calls `name`."""
+        spec, family, renderer = self.spec, self.family, self.renderer
+        path, max_model_len = spec.model_path, spec.inference.max_model_len
         validator = RequestValidator(
             family,
             pad_id=renderer.pad_token_ids[0],
             vocab_size=renderer.vocab_size,
-            max_model_len=settings.max_model_len,
-            models=frozenset({settings.model.name, str(settings.model)}),
+            max_model_len=max_model_len,
+            models=frozenset({path.name, str(path)}),
         )
         identity = {
-            "model": settings.model.name,
+            "model": path.name,
             "engine": name,
             "family": family.name,
             "fingerprint": family.fingerprint,
             "settings": family.settings,
             "pad_token_ids": renderer.pad_token_ids,
             "vocab_size": renderer.vocab_size,
-            "max_model_len": settings.max_model_len,
+            "max_model_len": max_model_len,
         }
         chat = ChatEndpoint(
-            renderer,
-            self.images,
-            family.modality,
-            settings.model.name,
-            settings.max_model_len,
-            settings.max_body_bytes,
+            renderer, self.images, family.modality, path.name, max_model_len, spec.max_body_bytes
         )
-        stages = open_stages(settings.otel, settings.name)
-        return InferenceServer(
-            engine, validator, build_requests, chat, identity, settings.max_body_bytes, stages
-        )
+        stages = open_stages(spec.otel, spec.name)
+        return InferenceServer(engine, validator, chat, identity, spec.max_body_bytes, stages)
 
 
-def build_server(settings: ServeSettings) -> InferenceServer:
-    """The server with its model loaded; `InferenceServer.app` is an ASGI application."""
+def build_server(components: ServerComponents) -> InferenceServer:
+    """The server of the embedded engine, its model loaded; its `app` is an ASGI application."""
     from sightline.inference.torch_engine.build import build_engine
-    from sightline.inference.torch_engine.request import TorchRequest
 
-    parts = ServerComponents.load(settings)
-    engine = build_engine(settings, parts.family, parts.store, parts.renderer.pad_token_ids)
-    seeds = random.SystemRandom()
-
-    def build_requests(checked: ValidatedRequest) -> list[TorchRequest]:
-        params = checked.params
-        if params.prompt_logprobs is not None:
-            # Tokens whose keys and values are kept are not computed, so they have no logprobs.
-            params = msgspec.structs.replace(params, skip_reading_prefix_cache=True)
-        seed = seeds.getrandbits(64) if params.seed is None else params.seed
-        return [
-            TorchRequest(
-                checked.prompt,
-                checked.slots,
-                checked.keys,
-                params,
-                derive_choice_seed(seed, choice),
-            )
-            for choice in range(params.n)
-        ]
-
-    return parts.server("torch", engine, build_requests)
-
-
-def derive_choice_seed(seed: int, choice: int) -> int:
-    """Choice 0 is what the seed gives alone; the others draw apart from it."""
-    return (seed + choice * 0x9E3779B97F4A7C15) % 2**64
+    family, banned = components.family, components.renderer.pad_token_ids
+    engine = build_engine(components.spec, family, components.build_materializer(), banned)
+    return components.build_server("torch", engine)
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -136,11 +113,13 @@ def bind_socket(host: str, port: int) -> socket.socket:
     return made
 
 
-def serve(settings: ServeSettings) -> None:
+def serve(spec: ServerSpec) -> None:
     """Serves until SIGTERM or SIGINT; unfinished requests are then refused with 503."""
-    listening = bind_socket(settings.host, settings.port)
+    host = spec.inference.host
+    listening = bind_socket(host, spec.inference.port)
     port = listening.getsockname()[1]
-    server = build_server(settings)
+    components = ServerComponents.load(spec)
+    server = build_server(components)
     config = uvicorn.Config(
         server.app,
         access_log=False,
@@ -152,13 +131,13 @@ def serve(settings: ServeSettings) -> None:
     try:
         listening.listen(BACKLOG)
     except OSError as error:
-        raise _listen_error(settings.host, port, error) from error
+        raise _listen_error(host, port, error) from error
     # What is loaded by now stays: walking over it again costs 0.2 s at every full collection.
     gc.collect()
     gc.freeze()
     server.engine.on_fatal_error = lambda: os._exit(ENGINE_DIED_EXIT_CODE)
-    print(f"serving {settings.model} at http://{settings.host}:{port}", flush=True)
-    print(describe_prefix_reuse(load_family(settings.model, **settings.overrides)), flush=True)
+    print(f"serving {spec.model.path} at http://{host}:{port}", flush=True)
+    print(describe_prefix_reuse(components.family, spec.enable_prefix_caching), flush=True)
     _UvicornServer(config, server).run(sockets=[listening])
 
 

@@ -8,23 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sightline.errors import EngineError, SightlineError
-from sightline.inference import metrics
-from sightline.inference.body import read_body
-from sightline.inference.chat_endpoint import CLIENT_CLOSED, ChatEndpoint
-from sightline.inference.errors import build_engine_error, encode_error, to_engine_error
-from sightline.inference.prompt_logprobs import build_prompt_logprobs
+from sightline.inference.chat_endpoint import ChatEndpoint
+from sightline.inference.errors import build_engine_error
+from sightline.inference.responses import answer_errors, json_response, read_body
 from sightline.inference.validator import RequestValidator, ValidatedRequest
 from sightline.run.stages import NO_STAGE_RECORDER, Stage, StageRecorder
 from sightline.wire.generate import (
@@ -33,33 +30,30 @@ from sightline.wire.generate import (
     GenerateRequest,
     GenerateResponse,
     Logprobs,
+    PromptLogprob,
     SightlineFields,
     TokenLogprob,
     join_version_labels,
 )
-from sightline.wire.prometheus import CONTENT_TYPE
+from sightline.wire.prometheus import CONTENT_TYPE, format_prometheus
 
 if TYPE_CHECKING:
     from sightline.inference.engine import Engine, EngineRequest
 
-JSON = "application/json"
 DISCONNECT_CHECK_S = 0.25
-
-RequestFactory = Callable[[ValidatedRequest], Sequence["EngineRequest"]]
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 class _PendingCall:
     """One HTTP request, and the choices of it that the engine still owes."""
 
-    __slots__ = ("began", "http", "left", "requests", "whole")
+    __slots__ = ("began", "finished", "http", "num_unfinished", "requests")
 
     def __init__(self, http: Request, requests: Sequence[EngineRequest]) -> None:
         self.http = http
         self.requests = requests
-        self.left = len(requests)
+        self.num_unfinished = len(requests)
         self.began = time.monotonic()
-        self.whole: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 class InferenceServer:
@@ -67,17 +61,14 @@ class InferenceServer:
         self,
         engine: Engine,
         validator: RequestValidator,
-        build_requests: RequestFactory,
         chat: ChatEndpoint,
         identity: dict[str, Any],
         max_body_bytes: int,
         stages: StageRecorder = NO_STAGE_RECORDER,
     ) -> None:
-        """`build_requests` turns a checked request into the engine's, one a choice; `identity` is what
-        /health says about the model."""
+        """`identity` is what /health says about the model."""
         self.engine = engine
         self._validator = validator
-        self._build_requests = build_requests
         self._identity = identity
         self._max_body_bytes = max_body_bytes
         self._stages = stages
@@ -86,14 +77,12 @@ class InferenceServer:
         self._adopt_decoder = msgspec.json.Decoder(AdoptRequest)
         self.app = Starlette(
             routes=[
-                Route(
-                    "/inference/v1/generate", self._answer_errors(self._generate), methods=["POST"]
-                ),
+                Route("/inference/v1/generate", answer_errors(self._generate), methods=["POST"]),
                 *chat.routes(self._generate_for_chat),
-                Route("/sightline/v1/adopt", self._answer_errors(self._adopt), methods=["POST"]),
-                Route("/sightline/v1/stats", self._answer_errors(self._stats)),
-                Route("/health", self._answer_errors(self._health)),
-                Route("/metrics", self._answer_errors(self._metrics)),
+                Route("/sightline/v1/adopt", answer_errors(self._adopt), methods=["POST"]),
+                Route("/sightline/v1/stats", answer_errors(self._stats)),
+                Route("/health", answer_errors(self._health)),
+                Route("/metrics", answer_errors(self._metrics)),
             ],
             lifespan=self._lifespan,
         )
@@ -116,42 +105,28 @@ class InferenceServer:
             await asyncio.to_thread(self.engine.join, 10.0)
             await asyncio.to_thread(self._stages.close)
 
-    def _answer_errors(self, handler: Handler) -> Handler:
-        async def handle(http: Request) -> Response:
-            try:
-                return await handler(http)
-            except ClientDisconnect:
-                return Response(status_code=CLIENT_CLOSED)
-            except SightlineError as error:
-                return _error_response(to_engine_error(error))
-            except Exception as error:  # the server's door: a bug costs one request
-                traceback.print_exc()
-                return _error_response(to_engine_error(error))
-
-        return handle
-
     # --- generate
 
     async def _generate(self, http: Request) -> Response:
         with self._stages.begin("serve", http.headers) as stage:
             checked = self._validator.check(await read_body(http, self._max_body_bytes))
-            return _json_response(await self._run_request(checked, http, stage))
+            return json_response(await self._run_request(checked, http, stage))
 
     async def _generate_for_chat(self, request: GenerateRequest, http: Request) -> GenerateResponse:
-        """The same for a request that was made here, of which `http` waits for the answer."""
+        """Answers a request that was made in this process, for the client at `http`."""
         with self._stages.begin("serve", http.headers) as stage:
             return await self._run_request(self._validator.check_request(request), http, stage)
 
     async def _run_request(
         self, checked: ValidatedRequest, http: Request, stage: Stage
     ) -> GenerateResponse:
-        call = _PendingCall(http, self._build_requests(checked))
+        call = _PendingCall(http, self.engine.build_requests(checked))
         for request in call.requests:
             request.owner = call
         self.engine.submit(list(call.requests))
         self._calls.add(call)
         try:
-            await call.whole
+            await call.finished
         except asyncio.CancelledError:
             self._cancel(call)
             raise
@@ -163,9 +138,9 @@ class InferenceServer:
     def _on_delivered(self, requests: list[EngineRequest]) -> None:
         for request in requests:
             call: _PendingCall = request.owner
-            call.left -= 1
-            if call.left == 0 and not call.whole.done():
-                call.whole.set_result(None)
+            call.num_unfinished -= 1
+            if call.num_unfinished == 0 and not call.finished.done():
+                call.finished.set_result(None)
 
     async def _cancel_disconnected(self) -> None:
         """Cancels the requests of clients that have gone."""
@@ -187,13 +162,13 @@ class InferenceServer:
             wanted = self._adopt_decoder.decode(await read_body(http, self._max_body_bytes))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise build_engine_error(
-                "schema", f"not an adopt request: {error}", "send manifest"
+                "schema",
+                f"not an adopt request: {error}",
+                "send the path of a manifest as manifest",
             ) from error
         async with self._adopting:
             manifest = await asyncio.to_thread(self.engine.adopt, Path(wanted.manifest))
-        return _json_response(
-            {"version": manifest.label, "vision_version": manifest.vision_version}
-        )
+        return json_response({"version": manifest.label, "vision_version": manifest.vision_version})
 
     async def _stats(self, http: Request) -> Response:
         text = http.query_params.get("since", "0")
@@ -203,11 +178,11 @@ class InferenceServer:
             raise build_engine_error(
                 "schema", f"since: {text!r}", "send seconds since 1970"
             ) from None
-        return _json_response(metrics.collect_stats(self.engine, since))
+        return json_response(self.engine.stats(since))
 
     async def _health(self, http: Request) -> Response:
         manifest = self.engine.manifest
-        return _json_response(
+        return json_response(
             {
                 "status": "ok",
                 **self._identity,
@@ -219,7 +194,11 @@ class InferenceServer:
         )
 
     async def _metrics(self, http: Request) -> Response:
-        return Response(metrics.render_prometheus(self.engine), media_type=CONTENT_TYPE)
+        groups = (("counter", self.engine.totals()), ("gauge", self.engine.now()))
+        text = format_prometheus(
+            (kind, name, {}, value) for kind, values in groups for name, value in values.items()
+        )
+        return Response(text, media_type=CONTENT_TYPE)
 
 
 def _note_stage(stage: Stage, checked: ValidatedRequest, requests: Sequence[EngineRequest]) -> None:
@@ -252,7 +231,7 @@ def _build_response(
         sightline=SightlineFields(
             pixel_digests=requests[0].pixel_digests(), cached_tokens=requests[0].cached_tokens
         ),
-        prompt_logprobs=build_prompt_logprobs(requests[0].prompt, requests[0].prompt_logprobs),
+        prompt_logprobs=_build_prompt_logprobs(requests[0]),
     )
 
 
@@ -264,10 +243,15 @@ def _build_choice(index: int, request: EngineRequest, wants_logprobs: bool) -> C
     return Choice(index, request.tokens, request.finish_reason, logprobs, request.spans)
 
 
-def _json_response(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type=JSON)
-
-
-def _error_response(error: EngineError) -> Response:
-    status, body, headers = encode_error(error)
-    return Response(body, status, headers, media_type=JSON)
+def _build_prompt_logprobs(request: EngineRequest) -> list[dict[int, PromptLogprob] | None] | None:
+    """One entry per token; None where there is no logprob, or none that JSON could hold."""
+    logprobs = request.prompt_logprobs
+    if logprobs is None:
+        return None
+    is_number = np.isfinite(logprobs).tolist()
+    return [
+        {token: PromptLogprob(value)} if is_shown else None
+        for token, value, is_shown in zip(
+            request.prompt.tolist(), logprobs.tolist(), is_number, strict=True
+        )
+    ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -14,7 +13,7 @@ from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned, Wire
 from sightline.families import Family
 from sightline.inference.errors import build_engine_error
 from sightline.wire import MediaItem, Slot
-from sightline.wire.generate import GenerateRequest, MultiModalFeatures, SamplingParams
+from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_CHOICES = 64
 MAX_LISTED_IDS = 256
@@ -25,10 +24,6 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e6
 _SEE_DOCS = "see docs/serving.md for the fields of a request"
 _ERROR_PATH = re.compile(r"(.*) - at `\$\.?([^`]*)`", re.DOTALL)
 _WORD = re.compile(r"\w+")
-_FEATURE_LIST_TYPES = {
-    field.name: get_args(field.type)[1] for field in msgspec.structs.fields(MultiModalFeatures)
-}
-"""What the lists of `features` are made of, by the list's name."""
 _ERROR_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `([^`]*)`")
 
 
@@ -40,7 +35,7 @@ class ValidatedRequest:
     """int32 (tokens,)."""
     slots: list[Slot]
     keys: list[str]
-    """Of each slot's item: what its pixels are a function of."""
+    """For each slot the key of its item: what the item's pixels are a function of."""
     params: SamplingParams
     request_id: str
 
@@ -81,9 +76,9 @@ class RequestValidator:
         try:
             return self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise build_engine_error(
-                "schema", _describe_schema_error(str(error), body), _SEE_DOCS
-            ) from error
+            # The decoder writes `[...]` for any key of a mapping; a family has one modality.
+            found = str(error).replace("[...]", f".{self._family.modality}")
+            raise build_engine_error("schema", _describe_schema_error(found), _SEE_DOCS) from error
 
     def _check_tokens(self, token_ids: list[int], params: SamplingParams) -> np.ndarray:
         if not token_ids:
@@ -96,8 +91,8 @@ class RequestValidator:
             raise build_engine_error(
                 "too_long",
                 f"token_ids: {len(token_ids)} tokens, and {params.max_tokens} asked for, are more "
-                f"than the {self._max_model_len} of a row",
-                "shorten one of them, or serve with a larger max_len",
+                f"than the {self._max_model_len} of a sequence",
+                "shorten one of them, or serve with a larger max_model_len",
             )
         try:
             wide = np.array(token_ids, dtype=np.int64)
@@ -175,37 +170,13 @@ class RequestValidator:
         )
 
 
-def _describe_schema_error(found: str, body: bytes) -> str:
+def _describe_schema_error(found: str) -> str:
     """What the decoder found, with the path of the field in front."""
     at = _ERROR_PATH.fullmatch(found)
-    what, path = (at[1], _name_modality(at[2], body)) if at else (found, "")
+    what, path = (at[1], at[2]) if at else (found, "")
     if (field := _ERROR_FIELD.match(what)) and _WORD.fullmatch(field[1]):
         path = f"{path}.{field[1]}" if path else field[1]
     return f"{path}: {what}" if path else f"not a generate request: {what}"
-
-
-class _FeatureLists(msgspec.Struct):
-    """As much of a request as tells which modality a list is of."""
-
-    features: dict[str, dict[str, Any]]
-
-
-def _name_modality(path: str, body: bytes) -> str:
-    """`path` with the modality that is meant; the decoder writes `[...]` for any key."""
-    place, any_key, rest = path.partition("[...]")
-    name = place.removeprefix("features.")
-    if not any_key or name not in _FEATURE_LIST_TYPES:
-        return path
-    try:
-        lists = msgspec.json.decode(body, type=_FeatureLists).features[name]
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError):
-        return path
-    for modality in filter(_WORD.fullmatch, lists):
-        try:
-            msgspec.convert(lists[modality], _FEATURE_LIST_TYPES[name])
-        except msgspec.ValidationError:
-            return f"{place}.{modality}{rest}"
-    return path
 
 
 def item_key(item: MediaItem) -> str:
@@ -215,7 +186,7 @@ def item_key(item: MediaItem) -> str:
 
 
 def _find_faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str, str]]:
-    """(name, what is allowed) of each parameter that cannot be honoured."""
+    """The name of each parameter that cannot be honoured, and what is allowed."""
     if params.temperature and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
         yield "temperature", f"0, or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
     if not 0 < params.top_p <= 1:
@@ -239,4 +210,4 @@ def _find_faults(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str,
     if not 1 <= params.n <= MAX_CHOICES:
         yield "n", f"1 to {MAX_CHOICES}"
     if params.detokenize:
-        yield "detokenize", "false: this door speaks token ids"
+        yield "detokenize", "false: requests and answers are token ids"

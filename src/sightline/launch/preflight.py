@@ -11,7 +11,7 @@ from sightline.errors import ConfigError, DiskFull, FamilyError
 from sightline.families import Family, load_family
 from sightline.families.hub import resolve_checkpoint
 from sightline.families.registry import load_serving
-from sightline.inference.settings import describe_prefix_reuse
+from sightline.inference.server_spec import describe_prefix_reuse
 from sightline.launch.external_servers import check_external_servers
 from sightline.launch.processes import find_port, num_cores, split_threads
 from sightline.launch.vllm_server import check_vllm_python
@@ -20,7 +20,7 @@ from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.run.otel import check_otel
 from sightline.trainer.conversations import check_rows_for_images
-from sightline.view.sinks.feed import check_sinks
+from sightline.view.sinks.protocol import check_sinks
 
 STATES_PER_CHECKPOINT = 3
 """Weights and the two moments of AdamW."""

@@ -10,7 +10,7 @@ from types import TracebackType
 
 from sightline.config import LoggingConfig
 from sightline.run import RunDir
-from sightline.view.sinks.feed import CLOSE_TIMEOUT_S, STATUS_OK, STATUS_PREFIX
+from sightline.view.sinks.protocol import CLOSE_TIMEOUT_S, STATUS_OK, STATUS_PREFIX
 
 GRACE_S = 5.0
 

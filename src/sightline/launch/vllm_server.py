@@ -7,22 +7,22 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import load_serving
-from sightline.inference.settings import ServeSettings
-from sightline.inference.vllm_plugin import (
+from sightline.inference.server_spec import ServerSpec
+from sightline.inference.vllm_plugin.names import (
     CONFIG_KEY,
     LOAD_FORMAT,
     LOGITS_PROCESSOR,
     MIDDLEWARE,
     WEIGHT_TRANSFER_BACKEND,
 )
-from sightline.launch.processes import die_with_parent, find_port
+from sightline.launch.processes import build_environ, find_port
 from sightline.media import MediaStore
+from sightline.run.parent_death import die_with_parent
 
 GIBIBYTE = 2**30
 VERSION_CHECK = (
@@ -47,7 +47,8 @@ def check_vllm_python(name: str) -> str:
     python = get_vllm_python(name)
     done = subprocess.run(
         [python, "-c", VERSION_CHECK],
-        capture_output=True, text=True, timeout=VERSION_CHECK_TIMEOUT_S, check=False, env=build_vllm_environ(1),
+        capture_output=True, text=True, timeout=VERSION_CHECK_TIMEOUT_S, check=False,
+        env=build_vllm_environ("cpu", 1),
     )  # fmt: skip
     if done.returncode == 0:
         return python
@@ -59,33 +60,29 @@ def check_vllm_python(name: str) -> str:
     )
 
 
-def build_vllm_command(settings: ServeSettings, python: str) -> list[str]:
+def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
     """The words of the command. vLLM's own console script looks for another distribution."""
-    family = load_family(settings.model, **settings.overrides)
-    serving = load_serving(settings.model, family, takes_updates=False)
-    renderer = load_renderer(settings.model, MediaStore(settings.media_roots[0]), family)
-    ours = {"settings": settings.to_json(), "banned": list(renderer.pad_token_ids)}
+    path, inference = spec.model.path, spec.inference
+    family = load_family(path, **spec.model.overrides())
+    serving = load_serving(path, family, takes_updates=False)
+    renderer = load_renderer(path, MediaStore(spec.media_roots[0]), family)
+    ours = {"spec": spec.model_dump(mode="json"), "banned": list(renderer.pad_token_ids)}
     words = [python, "-m", "vllm.entrypoints.openai.api_server"]
-    words += ["--model", str(settings.model), "--host", settings.host]
-    words += ["--port", str(settings.port), "--dtype", settings.dtype]
-    words += [
-        "--max-model-len",
-        str(settings.max_model_len),
-        "--max-num-seqs",
-        str(settings.max_num_seqs),
-    ]
+    words += ["--model", path, "--host", inference.host, "--port", str(inference.port)]
+    words += ["--dtype", spec.model.dtype, "--max-model-len", str(inference.max_model_len)]
+    words += ["--max-num-seqs", str(inference.max_num_seqs)]
     words += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     words += ["--limit-mm-per-prompt", json.dumps(serving.LIMIT_MM_PER_PROMPT)]
-    words += ["--mm-processor-cache-gb", f"{settings.pixel_cache_bytes / GIBIBYTE:.6f}"]
+    words += ["--mm-processor-cache-gb", f"{spec.pixel_cache_bytes / GIBIBYTE:.6f}"]
     words += ["--weight-transfer-config", json.dumps({"backend": WEIGHT_TRANSFER_BACKEND})]
     words += ["--middleware", MIDDLEWARE, "--logits-processors", LOGITS_PROCESSOR]
     words += ["--additional-config", json.dumps({CONFIG_KEY: ours})]
     words += ["--uvicorn-log-level", "warning", "--disable-fastapi-docs"]
     if serving.HF_OVERRIDES:
         words += ["--hf-overrides", json.dumps(serving.HF_OVERRIDES), "--load-format", LOAD_FORMAT]
-    if not settings.enable_prefix_caching:
+    if not spec.enable_prefix_caching:
         words.append("--no-enable-prefix-caching")
-    if runs_on_cpu(settings.device):
+    if runs_on_cpu(inference.device):
         words += ["--enforce-eager", *serving.CPU_ARGUMENTS]
     return words
 
@@ -94,40 +91,36 @@ def runs_on_cpu(device: str) -> bool:
     return device == "cpu" or (device == "auto" and not Path("/dev/nvidia0").exists())
 
 
-def build_vllm_environ(threads: int) -> dict[str, str]:
-    given = dict(os.environ)
+def build_vllm_environ(device: str, threads: int) -> dict[str, str]:
+    given = build_environ(threads)
     # Compiling its sampler costs more than half a minute at the first request of a CPU.
-    given.setdefault("TORCHDYNAMO_DISABLE", str(int(not Path("/dev/nvidia0").exists())))
+    given.setdefault("TORCHDYNAMO_DISABLE", str(int(runs_on_cpu(device))))
     given.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     # Threads tied to cores would stand in the way of trainer and workers on the same ones.
     given.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     return given | {
-        "OMP_NUM_THREADS": str(threads),
-        "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         # The logits processor that bans pads is of the first model runner's kind.
         "VLLM_USE_V2_MODEL_RUNNER": "0",
-        "PYTHONUNBUFFERED": "1",
     }
 
 
-def exec_vllm(settings: ServeSettings, python: str) -> None:
+def exec_vllm(spec: ServerSpec, python: str) -> None:
     """Turns this process into the server; it keeps its number, its parent and its output.
 
     What watched for the parent's end in this program is gone then, so the kernel does.
     """
-    roots = tuple(root.absolute() for root in settings.media_roots)
-    settings = replace(settings, media_roots=roots, model=settings.model.absolute())
-    words = build_vllm_command(settings, python)
+    roots = tuple(root.absolute() for root in spec.media_roots)
+    spec = spec.replace(media_roots=roots, path=str(spec.model_path.absolute()))
+    words = build_vllm_command(spec, python)
     die_with_parent()
     sys.stdout.flush()
-    os.execve(words[0], words, build_vllm_environ(settings.threads))
+    os.execve(words[0], words, build_vllm_environ(spec.inference.device, spec.num_threads))
 
 
-def serve_vllm(settings: ServeSettings, python: str) -> None:
+def serve_vllm(spec: ServerSpec) -> None:
     """Serves with vLLM until SIGTERM or SIGINT. Refuses what cannot work before the model loads."""
-    if not settings.media_roots:
-        raise ConfigError("a server without a media root", "name the store's folder")
-    port = find_port(settings.host, settings.port, "port")
-    exec_vllm(replace(settings, port=port), check_vllm_python(python))
+    inference = spec.inference
+    port = find_port(inference.host, inference.port, "port")
+    exec_vllm(spec.replace(port=port), check_vllm_python(inference.python))

@@ -1,5 +1,5 @@
-"""An image as a value: its name (`MediaRef`), the place it is kept (`MediaStore`) and the door
-through which urls in messages come in (`ImageIngestor`, and `UrlRefCache` for those that come again).
+"""An image as a value: its name (`MediaRef`), the place it is kept (`MediaStore`), and how urls in
+messages become refs (`ImageIngestor`, with `UrlRefCache` for urls that come again).
 
 This folder knows bytes, headers and files. It knows no model family, no tensor and no message
 beyond its urls, and imports `sightline.errors` alone. Pillow is loaded by `decode`, when the

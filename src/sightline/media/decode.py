@@ -1,8 +1,8 @@
 """From bytes to pixels: the one place where Pillow opens an image.
 
 The rule, the same for bytes and for PIL images: turn by EXIF orientation, then do what
-`image.convert("RGB")` does. Alpha is dropped, not laid over a background; a palette is looked up;
-grey becomes three equal channels. transformers' Pillow image processors convert the same way.
+`image.convert("RGB")` does. Alpha is dropped, not blended with a background; a palette is looked
+up; grey becomes three equal channels. transformers' Pillow image processors convert the same way.
 16-bit grey is the exception: Pillow would cut every value above 255 to white, so it keeps the
 high byte of each value, as Pillow itself does with 16-bit colour. Colour profiles are ignored.
 Of an animation, the first frame counts.
@@ -76,7 +76,7 @@ def encode_png(image: Image) -> bytes:
     """The picture as an RGB PNG without metadata, as `open_rgb` would show it."""
     try:
         image.load()
-        turned = _rotate_upright(
+        upright = _rotate_upright(
             _convert_rgb(image), exif_orientation(image.info.get("exif") or b"")
         )
     except _DECODER_ERRORS as error:
@@ -85,7 +85,7 @@ def encode_png(image: Image) -> bytes:
             'convert it to mode "RGB" before it is put',
         ) from error
     out = io.BytesIO()
-    turned.save(out, "PNG", compress_level=PNG_COMPRESS_LEVEL)
+    upright.save(out, "PNG", compress_level=PNG_COMPRESS_LEVEL)
     return out.getvalue()
 
 

@@ -48,14 +48,14 @@ def write(root: Path, path: Path, data: bytes) -> bool:
             return False
     temporary = path.parent / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
     try:
-        _write_synced(temporary, data)
+        write_synced(temporary, data)
         with lock_store(root):
             os.rename(temporary, path)
     except BaseException:
         with suppress(FileNotFoundError):
             temporary.unlink()
         raise
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
     return True
 
 
@@ -116,7 +116,8 @@ def _has_bytes(path: Path, data: bytes) -> bool:
         return False
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def write_synced(path: Path, data: bytes) -> None:
+    """A new file of these bytes, on the disk when this returns."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     with open(fd, "wb") as file:
         file.write(data)
@@ -130,10 +131,10 @@ def _make_directory(path: Path, root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     for directory in (path.parent, path):
         directory.mkdir(exist_ok=True)
-        _sync_directory(directory.parent)
+        sync_directory(directory.parent)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sightline.errors import MediaError, MediaRefused
+from sightline.errors import ConfigError, MediaRefused
 
 # Above this Pillow's own decompression-bomb warning begins; ours come first, from the header.
 PILLOW_MAX_PIXELS = 89_000_000
@@ -31,11 +31,11 @@ class ImageLimits(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if min(self.max_bytes, self.max_pixels, self.max_side) < 1:
-            raise MediaError(
+            raise ConfigError(
                 f"limits must be above 0: {self}", "leave a limit out to keep its default"
             )
         if self.max_pixels > PILLOW_MAX_PIXELS:
-            raise MediaError(
+            raise ConfigError(
                 f"max_pixels {self.max_pixels} is above {PILLOW_MAX_PIXELS}",
                 "choose a smaller limit and scale larger images down before they are put",
             )
@@ -121,14 +121,14 @@ def exif_orientation(exif: bytes) -> int:
 _EXIF_WHOLE_NUMBERS = {1: "B", 3: "H", 4: "I"}
 
 
-def _truncated_error(format_name: str, where: str) -> MediaRefused:
+def _truncated(format_name: str, where: str) -> MediaRefused:
     return MediaRefused(
         f"truncated {format_name}: {where}",
         "send the whole file; this one was cut while being sent or written",
     )
 
 
-def _broken_error(format_name: str, where: str) -> MediaRefused:
+def _broken(format_name: str, where: str) -> MediaRefused:
     return MediaRefused(
         f"broken {format_name}: {where}", "save the image again with a program that can open it"
     )
@@ -148,18 +148,16 @@ def _walk_png(data: bytes) -> _StoredSize:
     at = 8
     while b"IEND" not in seen:
         if at + 8 > len(data):
-            raise _truncated_error(
-                "PNG", f"the file ends at byte {len(data)}, before its IEND chunk"
-            )
+            raise _truncated("PNG", f"the file ends at byte {len(data)}, before its IEND chunk")
         length, kind = struct.unpack_from(">I4s", data, at)
         name, end = kind.decode("latin-1"), at + 12 + length
         if end > len(data):
             left = max(0, len(data) - at - 8)
-            raise _truncated_error(
+            raise _truncated(
                 "PNG", f"chunk {name!r} at byte {at} needs {length + 4} bytes, {left} follow"
             )
         if zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
-            raise _broken_error("PNG", f"chunk {name!r} at byte {at} does not match its checksum")
+            raise _broken("PNG", f"chunk {name!r} at byte {at} does not match its checksum")
         if size is None:
             size = _png_size(data, kind, length)
         elif kind == b"eXIf":
@@ -167,17 +165,17 @@ def _walk_png(data: bytes) -> _StoredSize:
         seen.add(kind)
         at = end
     if b"IDAT" not in seen:
-        raise _broken_error("PNG", "it has no IDAT chunk, so no pixels")
+        raise _broken("PNG", "it has no IDAT chunk, so no pixels")
     assert size is not None
     return _StoredSize(*size, exif)
 
 
 def _png_size(data: bytes, kind: bytes, length: int) -> tuple[int, int]:
     if kind != b"IHDR" or length != 13:
-        raise _broken_error("PNG", f"its first chunk is {kind!r} of {length} bytes, not IHDR of 13")
+        raise _broken("PNG", f"its first chunk is {kind!r} of {length} bytes, not IHDR of 13")
     width, height, depth, colour = struct.unpack_from(">IIBB", data, 16)
     if depth not in _PNG_DEPTHS.get(colour, ()):
-        raise _broken_error("PNG", f"colour type {colour} with {depth} bits does not exist")
+        raise _broken("PNG", f"colour type {colour} with {depth} bits does not exist")
     return width, height
 
 
@@ -203,21 +201,21 @@ def _walk_jpeg(data: bytes) -> _StoredSize:
         if marker in _JPEG_ALONE:
             continue
         if at + 2 > len(data):
-            raise _truncated_error(
+            raise _truncated(
                 "JPEG", f"the file ends at byte {len(data)}, inside segment {marker:#x}"
             )
         length = int.from_bytes(data[at : at + 2], "big")
         body, end = at + 2, at + length
         if length < 2:
-            raise _broken_error("JPEG", f"segment {marker:#x} at byte {at - 2} says {length} bytes")
+            raise _broken("JPEG", f"segment {marker:#x} at byte {at - 2} says {length} bytes")
         if end > len(data):
             left = len(data) - at
-            raise _truncated_error(
+            raise _truncated(
                 "JPEG", f"segment {marker:#x} at byte {at - 2} needs {length}, {left} follow"
             )
         if marker in _JPEG_FRAMES:
             if size is not None:
-                raise _broken_error("JPEG", f"a second frame header at byte {at - 2}")
+                raise _broken("JPEG", f"a second frame header at byte {at - 2}")
             size = _jpeg_size(data[body:end])
         elif marker == _JPEG_EXIF and not exif and data.startswith(b"Exif\0\0", body):
             exif = data[body:end]
@@ -225,13 +223,11 @@ def _walk_jpeg(data: bytes) -> _StoredSize:
             has_scan = True
             match = _JPEG_AFTER_SCAN.search(data, end)
             if match is None:
-                raise _truncated_error(
-                    "JPEG", f"the scan at byte {at - 2} has no end mark behind it"
-                )
+                raise _truncated("JPEG", f"the scan at byte {at - 2} has no end mark behind it")
             end = match.start()
         at = end
     if size is None or not has_scan:
-        raise _broken_error("JPEG", "it ends before any pixels")
+        raise _broken("JPEG", "it ends before any pixels")
     return _StoredSize(*size, exif)
 
 
@@ -241,15 +237,15 @@ def _jpeg_marker(data: bytes, at: int) -> tuple[int, int]:
     while at < len(data) and data[at] == 0xFF:
         at += 1
     if at >= len(data):
-        raise _truncated_error("JPEG", f"the file ends at byte {len(data)}, before its end mark")
+        raise _truncated("JPEG", f"the file ends at byte {len(data)}, before its end mark")
     if at == start or data[at] in (0x00, 0xD8):
-        raise _broken_error("JPEG", f"no marker at byte {start}")
+        raise _broken("JPEG", f"no marker at byte {start}")
     return at + 1, data[at]
 
 
 def _jpeg_size(frame: bytes) -> tuple[int, int]:
     if len(frame) < 6:
-        raise _broken_error("JPEG", f"a frame header of {len(frame)} bytes")
+        raise _broken("JPEG", f"a frame header of {len(frame)} bytes")
     bits, height, width, channels = struct.unpack_from(">BHHB", frame)
     if bits != 8 or channels not in (1, 3, 4):
         raise MediaRefused(
@@ -265,20 +261,18 @@ def _jpeg_size(frame: bytes) -> tuple[int, int]:
 def _walk_webp(data: bytes) -> _StoredSize:
     end = 8 + int.from_bytes(data[4:8], "little")
     if end > len(data):
-        raise _truncated_error("WebP", f"its header says {end} bytes, the file has {len(data)}")
+        raise _truncated("WebP", f"its header says {end} bytes, the file has {len(data)}")
     size: tuple[int, int] | None = None
     says_exif = has_pixels = False
     exif = b""
     at = 12
     while at < end:
         if at + 8 > end:
-            raise _broken_error("WebP", f"{end - at} bytes at byte {at} are no chunk")
+            raise _broken("WebP", f"{end - at} bytes at byte {at} are no chunk")
         kind, length = struct.unpack_from("<4sI", data, at)
         body, stop = at + 8, at + 8 + length
         if stop > end:
-            raise _broken_error(
-                "WebP", f"chunk {kind!r} at byte {at} says {length}, {end - body} follow"
-            )
+            raise _broken("WebP", f"chunk {kind!r} at byte {at} says {length}, {end - body} follow")
         if size is None:
             size = _webp_size(kind, data[body : min(stop, body + 10)])
             says_exif = kind == b"VP8X" and bool(data[body] & 0x08)
@@ -288,7 +282,7 @@ def _walk_webp(data: bytes) -> _StoredSize:
             exif = data[body:stop]
         at = stop + (length & 1)
     if size is None or not has_pixels:
-        raise _broken_error("WebP", "it has no image chunk")
+        raise _broken("WebP", "it has no image chunk")
     return _StoredSize(*size, exif)
 
 
@@ -304,7 +298,7 @@ def _webp_size(kind: bytes, body: bytes) -> tuple[int, int]:
     if kind == b"VP8 " and len(body) == 10 and body[3:6] == b"\x9d\x01\x2a":
         width, height = struct.unpack_from("<HH", body, 6)
         return width & 0x3FFF, height & 0x3FFF
-    raise _broken_error("WebP", f"its first chunk {kind!r} is no image header")
+    raise _broken("WebP", f"its first chunk {kind!r} is no image header")
 
 
 # --- GIF
@@ -312,13 +306,13 @@ def _webp_size(kind: bytes, body: bytes) -> tuple[int, int]:
 
 def _walk_gif(data: bytes) -> _StoredSize:
     if len(data) < 13:
-        raise _truncated_error("GIF", f"a header of {len(data)} bytes, 13 are needed")
+        raise _truncated("GIF", f"a header of {len(data)} bytes, 13 are needed")
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + _gif_table(flags)
     first = True
     while True:
         if at >= len(data):
-            raise _truncated_error("GIF", f"the file ends at byte {len(data)}, before its trailer")
+            raise _truncated("GIF", f"the file ends at byte {len(data)}, before its trailer")
         introducer = data[at]
         if introducer == 0x3B:
             break
@@ -326,16 +320,16 @@ def _walk_gif(data: bytes) -> _StoredSize:
             at = _gif_blocks(data, at + 2)
         elif introducer == 0x2C:
             if at + 10 > len(data):
-                raise _truncated_error("GIF", f"the frame at byte {at} has no whole header")
+                raise _truncated("GIF", f"the frame at byte {at} has no whole header")
             left, top, across, down, flags = struct.unpack_from("<HHHHB", data, at + 1)
             if first:  # a frame larger than the canvas widens it, as decoders do
                 width, height = max(width, left + across), max(height, top + down)
             first = False
             at = _gif_blocks(data, at + 11 + _gif_table(flags))
         else:
-            raise _broken_error("GIF", f"byte {at} is {introducer:#x}, which begins no block")
+            raise _broken("GIF", f"byte {at} is {introducer:#x}, which begins no block")
     if first:
-        raise _broken_error("GIF", "it has no frame")
+        raise _broken("GIF", "it has no frame")
     return _StoredSize(width, height, b"")
 
 
@@ -350,7 +344,7 @@ def _gif_blocks(data: bytes, at: int) -> int:
         if data[at] == 0:
             return at + 1
         at += 1 + data[at]
-    raise _truncated_error("GIF", f"the data blocks at byte {start} have no end")
+    raise _truncated("GIF", f"the data blocks at byte {start} have no end")
 
 
 _FORMATS: tuple[tuple[str, Callable[[bytes], bool], Callable[[bytes], _StoredSize]], ...] = (

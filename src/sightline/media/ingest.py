@@ -13,16 +13,15 @@ from __future__ import annotations
 import binascii
 import os
 import stat
-from collections.abc import Iterable
-from hashlib import sha256
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from sightline.errors import MediaError, MediaRefused, MessageError
+from sightline.errors import ConfigError, MediaError, MediaRefused, MessageError
 from sightline.media.fetch import HostResolver, fetch, resolve_host
-from sightline.media.lru import LruCache
 from sightline.media.ref import MediaRef, digest_of_url
 from sightline.media.store import MediaStore
+from sightline.media.url_cache import UrlRefCache
 
 _MAX_SEEN_URLS = 8_192
 
@@ -35,22 +34,20 @@ class ImageIngestor:
         store: MediaStore,
         file_roots: Iterable[str | Path] = (),
         http_hosts: Iterable[str] = (),
-        max_bytes: int | None = None,
         timeout_s: float = 10.0,
         resolve: HostResolver = resolve_host,
     ) -> None:
-        """`max_bytes` of one image; left out, the store's own limit. `resolve` looks hosts up."""
+        """`timeout_s` is for one fetch, and `resolve` looks hosts up."""
         self.store = store
         self.http_hosts = frozenset(host.lower() for host in http_hosts)
-        self.max_bytes = store.limits.max_bytes if max_bytes is None else max_bytes
         self.timeout_s = timeout_s
         self._resolve = resolve
         self.file_roots = tuple(_resolve_root(Path(root)) for root in file_roots)
         # Conversations that begin with the same images share their data urls: one that was seen
         # before costs its hash, no decoding and no write.
-        self._seen: LruCache[bytes, MediaRef] = LruCache(_MAX_SEEN_URLS)
-        self._sources = {
-            "data": self._from_data,
+        data_urls = UrlRefCache(self._put_data, store, _MAX_SEEN_URLS)
+        self._sources: dict[str, Callable[[str], MediaRef]] = {
+            "data": lambda url: data_urls.resolve(url, ""),
             "media": self._from_media,
             "file": self._from_file,
             "http": self._from_http,
@@ -68,33 +65,29 @@ class ImageIngestor:
                 raise MessageError(f"no image comes from {url[:60]!r}", _FIX_SHAPE)
             return source(url)
         except (MediaError, MessageError) as error:
-            raise type(error)(f"{path}: {error.problem}", error.fix) from error
+            # The first cause stays the cause: by an OSError a server knows that it may heal.
+            cause = error.__cause__ or error
+            raise type(error)(f"{path}: {error.problem}", error.fix) from cause
 
-    def _from_data(self, url: str) -> MediaRef:
-        key = hash_url(url)
-        seen = self._seen.find(key)
-        if seen is not None and self.store.touch(seen.digest):
-            return seen
+    def _put_data(self, url: str, _path: str) -> MediaRef:
         head, comma, text = url.partition(",")
         kind, *parameters = head[len("data:") :].lower().split(";")
         if not comma or not kind.startswith("image/") or "base64" not in parameters:
             raise MessageError(f"a data url that begins {head[:60]!r}", _FIX_DATA)
         text = "".join(unquote(text).split())
-        self._check_bytes(len(text) // 4 * 3 - text[-2:].count("="))
+        self.store.limits.check_bytes(len(text) // 4 * 3 - text[-2:].count("="))
         try:
             data = binascii.a2b_base64(text, strict_mode=True)
         except ValueError as error:
             raise MediaRefused(f"a data url whose base64 is bad: {error}", _FIX_DATA) from error
-        ref = self.store.put(data)
-        self._seen.set(key, ref)
-        return ref
+        return self.store.put(data)
 
     def _from_media(self, url: str) -> MediaRef:
         try:
             digest = digest_of_url(url)
         except MediaError as error:
             raise MessageError(error.problem, error.fix) from error
-        return self.store.find(digest)
+        return self.store.get_ref(digest)
 
     def _from_file(self, url: str) -> MediaRef:
         parts = urlsplit(url)
@@ -115,7 +108,9 @@ class ImageIngestor:
         return self.store.put(self._read(root, path))
 
     def _from_http(self, url: str) -> MediaRef:
-        data = fetch(url, self.http_hosts, self.max_bytes, self.timeout_s, self._resolve)
+        data = fetch(
+            url, self.http_hosts, self.store.limits.max_bytes, self.timeout_s, self._resolve
+        )
         return self.store.put(data)
 
     def _read(self, root: Path, path: Path) -> bytes:
@@ -125,25 +120,13 @@ class ImageIngestor:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
                     raise MediaRefused(f"{path} is no regular file", _FIX_FILE)
-                self._check_bytes(status.st_size)
+                self.store.limits.check_bytes(status.st_size)
                 with open(fd, "rb", closefd=False) as file:
-                    return file.read(self.max_bytes + 1)
+                    return file.read(self.store.limits.max_bytes + 1)
             finally:
                 os.close(fd)
         except OSError as error:
             raise MediaRefused(f"cannot read {path}: {error.strerror}", _FIX_FILE) from error
-
-    def _check_bytes(self, num_bytes: int) -> None:
-        if num_bytes > self.max_bytes:
-            raise MediaRefused(
-                f"image of {num_bytes} bytes, above the limit of {self.max_bytes}",
-                "scale it down or compress it more, or raise the limit on bytes",
-            )
-
-
-def hash_url(url: str) -> bytes:
-    """Names a url by its text, whatever the text is."""
-    return sha256(url.encode("utf-8", "surrogatepass")).digest()
 
 
 def _open_below(root: Path, path: Path) -> int:
@@ -174,7 +157,9 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 
 def _resolve_root(root: Path) -> Path:
     if not root.is_absolute():
-        raise MediaError(f"the file root {root} is relative", "write file roots as absolute paths")
+        raise ConfigError(
+            f"[media] file_roots has the relative path {root}", "write it as an absolute path"
+        )
     return root.resolve()
 
 

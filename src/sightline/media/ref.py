@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from hashlib import sha256
 
@@ -33,14 +34,18 @@ class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.mime not in MIMES or any(type(size) is not int or size <= 0 for size in sizes):
             raise MediaError(
                 f"not a media ref: {self}",
-                f"take refs from MediaStore.put or find; their mime is one of {', '.join(MIMES)}, "
-                "their width, height and nbytes are whole numbers above 0",
+                "take refs from MediaStore.put or get_ref; their mime is one of "
+                f"{', '.join(MIMES)}, their width, height and nbytes are whole numbers above 0",
             )
 
     @property
     def url(self) -> str:
         """The form a ref takes as an image url in a message."""
         return URL_PREFIX + self.digest
+
+    def data_url(self, data: bytes) -> str:
+        """The image itself as a url, for a server that cannot read the store."""
+        return f"data:{self.mime};base64,{base64.b64encode(data).decode()}"
 
     def verify(self, data: bytes) -> bytes:
         """Return `data` if it is the image this ref names; raise `MediaCorrupt` if not."""

@@ -11,7 +11,6 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from sightline.errors import MediaError
 
@@ -126,18 +125,7 @@ def _digests_in_parquet(path: Path) -> Iterator[str]:
     try:
         with parquet.ParquetFile(path) as table:
             for batch in table.iter_batches(batch_size=64):
-                yield from _digests_in_value(batch.to_pylist())
+                # A digest stays whole however values are nested, and whatever is escaped beside it.
+                yield from _digests_in(repr(batch.to_pylist()).encode())
     except ArrowException as error:
         raise OSError(str(error)) from error
-
-
-def _digests_in_value(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield from _digests_in(value.encode("utf-8", "surrogatepass"))
-    elif isinstance(value, bytes):
-        yield from _digests_in(value)
-    elif isinstance(value, dict):
-        yield from _digests_in_value([*value.keys(), *value.values()])
-    elif isinstance(value, list | tuple):
-        for element in value:
-            yield from _digests_in_value(element)

@@ -19,6 +19,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cachetools import LRUCache
+
 from sightline.errors import (
     MediaCorrupt,
     MediaError,
@@ -28,8 +30,7 @@ from sightline.errors import (
     StoreFull,
 )
 from sightline.media import decode, files, sweep
-from sightline.media.header import ImageLimits
-from sightline.media.lru import LruCache
+from sightline.media.header import ImageHeader, ImageLimits
 from sightline.media.ref import MediaRef, check_digest, verify_bytes
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ class MediaStore:
         self.limits = limits
         self.max_bytes = max_bytes
         self.reserve_bytes = reserve_bytes
-        self._refs: LruCache[str, MediaRef] = LruCache(_MAX_REFS)
+        self._refs: LRUCache[str, MediaRef] = LRUCache(_MAX_REFS)
+        self._refs_lock = threading.Lock()
         self._survey: _StoreSurvey | None = None
         self._survey_lock = threading.Lock()
 
@@ -92,10 +94,9 @@ class MediaStore:
         data = self._bytes_of(source)
         header = decode.inspect_image(data, self.limits)
         digest = sha256(data).hexdigest()
-        ref = MediaRef(digest, header.mime, header.width, header.height, len(data))
         with self._disk_errors():
             is_new = files.write(self.root, self.path(digest), data)
-        self._refs.set(digest, ref)
+        ref = self._remember_ref(digest, header, len(data))
         if is_new:
             with self._survey_lock:
                 if self._survey:
@@ -146,19 +147,23 @@ class MediaStore:
             raise MediaError(
                 f"image {ref.digest[:12]} is {image.width}x{image.height}, "
                 f"its ref says {ref.width}x{ref.height}",
-                "take refs from MediaStore.put or find",
+                "take refs from MediaStore.put or get_ref",
             )
         return image
 
-    def find(self, digest: str) -> MediaRef:
+    def get_ref(self, digest: str) -> MediaRef:
         """The ref of a stored digest, from its header; `MediaMissing` when there is none."""
-        ref = self._refs.find(digest)
+        with self._refs_lock:
+            ref = self._refs.get(digest)
         if ref is not None and self.touch(digest):
             return ref
         data = self._read(digest)
-        header = decode.inspect_image(data, self.limits)
-        ref = MediaRef(digest, header.mime, header.width, header.height, len(data))
-        self._refs.set(digest, ref)
+        return self._remember_ref(digest, decode.inspect_image(data, self.limits), len(data))
+
+    def _remember_ref(self, digest: str, header: ImageHeader, num_bytes: int) -> MediaRef:
+        ref = MediaRef(digest, header.mime, header.width, header.height, num_bytes)
+        with self._refs_lock:
+            self._refs[digest] = ref
         return ref
 
     def has(self, ref: MediaRef | str) -> bool:
@@ -291,9 +296,8 @@ class MediaStore:
     def _get_survey(self) -> _StoreSurvey:
         survey = self._survey
         if survey is None or survey.is_old():
-            survey = _StoreSurvey(
-                self.root
-            )  # outside the lock: it may take long, and put must not wait
+            # Outside the lock: it may take long, and put must not wait.
+            survey = _StoreSurvey(self.root)
             with self._survey_lock:
                 self._survey = survey
         return survey

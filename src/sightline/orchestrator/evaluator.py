@@ -1,29 +1,28 @@
 """Held-out tasks, played before the first and after the last step, and between them if the run
-wants it; and again, where they show images, with those of two tasks exchanged, which tells whether
+wants it; and again, where they show images, with those of two tasks swapped, which tells whether
 the model looks."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sightline.errors import NoTrainableSamples
 from sightline.media import MediaRef
 from sightline.orchestrator.rollout_scheduler import RolloutScheduler
 from sightline.orchestrator.run_state import RunState
+from sightline.rollout.evaluation import EVAL_SPLIT, EvalSummary, play_tasks
 from sightline.run import EventLog, RunDir
-from sightline.run.confidence import confidence_interval
 from sightline.trace import Trace, write_traces
 
-EVAL_SPLIT = "eval"
 MAX_CONCURRENT = 128
 MAX_CONCURRENT_IN_BACKGROUND = 16
-"""Beside rollouts that train, which want the workers too."""
+"""Rollouts of an evaluation beside rollouts that train, which want the workers too."""
 
 
 @dataclass
 class Evaluator:
+    """Plays a run's held-out tasks, and writes traces and an event of each evaluation."""
+
     rollouts: RolloutScheduler
     run_state: RunState
     events: EventLog
@@ -34,43 +33,42 @@ class Evaluator:
     async def evaluate(
         self, name: str, step: int, swap_images: bool = False, server: str = ""
     ) -> float | None:
-        """The mean measure over the tasks, which is also written as an event. `server` is asked
+        """The mean metric over the tasks, which is also written as an event. `server` is asked
         in place of the run's own."""
         if not self.tasks:
             return None
         # Files are named by step: a run that goes on past its end keeps its first final.
         file = f"{name}_{step:06d}"
-        traces = await self._play_all([None] * self.tasks, server)
+        traces = await self._play_all(dict.fromkeys(range(self.tasks), ()), server)
         self._write_traces(file, traces)
         played = list(traces)
         extra: dict[str, float] = {}
         if swap_images and any(map(_list_images, traces)):
-            # Task i is shown the images of its neighbour.
-            donors: list[Trace | None] = [*traces[1:], traces[0]]
-            exchanged = await self._play_all(donors)
-            self._write_traces(f"{file}_exchanged", exchanged)
-            played += exchanged
-            extra["swapped"] = mean_measure(exchanged)
+            # Task i is shown the images of its neighbour, if that has shown any.
+            shown = [_list_images(trace) for trace in (*traces[1:], traces[0])]
+            swapped = await self._play_all({i: images for i, images in enumerate(shown) if images})
+            self._write_traces(f"{file}_exchanged", swapped)
+            played += swapped
+            extra["swapped"] = EvalSummary(swapped).metric
         # One line in the metrics for each evaluation beside the run, not one for all of them.
-        self._write_event(f"{name} {step}" if server else name, step, traces, extra)
+        summary = EvalSummary(traces)
+        self._write_event(f"{name} {step}" if server else name, step, summary, extra)
         # Counted when all is played: an evaluation that is cut short is played again.
         for trace in played:
             self.run_state.count(trace)
-        return mean_measure(traces)
+        return summary.metric
 
-    async def _play_all(self, donors: Sequence[Trace | None], server: str = "") -> list[Trace]:
-        gate = asyncio.Semaphore(MAX_CONCURRENT_IN_BACKGROUND if server else MAX_CONCURRENT)
-
-        async def one(task: int, donor: Trace | None) -> Trace:
-            images = () if donor is None else _list_images(donor)
-            async with gate:
-                return await self.rollouts.play_once(
-                    task, EVAL_SPLIT, self.temperature, images, server
-                )
-
-        # A donor that broke before it showed anything has no images to give.
-        able = [(i, d) for i, d in enumerate(donors) if d is None or _list_images(d)]
-        return await asyncio.gather(*(one(i, donor) for i, donor in able))
+    async def _play_all(
+        self, images: dict[int, tuple[MediaRef, ...]], server: str = ""
+    ) -> list[Trace]:
+        """Plays each task, with the images that are to be shown in place of its own."""
+        return await play_tasks(
+            lambda task: self.rollouts.play_once(
+                task, EVAL_SPLIT, self.temperature, images[task], server
+            ),
+            images,
+            MAX_CONCURRENT_IN_BACKGROUND if server else MAX_CONCURRENT,
+        )
 
     def _write_traces(self, name: str, traces: list[Trace]) -> None:
         write_traces(self.run_dir.eval_traces(name), traces)
@@ -82,36 +80,21 @@ class Evaluator:
             )
 
     def _write_event(
-        self, name: str, step: int, traces: list[Trace], extra: dict[str, float]
+        self, name: str, step: int, summary: EvalSummary, extra: dict[str, float]
     ) -> None:
-        whole = [trace for trace in traces if trace.reward is not None]
-        names = sorted({part for trace in whole for part in trace.rewards})
         self.events.write(
             "eval",
             step,
             name=name,
-            tasks=len(traces),
-            broken=len(traces) - len(whole),
-            reward=sum(trace.reward or 0.0 for trace in whole) / len(whole),
-            interval=list(confidence_interval([_get_measure(trace) for trace in whole])),
-            parts={p: sum(t.rewards.get(p, 0.0) for t in whole) / len(whole) for p in names},
-            envs={
-                name: mean_measure([trace for trace in whole if trace.env == name])
-                for name in sorted({trace.env for trace in whole})
-            },
-            metric=mean_measure(traces),
+            tasks=len(summary.traces),
+            broken=len(summary.traces) - len(summary.scored),
+            reward=summary.reward,
+            interval=list(summary.interval),
+            parts={part: sum(v) / len(v) for part, v in sorted(summary.parts.items())},
+            envs={env: one.metric for env, one in summary.by_env.items()},
+            metric=summary.metric,
             **extra,
         )
-
-
-def mean_measure(traces: list[Trace]) -> float:
-    """Of the first named part, by which an environment measures itself without penalties."""
-    measures = [_get_measure(trace) for trace in traces if trace.reward is not None]
-    return sum(measures) / max(len(measures), 1)
-
-
-def _get_measure(trace: Trace) -> float:
-    return next(iter(trace.rewards.values()), trace.reward or 0.0)
 
 
 def _list_images(trace: Trace) -> tuple[MediaRef, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from sightline.errors import ProcessFailed
 from sightline.media import MediaRef
 from sightline.orchestrator.dispatcher import RolloutDispatcher, SendControl
 from sightline.orchestrator.group import Group, rollout_id
+from sightline.rollout.evaluation import build_eval_request, derive_seed
 from sightline.trace import Trace, decode_trace
 from sightline.wire.control import CancelRollouts, RolloutRequest, RolloutResult
 
@@ -68,7 +68,17 @@ class RolloutScheduler:
             group = Group(index)
             self._open[group.id] = group
             for i in range(self.group_size):
-                await self._submit(rollout_id(index, i), group.id, index, "train", self.temperature)
+                name = rollout_id(index, i)
+                await self.dispatcher.submit(
+                    RolloutRequest(
+                        rollout_id=name,
+                        group_id=group.id,
+                        task=index,
+                        split="train",
+                        seed=derive_seed(self.seed, name),
+                        temperature=self.temperature,
+                    )
+                )
 
     async def wait_for_group(self) -> Group:
         return await self._done.get()
@@ -78,14 +88,14 @@ class RolloutScheduler:
         task: int,
         split: str,
         temperature: float,
-        exchanged: tuple[MediaRef, ...] = (),
+        swapped_images: tuple[MediaRef, ...] = (),
         server: str = "",
     ) -> Trace:
         """One rollout outside any group, for evaluation; at `server`, or the run's own."""
-        name = f"{split}{'.exchanged' if exchanged else ''}.{task}"
+        request = build_eval_request(task, split, self.seed, temperature, swapped_images, server)
         future: asyncio.Future[Trace] = asyncio.get_running_loop().create_future()
-        self._eval_futures[name] = future
-        await self._submit(name, "", task, split, temperature, exchanged, server)
+        self._eval_futures[request.rollout_id] = future
+        await self.dispatcher.submit(request)
         return await future
 
     @property
@@ -143,31 +153,3 @@ class RolloutScheduler:
             with contextlib.suppress(ProcessFailed):  # it plays nothing, then
                 await self.send(worker, CancelRollouts())
         self._open.clear()
-
-    async def _submit(
-        self,
-        name: str,
-        group_id: str,
-        task: int,
-        split: str,
-        temperature: float,
-        exchanged: tuple[MediaRef, ...] = (),
-        server: str = "",
-    ) -> None:
-        await self.dispatcher.submit(
-            RolloutRequest(
-                rollout_id=name,
-                group_id=group_id,
-                task=task,
-                split=split,
-                seed=_derive_seed(self.seed, name),
-                temperature=temperature,
-                exchanged=exchanged,
-                server=server,
-            ),
-        )
-
-
-def _derive_seed(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=6)
-    return int.from_bytes(digest.digest(), "big")

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from sightline.errors import PixelMismatch
-from sightline.families import Family, PlacedSlot
+from sightline.families import Family
 from sightline.pack.tree import PackRow, PackUnit
+from sightline.wire import Slot
 from sightline.wire.array import Array
-from sightline.wire.micro_batch import MicroBatch, PackedItem, PackedSlot, TokenOrigin
+from sightline.wire.micro_batch import MicroBatch, PackedItem, TokenOrigin
 from sightline.wire.sample import Sample
 
 
@@ -58,7 +59,7 @@ class _MicroBatchBuilder:
         self.parents: list[np.ndarray] = []
         self.trained: list[np.ndarray] = []
         self.items = _DistinctImages()
-        self.slots: list[PackedSlot] = []
+        self.slots: list[Slot[int]] = []
         self.origins: list[TokenOrigin] = []
 
     def add(self, row: PackRow) -> None:
@@ -74,7 +75,9 @@ class _MicroBatchBuilder:
         self._add_slots(row)
         for segment in sample.segments:
             stop = self._num_trained + segment.stop - segment.start
-            self.origins.append(TokenOrigin(sample.trace_id, segment.node, self._num_trained, stop))
+            self.origins.append(
+                TokenOrigin(self._num_trained, stop, node=segment.node, trace_id=sample.trace_id)
+            )
             self._num_trained = stop
 
     def _add_slots(self, row: PackRow) -> None:
@@ -84,8 +87,8 @@ class _MicroBatchBuilder:
             self.items.check(where[slot.item], slot.pixel_digest, sample)
             if slot.offset >= shared:
                 at = int(self._path[slot.offset])
-                self.slots.append(PackedSlot(at, slot.length, where[slot.item]))
-        placed = [PlacedSlot(s.offset, s.length, sample.items[s.item].grid) for s in sample.slots]
+                self.slots.append(Slot(at, slot.length, where[slot.item]))
+        placed = [Slot(s.offset, s.length, sample.items[s.item]) for s in sample.slots]
         along, _ = self._family.positions(len(sample.token_ids), placed)
         self.positions.append(along[:, shared:])
 

@@ -59,7 +59,9 @@ def truncate_sample(sample: Sample, limit: int) -> Sample | str:
         advantages=_take_first(sample.advantages, num_trained),
         versions=_take_first(sample.versions, num_trained),
         segments=[
-            Segment(s.node, s.start, min(s.stop, end)) for s in sample.segments if s.start < end
+            Segment(s.start, min(s.stop, end), node=s.node)
+            for s in sample.segments
+            if s.start < end
         ],
         items=[sample.items[old] for old in used],
         slots=[msgspec.structs.replace(slot, item=places[slot.item]) for slot in slots],

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
+from cachetools import LRUCache
 
 from sightline.families import Family
 from sightline.media import MediaRef, MediaStore, decode
@@ -77,7 +77,10 @@ class PixelCacheStats:
 
 @dataclass
 class Materializer:
-    """Safe for many threads. A flight belongs to the pool, so no caller can cancel another's."""
+    """Safe for many threads.
+
+    Several callers may wait for one flight: whoever can be cancelled waits for it shielded.
+    """
 
     family: Family
     store: MediaStore
@@ -90,7 +93,9 @@ class Materializer:
         self._lock = threading.Lock()
         # By the whole item, not its key: one that lies about its image's size fails alone, and
         # finds nothing that was made for the true one.
-        self._cache: OrderedDict[MediaItem, Pixels] = OrderedDict()
+        self._cache: LRUCache[MediaItem, Pixels] = LRUCache(
+            self.max_bytes, getsizeof=lambda pixels: pixels.nbytes
+        )
         self._flights: dict[MediaItem, Future[Pixels]] = {}
 
     def warm_up(self) -> None:
@@ -111,11 +116,10 @@ class Materializer:
         """The pixels of `item`, soon. The family's check of the item comes first."""
         self.family.check_item(item)
         with self._lock:
-            if (held := self._cache.get(item)) is not None:
-                self._cache.move_to_end(item)
+            if (pixels := self._cache.get(item)) is not None:
                 self.counts.hits += 1
                 done: Future[Pixels] = Future()
-                done.set_result(held)
+                done.set_result(pixels)
                 return done
             if (flight := self._flights.get(item)) is not None:
                 self.counts.joined += 1
@@ -132,28 +136,27 @@ class Materializer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _make(self, item: MediaItem) -> Pixels:
+        pixels = None
         try:
             patches = self.family.patches(self.store.image(item.ref), item)
-        except Exception:
-            with self._lock:
-                self.counts.failed += 1
-            raise
-        pixels = Pixels(patches, pixel_digest(item, patches))
-        self._cache_pixels(item, pixels)
-        return pixels
+            pixels = Pixels(patches, pixel_digest(item, patches))
+            return pixels
+        finally:
+            self._cache_pixels(item, pixels)
 
-    def _cache_pixels(self, item: MediaItem, pixels: Pixels) -> None:
+    def _cache_pixels(self, item: MediaItem, pixels: Pixels | None) -> None:
         with self._lock:
+            if pixels is None:
+                self.counts.failed += 1
+                return
             self.counts.made += 1
             if pixels.nbytes > self.max_bytes:
                 self.counts.oversized += self.max_bytes > 0
                 return
+            num_before = len(self._cache)
             self._cache[item] = pixels
-            self.counts.bytes_held += pixels.nbytes
-            while self.counts.bytes_held > self.max_bytes:
-                _, old = self._cache.popitem(last=False)
-                self.counts.bytes_held -= old.nbytes
-                self.counts.evicted += 1
+            self.counts.evicted += num_before + 1 - len(self._cache)
+            self.counts.bytes_held = int(self._cache.currsize)
 
     def _finish_flight(self, item: MediaItem) -> None:
         with self._lock:

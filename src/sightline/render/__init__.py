@@ -5,7 +5,7 @@
 """
 
 from sightline.render.emitter import Emitter
-from sightline.render.protocol import Bridged, Refused, Rendered, Renderer, Span, Tools
+from sightline.render.protocol import Bridged, Refused, Rendered, Renderer, Tools
 from sightline.render.template import ChatTemplate, TemplateError
 from sightline.render.tokenizer import Tokenizer
 
@@ -16,7 +16,6 @@ __all__ = [
     "Refused",
     "Rendered",
     "Renderer",
-    "Span",
     "TemplateError",
     "Tokenizer",
     "Tools",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sightline.render.protocol import Bridged, Rendered, Span
+from sightline.render.protocol import Bridged, Rendered
 from sightline.render.tokenizer import Tokenizer
-from sightline.wire import MediaItem, Slot
+from sightline.wire import MediaItem, Slot, Span
 
 
 class Emitter:

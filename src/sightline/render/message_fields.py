@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from sightline.errors import MessageError
 from sightline.media import MediaRef
-from sightline.message import IMAGE_KINDS, ImagePart, Message
-from sightline.render.protocol import Messages
+from sightline.message import IMAGE_KINDS, ImagePart, Message, check_message_list
 
-
-def check_message_list(messages: Messages, name: str) -> None:
-    if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Sequence):
-        raise MessageError.at(name, f"a {type(messages).__name__}", "pass a list of messages")
+__all__ = ["check_message_list", "get_field", "list_image_paths"]
 
 
 def get_field(message: Message | dict[str, Any], name: str) -> Any:

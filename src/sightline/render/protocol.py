@@ -7,18 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from sightline.message import AssistantMessage, Message
-from sightline.wire import Slot
+from sightline.wire import Slot, Span
 
 Messages = Sequence[Message | dict[str, Any]]
 Tools = Sequence[dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens [start, stop) belong to one message."""
-
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)

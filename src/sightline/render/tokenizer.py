@@ -53,13 +53,13 @@ class Tokenizer:
         return ids, len(ids)
 
     def token_id(self, token: str) -> int:
-        found = self._full.token_to_id(token)
+        found = self.find_token_id(token)
         if found is None:
             raise FamilyError(
                 f"the tokenizer has no token {token!r}",
                 "use the tokenizer that belongs to the checkpoint",
             )
-        return int(found)
+        return found
 
     def find_token_id(self, token: str) -> int | None:
         found = self._full.token_to_id(token)

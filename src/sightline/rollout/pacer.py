@@ -19,7 +19,7 @@ class LoopPacer:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._passing = False
 
-    async def turn(self) -> None:
+    async def wait_for_pass(self) -> None:
         """Returns in a pass of the loop that no one else who waits here shares."""
         loop = asyncio.get_running_loop()
         mine: asyncio.Future[None] = loop.create_future()

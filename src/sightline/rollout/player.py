@@ -5,120 +5,99 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-import random
 import time
 import traceback
-import zlib
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
 from sightline.envs import Environment, Outcome, Task
 from sightline.errors import EngineError, EnvironmentFailed, SightlineError
-from sightline.media import ImageIngestor, MediaStore
-from sightline.message import ImageResolver
-from sightline.render import Renderer
-from sightline.rollout.chat import RolloutChat
-from sightline.rollout.client import GenerateClient
-from sightline.rollout.intercept import InterceptionServer
-from sightline.rollout.put_pool import PendingPuts, PutPool
+from sightline.rollout.chat_sources import ChatSource
+from sightline.rollout.model_chat import ModelChat
 from sightline.rollout.rollout_threads import RolloutThreads
 from sightline.rollout.timeout import CLEANUP_GRACE_S, RolloutTimeout, run_with_timeout
 from sightline.run.stages import CURRENT_STAGE, NO_STAGE_RECORDER, Stage, StageRecorder
-from sightline.trace import Trace, encode_trace
-from sightline.wire.control import RolloutRequest, RolloutResult
+from sightline.trace import Trace
+from sightline.wire.control import RolloutRequest
 
 TRUNCATED = "truncated"
-"""The kind of a rollout that was cut short; no error, and its reward may count."""
+"""`Trace.error_kind` of a rollout that was cut short; it has no `error`, and its reward counts."""
+
+
+@dataclass(frozen=True)
+class PlayedRollout:
+    """A rollout that has ended, well or broken."""
+
+    trace: Trace
+    num_calls: int
+    """Model calls that were answered."""
+    num_sampled_tokens: int
+    memory_bytes: int
+    """What the rollout took in memory at its end."""
 
 
 @dataclass
 class RolloutPlayer:
-    """Everything that a rollout needs, shared by all rollouts of a worker."""
+    """Plays the rollouts of a process, many at a time; knows nothing of who samples."""
 
     env: Environment
-    renderer: Renderer
-    store: MediaStore
-    client: GenerateClient
-    modality: str
-    max_tokens: int
+    chats: ChatSource
     timeout_s: float
-    servers: tuple[str, ...] = ()
-    """Where there are several; `client` speaks to the first of them."""
-    max_model_len: int = 0
-    max_turns: int = 0
+    _: KW_ONLY
     grace_s: float = CLEANUP_GRACE_S
-    """For the clean-up of a rollout that is over its time."""
+    """Time for the clean-up of a rollout that is over its time."""
     threads: RolloutThreads = field(default_factory=RolloutThreads)
-    resolver: ImageResolver | None = None
-    """Takes the images of agents in; left out, one that knows data: and media: only."""
     stages: StageRecorder = NO_STAGE_RECORDER
     """Where the stages of its rollouts go."""
 
     def __post_init__(self) -> None:
-        self.put_pool = PutPool(self.store)
-        # Not the loop's own executor, which is user code's: what hangs there holds up nobody else.
-        self._pool = ThreadPoolExecutor(thread_name_prefix="chat")
-        self.interception = InterceptionServer(self.resolver or ImageIngestor(self.store))
-        self._chats: dict[str, RolloutChat] = {}
-        self._clients = {self.client.base_url: self.client}
+        self._in_play: dict[str, ModelChat] = {}
 
     @property
-    def held_bytes(self) -> int:
+    def memory_bytes(self) -> int:
         """What the rollouts under way take in memory."""
-        chats = sum(chat.held_bytes for chat in self._chats.values())
-        return chats + self.interception.held_bytes
+        return self.chats.memory_bytes + sum(c.memory_bytes for c in self._in_play.values())
 
     async def close(self) -> None:
-        await self.interception.close()
-        for client in self._clients.values():
-            await client.close()
-        self.put_pool.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        await self.chats.close()
 
-    async def play(self, play: RolloutRequest) -> RolloutResult:
+    async def play(self, request: RolloutRequest) -> PlayedRollout:
+        """Never raises for what user code does: that stands in the trace."""
         trace = Trace(
-            id=play.rollout_id,
-            group_id=play.group_id,
+            id=request.rollout_id,
+            group_id=request.group_id,
             env=self.env.name,
-            task=play.task,
-            split=play.split,
-            seed=play.seed,
-            temperature=play.temperature,
+            task=request.task,
+            split=request.split,
+            seed=request.seed,
+            temperature=request.temperature,
             started=time.time(),
         )
         with self.stages.begin(
             "rollout",
-            rollout_id=play.rollout_id,
-            group_id=play.group_id,
-            task=play.task,
-            split=play.split,
-            seed=play.seed,
+            rollout_id=request.rollout_id,
+            group_id=request.group_id,
+            task=request.task,
+            split=request.split,
+            seed=request.seed,
         ) as stage:
-            chat = self._build_chat(play, trace, stage)
+            chat = self.chats.build(request, trace, stage)
             outer = CURRENT_STAGE.set(stage)
             try:
-                await self._play_recorded(play, chat)
+                await self._play_recorded(request, chat)
             finally:
                 CURRENT_STAGE.reset(outer)
                 chat.end_environment_stage()
                 _annotate_stage(stage, trace)
-        return RolloutResult(
-            rollout_id=play.rollout_id,
-            group_id=play.group_id,
-            trace=encode_trace(trace),
-            wire=self._wire_counts() | asdict(self.interception.counts),
-            held_bytes=chat.held_bytes,
-        )
+        return PlayedRollout(trace, chat.num_calls, chat.num_sampled_tokens, chat.memory_bytes)
 
-    async def _play_recorded(self, play: RolloutRequest, chat: RolloutChat) -> None:
+    async def _play_recorded(self, request: RolloutRequest, chat: ModelChat) -> None:
         """Plays, and keeps on the trace what came of it."""
         trace, error, kind = chat.trace, "", ""
-        self._chats[play.rollout_id] = chat
+        self._in_play[request.rollout_id] = chat
         try:
-            _record_outcome(trace, await self._run_rollout(play, chat))
+            _record_outcome(chat, await self._run_rollout(request, chat))
             if chat.truncated:
                 kind, trace.truncated, trace.limit = TRUNCATED, True, chat.truncated
         except RolloutTimeout as problem:
@@ -130,55 +109,22 @@ class RolloutPlayer:
         except Exception:  # user code: whatever it does costs this rollout only
             error, kind = traceback.format_exc(), EnvironmentFailed.__name__
         finally:
-            self._chats.pop(play.rollout_id, None)
+            self._in_play.pop(request.rollout_id, None)
         trace.error, trace.error_kind = error, kind
         trace.ended = time.time()
 
-    def _wire_counts(self) -> dict[str, int]:
-        total: Counter[str] = Counter()
-        for client in self._clients.values():
-            total.update(asdict(client.counts))
-        return dict(total)
-
-    def _get_client(self, play: RolloutRequest) -> GenerateClient:
-        """A rollout stays with one server, which keeps what it has computed of it."""
-        servers = self.servers or (self.client.base_url,)
-        server = play.server or servers[zlib.crc32(play.rollout_id.encode()) % len(servers)]
-        if server not in self._clients:
-            self._clients[server] = self.client.for_server(server)
-        return self._clients[server]
-
-    def _build_chat(self, play: RolloutRequest, trace: Trace, stage: Stage) -> RolloutChat:
-        return RolloutChat(
-            trace=trace,
-            renderer=self.renderer,
-            store=self.store,
-            pending=PendingPuts(self.put_pool),
-            client=self._get_client(play),
-            modality=self.modality,
-            temperature=play.temperature,
-            max_tokens=self.max_tokens,
-            rng=random.Random(play.seed),
-            seed=play.seed,
-            pool=self._pool,
-            max_model_len=self.max_model_len,
-            max_turns=self.max_turns,
-            exchanged=play.exchanged,
-            stage=stage,
-        )
-
-    async def _run_rollout(self, play: RolloutRequest, chat: RolloutChat) -> Outcome:
-        async with self.interception.serve_rollout(chat):
-            work = self._run_user_code(play, chat)
+    async def _run_rollout(self, request: RolloutRequest, chat: ModelChat) -> Outcome:
+        async with self.chats.serve_agent(chat):
+            work = self._run_user_code(request, chat)
             result = await run_with_timeout(self.timeout_s, work, self.threads, self.grace_s)
         return to_outcome(result, chat.trace.env)
 
-    async def _run_user_code(self, play: RolloutRequest, chat: RolloutChat) -> Any:
-        env = self.env.choose_environment(play.task, play.split)
+    async def _run_user_code(self, request: RolloutRequest, chat: ModelChat) -> Any:
+        env = self.env.choose_environment(request.task, request.split)
         chat.trace.env = env.name
-        task = env.task(play.task, play.split)
+        task = env.task(request.task, request.split)
         try:
-            result = await self._play(env, task, chat, play.rollout_id)
+            result = await self._play(env, task, chat, request.rollout_id)
         except Exception as error:  # user code: what followed from a failure is not its cause
             if chat.failure is not None:
                 raise chat.failure from error
@@ -191,13 +137,14 @@ class RolloutPlayer:
         await chat.pending.settle()
         return result
 
-    async def _play(self, env: Environment, task: Task, chat: RolloutChat, name: str) -> Any:
+    async def _play(self, env: Environment, task: Task, chat: Any, name: str) -> Any:
         if inspect.iscoroutinefunction(env.rollout):
             return await env.rollout(task, chat)
         return await self.threads.play(partial(env.rollout, task), chat, name=name)
 
 
 def to_outcome(result: object, name: str) -> Outcome:
+    """What the rollout of environment `name` returned, as plain finite numbers."""
     if isinstance(result, Outcome):
         outcome = result
     elif isinstance(result, dict):
@@ -224,7 +171,7 @@ def to_outcome(result: object, name: str) -> Outcome:
 
 
 def _annotate_stage(stage: Stage, trace: Trace) -> None:
-    """What a rollout came to, on its stage."""
+    """Notes on the stage of a rollout what it came to."""
     stage.note(env=trace.env, turns=len(trace.turns), tokens=trace.num_tokens)
     if trace.reward is not None:
         stage.note(reward=trace.reward)
@@ -234,12 +181,14 @@ def _annotate_stage(stage: Stage, trace: Trace) -> None:
         stage.fail(trace.error.strip().splitlines()[-1])
 
 
-def _record_outcome(trace: Trace, outcome: Outcome) -> None:
-    if outcome.per_turn is not None and len(outcome.per_turn) != len(trace.turns):
+def _record_outcome(chat: ModelChat, outcome: Outcome) -> None:
+    trace = chat.trace
+    if outcome.per_turn is not None and len(outcome.per_turn) != chat.num_calls:
         raise EnvironmentFailed(
-            f"{len(outcome.per_turn)} per_turn rewards for {len(trace.turns)} model calls",
+            f"{len(outcome.per_turn)} per_turn rewards for {chat.num_calls} model calls",
             "give one per call, in order",
         )
     trace.reward = outcome.reward
     trace.rewards = outcome.parts
-    trace.per_turn = outcome.per_turn
+    # Without turns in the trace there is nothing that credit could go to.
+    trace.per_turn = outcome.per_turn if trace.turns else None

@@ -106,8 +106,8 @@ class PendingPuts:
                     self._waiting.pop(future, None)
 
     @property
-    def held_bytes(self) -> int:
-        """Of images that wait to be written; those of PIL images are counted uncompressed."""
+    def memory_bytes(self) -> int:
+        """Bytes of images that wait to be written; PIL images are counted uncompressed."""
         return sum(self._waiting.values())
 
 
@@ -121,29 +121,15 @@ def image_memory_bytes(image: Any) -> int:
 
 def unwrap_refs(messages: Messages) -> Messages:
     """The messages with true refs in the places of pending ones, which have all arrived."""
-    if not isinstance(messages, list | tuple):
-        return messages  # the renderer says what is wrong with it, if something is
-    return [_unwrap_message(message) for message in messages]
+    found: Messages = _unwrap(messages)
+    return found
 
 
-def _unwrap_message(message: Any) -> Any:
-    if isinstance(message, Message):
-        if not any(isinstance(p, ImagePart) and is_pending(p.ref) for p in message.content):
-            return message
-        return msgspec.structs.replace(message, content=tuple(map(_unwrap_part, message.content)))
-    if isinstance(message, dict) and isinstance(message.get("content"), list | tuple):
-        return {**message, "content": [_unwrap_part(part) for part in message["content"]]}
-    return message
-
-
-def _unwrap_part(part: Any) -> Any:
-    if isinstance(part, ImagePart):
-        return ImagePart(unwrap_ref(part.ref))
-    if not isinstance(part, dict):
-        return unwrap_ref(part)
-    return {
-        key: {k: unwrap_ref(v) for k, v in value.items()}
-        if isinstance(value, dict)
-        else unwrap_ref(value)
-        for key, value in part.items()
-    }
+def _unwrap(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _unwrap(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_unwrap(inner) for inner in value]
+    if isinstance(value, Message) and any(map(is_pending, value.images)):
+        return msgspec.structs.replace(value, content=tuple(map(_unwrap, value.content)))
+    return ImagePart(unwrap_ref(value.ref)) if isinstance(value, ImagePart) else unwrap_ref(value)

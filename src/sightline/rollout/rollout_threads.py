@@ -128,23 +128,29 @@ class RolloutThreads:
         default_factory=dict
     )
     """What still runs though its rollout is over, with the time at which it was."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """The heartbeat's thread reads `_leftovers`."""
     _loop: asyncio.AbstractEventLoop | None = None
 
     def stuck_s(self) -> float:
         """For how long the oldest thread or task has outlived its rollout; 0 when none has."""
-        now = time.monotonic()
-        for left in list(self._leftovers):
-            if left.done():
-                self._leftovers.pop(left, None)
-        return max((now - since for since in list(self._leftovers.values())), default=0.0)
+        with self._lock:
+            since = [then for left, then in self._leftovers.items() if not left.done()]
+        return time.monotonic() - min(since) if since else 0.0
 
     def track_leftover(self, left: concurrent.futures.Future[Any] | asyncio.Task[Any]) -> None:
         """Counts something of a rollout that is over, for as long as it runs."""
-        self._leftovers[left] = time.monotonic()
+        with self._lock:
+            self._leftovers[left] = time.monotonic()
+        left.add_done_callback(self._forget)
+
+    def _forget(self, left: concurrent.futures.Future[Any] | asyncio.Task[Any]) -> None:
+        with self._lock:
+            self._leftovers.pop(left, None)
 
     @contextlib.contextmanager
     def track_rollout(self) -> Iterator[None]:
-        """What threads are given to do meanwhile, in this context, belongs to one rollout."""
+        """Counts what threads are given to do meanwhile, in this context, as one rollout's."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             # What user code gives to `asyncio.to_thread` starts at once, and is counted.

@@ -10,7 +10,6 @@ then the published files are loaded in place of the old ones.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ class StockVLLMResponse(msgspec.Struct, frozen=True):
     request_id: str
     choices: list[Choice]
     prompt_token_ids: list[int]
-    """As vLLM expanded them."""
+    """Ids of the prompt as vLLM expanded it."""
     mm_placeholders: dict[str, list[Placeholder]] | None = None
 
 
@@ -48,21 +47,19 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(kw_only=True)
 class StockVLLMClient(GenerateClient):
+    """A client of one vLLM server that does not have our plugin."""
+
     store: MediaStore
     banned_token_ids: tuple[int, ...]
     """The renderer's pads: they go into each request's `logit_bias`."""
     shares_store: bool = True
     """Whether the server may read the store (`--allowed-local-media-path`). Where it may not,
-    images are sent as data urls: the one place where bytes of an image leave the store."""
+    images are sent as data urls."""
 
     async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
         slots = request.slots()
-        with self.making_request():
-            body = _encoder.encode(self._body(request, slots))
-        with turn.begin("generate", server=self.base_url, request_bytes=len(body)) as stage:
-            data = await self.post("/inference/v1/generate", body, stage)
-        await self.pacer.turn()
-        answer = _answers.decode(data)
+        body = _encoder.encode(self._body(request, slots))
+        answer = _answers.decode(await self._post_generate(body, turn))
         check_expansion(request.token_ids, slots, answer)
         return GenerateResponse(request_id=answer.request_id, choices=answer.choices)
 
@@ -84,7 +81,7 @@ class StockVLLMClient(GenerateClient):
 
     async def _post_command(self, path: str, body: dict[str, Any] | None = None) -> None:
         try:
-            await self.post(path, _encoder.encode(body or {}))
+            await self.request("POST", path, _encoder.encode(body or {}))
         except EngineError as error:
             if error.status != 404:
                 raise
@@ -122,8 +119,7 @@ class StockVLLMClient(GenerateClient):
         if self.shares_store:
             url = self.store.path(ref.digest).absolute().as_uri()
         else:
-            data = base64.b64encode(self.store.get(ref)).decode()
-            url = f"data:{ref.mime};base64,{data}"
+            url = ref.data_url(self.store.get(ref))
         # vLLM keeps what it made of an image under the uuid.
         return {"type": "image_url", "url": url, "uuid": slot.item.key}
 
@@ -157,6 +153,7 @@ def check_expansion(token_ids: list[int], slots: Sequence[Slot], answer: StockVL
 
 
 def _expansion_error(what: str) -> EngineError:
+    # Not Misaligned, which costs one sample: every prompt of this server would differ.
     return EngineError(
         f"vLLM expanded the prompt in another way than the renderer: {what}",
         "serve the checkpoint that the renderer was loaded from, with the same pixel limits",

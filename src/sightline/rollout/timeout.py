@@ -1,7 +1,8 @@
 """User code within its time: what it raises is an error of its rollout, what it leaves is counted.
 
 play --starts--> the rollout's own task
-  waits for: its end, at most `timeout_s`; once cancelled, at most `grace_s`    unblocked by: a clock
+  waits for: its end, at most `timeout_s`; once cancelled, at most `grace_s`
+  unblocked by: a clock
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from sightline.rollout.rollout_threads import RolloutThreads, guard_user_code
 T = TypeVar("T")
 
 CLEANUP_GRACE_S = 5.0
-"""For a rollout that is cancelled to clean up after itself."""
+"""Time for a cancelled rollout to clean up after itself."""
 
 
 class RolloutTimeout(TimeoutError):
@@ -29,7 +30,7 @@ async def run_with_timeout(
     threads: RolloutThreads,
     grace_s: float = CLEANUP_GRACE_S,
 ) -> T:
-    """The result of a rollout; raises OutOfTime when there is none after `timeout_s`.
+    """The result of a rollout; raises RolloutTimeout when there is none after `timeout_s`.
 
     The rollout is cancelled then, and when the caller is. A clean-up that takes longer than
     `grace_s` goes on beside what follows, and is among what `threads` has left.

@@ -16,13 +16,12 @@ from typing import Any
 
 from sightline.config import RunFile
 from sightline.envs.mix import build_environment
-from sightline.families import load_family, load_renderer
-from sightline.media import ImageIngestor, MediaStore
-from sightline.rollout.client import GenerateClient
+from sightline.media import MediaStore
+from sightline.rollout.chat_sources import build_policy_chats
 from sightline.rollout.heartbeat import Heartbeat
 from sightline.rollout.player import RolloutPlayer
-from sightline.rollout.stock_vllm_client import StockVLLMClient
 from sightline.run.stages import NO_STAGE_RECORDER, StageRecorder
+from sightline.trace import encode_trace
 from sightline.transport.zmq_channel import AsyncSpoke
 from sightline.wire import control
 from sightline.wire.control import (
@@ -31,6 +30,7 @@ from sightline.wire.control import (
     ProcessReady,
     QuitRequest,
     RolloutRequest,
+    RolloutResult,
 )
 
 MEMORY_REPORT_EVERY_S = 0.5
@@ -42,32 +42,17 @@ def build_player(
     servers: Sequence[str],
     stages: StageRecorder = NO_STAGE_RECORDER,
 ) -> RolloutPlayer:
-    store = MediaStore(media_root)
-    model = config.model
-    family = load_family(model.path, **model.overrides())
-    resolver = ImageIngestor(store, config.media.file_roots, config.media.http_hosts)
-    renderer = load_renderer(model.path, store, family, resolver, model.number_images)
-    client = GenerateClient(servers[0], settings=family.settings)
-    if config.inference.engine == "stock_vllm":
-        client = StockVLLMClient(
-            servers[0],
-            store=store,
-            banned_token_ids=renderer.pad_token_ids,
-            shares_store=not config.inference.inline_images,
-        )
+    """The player of a worker process, as a run file describes it."""
+    chats = build_policy_chats(
+        config.model,
+        config.media,
+        config.inference,
+        config.rollout,
+        servers,
+        MediaStore(media_root),
+    )
     return RolloutPlayer(
-        env=build_environment(config.env),
-        renderer=renderer,
-        store=store,
-        client=client,
-        servers=tuple(servers),
-        modality=family.modality,
-        max_tokens=config.rollout.max_tokens,
-        timeout_s=config.rollout.timeout_s,
-        resolver=resolver,
-        max_model_len=config.inference.max_model_len,
-        max_turns=config.rollout.max_turns,
-        stages=stages,
+        build_environment(config.env), chats, config.rollout.timeout_s, stages=stages
     )
 
 
@@ -82,7 +67,7 @@ def tune_interpreter() -> None:
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Where a worker stands among the others."""
+    """The name of a worker process, and the addresses that it speaks to."""
 
     name: str
     hub: str
@@ -101,7 +86,7 @@ async def main(
     player = build_player(config, media_root, context.servers, stages)
     tune_interpreter()
     running: dict[str, asyncio.Task[None]] = {}
-    heartbeat = Heartbeat(context.heartbeat_file, lambda: len(running), player.threads.stuck_s)
+    heartbeat = Heartbeat(context.heartbeat_file, player.threads.stuck_s)
     heartbeat.start()
     spoke = AsyncSpoke(context.hub, context.name)
     await spoke.send(control.encode(ProcessReady(context.name, after=after)))
@@ -110,7 +95,14 @@ async def main(
     async def play(request: RolloutRequest) -> None:
         try:
             played = await player.play(request)
-            await spoke.send(control.encode(played))
+            result = RolloutResult(
+                rollout_id=request.rollout_id,
+                group_id=request.group_id,
+                trace=encode_trace(played.trace),
+                wire=player.chats.wire_counts,
+                held_bytes=played.memory_bytes,
+            )
+            await spoke.send(control.encode(result))
         except Exception as error:  # a rollout that nobody hears of would stop the run for ever
             if not failed.done():
                 failed.set_exception(error)
@@ -134,18 +126,20 @@ async def main(
                         task.cancel()
             case QuitRequest():
                 break
-    for task in (reporting, *running.values()):
+    ending = (reporting, *running.values())
+    for task in ending:
         task.cancel()
     heartbeat.stop()
+    await asyncio.gather(*ending, return_exceptions=True)
     await player.close()
     spoke.close()
 
 
 async def _report_memory(player: RolloutPlayer, spoke: AsyncSpoke) -> None:
-    """Says what the rollouts under way take in memory, when that has changed."""
+    """Reports what the rollouts under way take in memory, whenever that has changed."""
     reported = 0
     while True:
         await asyncio.sleep(MEMORY_REPORT_EVERY_S)
-        if (now := player.held_bytes) != reported:
+        if (now := player.memory_bytes) != reported:
             reported = now
             await spoke.send(control.encode(MemoryReport(now)))

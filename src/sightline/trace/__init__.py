@@ -9,7 +9,7 @@ A model call is prepared, sent and committed; what was committed can be trained 
 """
 
 from sightline.trace.codec import decode_trace, encode_trace, read_traces, write_traces
-from sightline.trace.node import Node, NodeSlot, PolicySpan
+from sightline.trace.node import Node, PolicySpan
 from sightline.trace.replay import PromptScores, ReplayDifference, ReplayReport, replay_trace
 from sightline.trace.sample import flatten
 from sightline.trace.trace import Trace
@@ -18,7 +18,6 @@ from sightline.trace.turn import Turn
 __all__ = [
     "ReplayDifference",
     "Node",
-    "NodeSlot",
     "PolicySpan",
     "ReplayReport",
     "PromptScores",

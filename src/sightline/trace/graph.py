@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sightline.message import Message
 from sightline.render.protocol import Rendered
-from sightline.trace.node import ROOT, Node, NodeSlot, int32_array
+from sightline.trace.node import ROOT, Node, int32_array
 from sightline.wire import Slot
 
 MAX_CACHED_PATHS = 4
@@ -100,7 +100,7 @@ class TraceGraph:
         return PathMatch(node, min(len(history), len(rendered.spans)), offset)
 
     def find_child(
-        self, parent: int, message: Message, data: bytes, slots: Sequence[NodeSlot]
+        self, parent: int, message: Message, data: bytes, slots: Sequence[Slot]
     ) -> Node | None:
         """The child of `parent` that already says this message with these tokens."""
         for child in (self._nodes[c] for c in self.children(parent)):

@@ -9,8 +9,9 @@ import msgspec
 
 from sightline.errors import Misaligned
 from sightline.message import Message
-from sightline.wire import Array, MediaItem
+from sightline.wire import Array, MediaItem, Slot, Span
 from sightline.wire.generate import VersionSpan
+from sightline.wire.item import check_slots
 from sightline.wire.weights import parse_version_label
 
 ROOT = -1
@@ -29,31 +30,17 @@ def float32_array(values: Iterable[float]) -> Array:
     return Array(dtype="float32", shape=(len(numbers),), data=numbers.tobytes())
 
 
-class NodeSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An image that the node's message brought."""
-
-    offset: int
-    """Counted from the start of the node."""
-    length: int
-    item: MediaItem
-    pixel_digest: str | None = None
-    """What the sampler says it saw there; None when the engine cannot say."""
-
-
-class PolicySpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sampled tokens [start, stop) of a node come from this policy version."""
+class PolicySpan(Span, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Tokens [start, stop), counted from a node's first sampled one, come from this policy."""
 
     version: int
     epoch: int
-    start: int
-    """Counted from the first sampled token."""
-    stop: int
 
     @classmethod
     def of(cls, span: VersionSpan) -> PolicySpan:
         """The span as the generate protocol writes it, its label taken apart."""
         version, epoch = parse_version_label(span.version)
-        return cls(version=version, epoch=epoch, start=span.start, stop=span.end)
+        return cls(span.start, span.end, version=version, epoch=epoch)
 
 
 _NO_LOGPROBS = Array(dtype="float32", shape=(0,), data=b"")
@@ -80,7 +67,8 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """float32, of each sampled token."""
     versions: tuple[PolicySpan, ...] = ()
     """They tile the sampled tokens."""
-    slots: tuple[NodeSlot, ...] = ()
+    slots: tuple[Slot[MediaItem], ...] = ()
+    """The images that the message brought, at offsets from the start of the node."""
     finish_reason: str = ""
     """stop, length or what else the engine said; empty when nothing was sampled."""
     tools: int = NO_TOOLS
@@ -101,20 +89,8 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
                 "a node has both or neither",
             )
         check_policy_spans(self.versions, num_sampled, f"node {self.id}")
-        last = 0
-        for slot in self.slots:
-            if slot.offset < last or slot.length < 1:
-                raise Misaligned(
-                    f"node {self.id}: slot at {slot.offset}+{slot.length}, after {last}",
-                    "slots are sorted and do not overlap",
-                )
-            last = slot.offset + slot.length
-        if last > self.sampled_start:
-            raise Misaligned(
-                f"node {self.id}: a slot ends at {last}, sampled tokens start at "
-                f"{self.sampled_start}",
-                "an image lies in the tokens of one message, and is never sampled",
-            )
+        # An image lies in the tokens of one message, and is never sampled.
+        check_slots(self.slots, self.sampled_start, f"node {self.id}: slots")
 
     @property
     def is_turn(self) -> bool:

@@ -9,8 +9,8 @@ import numpy as np
 from sightline.errors import Misaligned
 from sightline.trace.node import Node
 from sightline.trace.trace import Trace
-from sightline.wire import Array, MediaItem
-from sightline.wire.sample import Sample, SampleSlot, Segment
+from sightline.wire import Array, MediaItem, Slot
+from sightline.wire.sample import Sample, Segment
 
 Advantages = Mapping[int, float] | Callable[[Node], float | None]
 
@@ -60,13 +60,13 @@ def _build_sample(trace: Trace, path: Sequence[int], advantage_of: dict[int, flo
         )
     trained, advantages, versions, logprobs = [], list[float](), list[int](), list[bytes]()
     segments, start = list[Segment](), 0
-    items, slots = dict[tuple[str, str], tuple[int, MediaItem]](), list[SampleSlot]()
+    items, slots = dict[tuple[str, str], tuple[int, MediaItem]](), list[Slot[int]]()
     for node in (trace.nodes[n] for n in path):
         for slot in node.slots:
             # The two that an item's key is made of; hashing them again would tell no more.
             key = (slot.item.ref.digest, slot.item.fingerprint)
             place, _ = items.setdefault(key, (len(items), slot.item))
-            slots.append(SampleSlot(start + slot.offset, slot.length, place, slot.pixel_digest))
+            slots.append(Slot(start + slot.offset, slot.length, place, slot.pixel_digest))
         stop = start + len(node.token_ids)
         if node.id in advantage_of:
             first = start + node.sampled_start
@@ -75,7 +75,7 @@ def _build_sample(trace: Trace, path: Sequence[int], advantage_of: dict[int, flo
             advantages += [advantage_of[node.id]] * node.num_sampled
             for span in node.versions:
                 versions += [span.version] * (span.stop - span.start)
-            segments.append(Segment(node=node.id, start=first, stop=stop))
+            segments.append(Segment(first, stop, node=node.id))
         start = stop
     return Sample(
         trace_id=trace.id,

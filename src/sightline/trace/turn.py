@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 
 from sightline.errors import Misaligned, PixelMismatch
 from sightline.message import AssistantMessage, Message
-from sightline.render import Renderer, Span
+from sightline.render import Renderer
 from sightline.trace.graph import PathTokens
 from sightline.trace.node import (
     Node,
-    NodeSlot,
     PolicySpan,
     check_policy_spans,
     float32_array,
     int32_array,
 )
-from sightline.wire import Slot
+from sightline.wire import Slot, Span
 
 if TYPE_CHECKING:
     from sightline.trace.trace import Trace
@@ -131,9 +130,7 @@ class Turn:
             slots = []
             while next_slot < len(self.slots) and self.slots[next_slot].offset < stop:
                 slot = self.slots[next_slot]
-                slots.append(
-                    NodeSlot(slot.offset - start, slot.length, slot.item, digests[next_slot])
-                )
+                slots.append(Slot(slot.offset - start, slot.length, slot.item, digests[next_slot]))
                 next_slot += 1
             ids = int32_array(self.prompt_ids[start:stop])
             start = stop

@@ -6,7 +6,8 @@ import numpy as np
 
 from sightline.errors import Misaligned
 from sightline.families import Family
-from sightline.wire.micro_batch import MicroBatch, PackedSlot
+from sightline.wire import Slot
+from sightline.wire.micro_batch import MicroBatch
 
 _FIX = "this data must not train; keep batches/ of the step and report it"
 
@@ -75,7 +76,7 @@ def check_features(batch: MicroBatch, num_features: int, family: Family) -> None
         )
 
 
-def _check_slot(batch: MicroBatch, slot: PackedSlot, family: Family, in_slot: np.ndarray) -> None:
+def _check_slot(batch: MicroBatch, slot: Slot[int], family: Family, in_slot: np.ndarray) -> None:
     """Marks the tokens of the slot, which is of an image, of its length, and alone there."""
     end = slot.offset + slot.length
     if not 0 <= slot.item < len(batch.items):
@@ -101,7 +102,7 @@ def _describe_token(batch: MicroBatch, at: int) -> str:
     return f"step {batch.step}, sample {_find_sample(batch, at)}, token {at} of its micro-batch"
 
 
-def _describe_image(batch: MicroBatch, slot: PackedSlot) -> str:
+def _describe_image(batch: MicroBatch, slot: Slot[int]) -> str:
     return f"image {batch.items[slot.item].item.ref.digest[:12]}"
 
 

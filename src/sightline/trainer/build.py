@@ -15,10 +15,10 @@ from sightline.algo.registry import load_aggregation
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.model import MODEL_DTYPES, load_model, pick_device
-from sightline.compute.transfer import stack_pinned
 from sightline.config import LoraConfig, MediaConfig, ModelConfig, RunFile, SftFile, TrainerConfig
 from sightline.errors import ResumeRefused
 from sightline.families import Forward, load_family, load_renderer
+from sightline.families.device_copy import stack_pinned
 from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer

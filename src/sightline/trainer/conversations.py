@@ -65,9 +65,9 @@ class Demonstrations:
     def conversation(self, index: int, split: str) -> TrainingConversation:
         # Not the string that an environment seeds a task with: the same draws would leak it.
         rng = random.Random(f"{self._seed}:demonstration:{index}")
-        task = self._env.task(index, "sft")
-        messages = self._env.demonstration(task, self._store.put, rng)
-        return TrainingConversation(self.name(index, split), messages, self._env.tools)
+        env = self._env.choose_environment(index, "sft")
+        messages = env.demonstration(env.task(index, "sft"), self._store.put, rng)
+        return TrainingConversation(self.name(index, split), messages, env.tools)
 
 
 class FileConversations:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from sightline.compute.feature_cache import FeatureCache, ImageFeatures
-from sightline.compute.transfer import copy_to_device
 from sightline.errors import Misaligned
 from sightline.families import Forward
+from sightline.families.device_copy import copy_to_device
 from sightline.trainer.feed import ReadyMicroBatch
 from sightline.trainer.shard import max_over_ranks
 

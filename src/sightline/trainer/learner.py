@@ -17,10 +17,10 @@ import torch
 from sightline.algo.losses import LossFunction, LossInputs, mismatch_kl
 from sightline.compute.attention import build_attention_pattern
 from sightline.compute.logprobs import chosen_logprobs
-from sightline.compute.transfer import copy_to_device
 from sightline.config import TrainerConfig
 from sightline.errors import TrainingDiverged
 from sightline.families import Family, Forward
+from sightline.families.device_copy import copy_to_device
 from sightline.pixels import PixelCacheStats
 from sightline.trainer.alignment_checks import check_features, check_micro_batch, check_patches
 from sightline.trainer.blocks import count_compiled_graphs
@@ -409,7 +409,8 @@ def _build_step_scores(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) -
     at = 0
     for batch, logprobs in scored:
         for o in batch.origins:
-            origins.append(TokenOrigin(o.trace_id, o.node, o.start + at, o.stop + at))
+            start, stop = o.start + at, o.stop + at
+            origins.append(TokenOrigin(start, stop, node=o.node, trace_id=o.trace_id))
         at += len(logprobs)
     trainer = np.concatenate([lp for _, lp in scored]) if scored else np.zeros(0)
     sampler = [batch.logprobs.numpy() for batch, _ in scored]

@@ -53,8 +53,9 @@ from sightline.trainer.feed import BatchPrefetcher, BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner, StepResult
 from sightline.trainer.ranks import SINGLE_RANK, FollowerChannel, LeadChannel, RankInfo
 from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
+from sightline.wire import Slot
 from sightline.wire.array import Array
-from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
+from sightline.wire.sample import Batch, Sample, Segment
 
 
 @dataclass
@@ -117,12 +118,9 @@ def build_sample(
         logprobs=Array.of(np.zeros(len(trained)), "float32"),
         advantages=Array.of(np.ones(len(trained)), "float32"),
         versions=Array.of(np.zeros(len(trained)), "int32"),
-        segments=[Segment(i, s.start, s.stop) for i, s in enumerate(rendered.trained)],
+        segments=[Segment(s.start, s.stop, node=i) for i, s in enumerate(rendered.trained)],
         items=items,
-        slots=[
-            SampleSlot(slot.offset, slot.length, places[slot.item.key], None)
-            for slot in rendered.slots
-        ],
+        slots=[Slot(slot.offset, slot.length, places[slot.item.key]) for slot in rendered.slots],
     )
 
 

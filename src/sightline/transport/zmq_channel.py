@@ -27,17 +27,13 @@ class AsyncHub:
 
     def __init__(self, address: str, secret: str = "") -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        # A process that replaces one of the same name takes its place at once.
-        self._socket.set(zmq.ROUTER_HANDOVER, 1)
         _set_up_hub(self._socket, address, secret)
 
     async def send(self, peer: str, data: bytes) -> None:
         try:
             await self._socket.send_multipart([peer.encode(), data])
         except zmq.ZMQError as error:
-            raise ProcessFailed(
-                f"no process {peer!r} is connected: {error}", "look at its log in logs/"
-            ) from error
+            raise _not_connected(peer) from error
 
     async def receive(self) -> tuple[str, bytes]:
         peer, data = await self._socket.recv_multipart()
@@ -155,7 +151,7 @@ class Hub(_ThreadedSocket):
 
     def send(self, peer: str, data: bytes) -> None:
         if peer not in self._known:
-            raise ProcessFailed(f"no process {peer!r} is connected", "look at its log in logs/")
+            raise _not_connected(peer)
         self._send(peer.encode(), data)
 
     def receive(self, timeout_s: float | None = None) -> tuple[str, bytes] | None:
@@ -168,13 +164,18 @@ class Hub(_ThreadedSocket):
         return peer, frames[1]
 
 
+def _not_connected(peer: str) -> ProcessFailed:
+    return ProcessFailed(f"no process {peer!r} is connected", "look at its log in logs/")
+
+
 def _set_up_hub(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str, secret: str) -> None:
     if secret:
         socket.curve_server = True
         socket.curve_secretkey, socket.curve_publickey = _derive_keys(secret)
     socket.set(zmq.ROUTER_MANDATORY, 1)
-    socket.set(zmq.SNDHWM, _NO_LIMIT)
-    socket.set(zmq.RCVHWM, _NO_LIMIT)
+    # A process that replaces one of the same name takes its place at once.
+    socket.set(zmq.ROUTER_HANDOVER, 1)
+    socket.set_hwm(_NO_LIMIT)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -189,8 +190,7 @@ def _set_up_spoke(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, name: str, sec
         socket.curve_serverkey = _derive_keys(secret)[1]
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.set(zmq.IDENTITY, name.encode())
-    socket.set(zmq.SNDHWM, _NO_LIMIT)
-    socket.set(zmq.RCVHWM, _NO_LIMIT)
+    socket.set_hwm(_NO_LIMIT)
 
 
 def _derive_keys(secret: str) -> tuple[bytes, bytes]:

@@ -1,7 +1,7 @@
 """Line charts as SVG, drawn by hand: no dependency, no script, light and dark.
 
-The look is said by classes and one style sheet, which every picture carries so that it also
-stands alone as a file.
+Classes and one style sheet decide how a picture looks; every picture carries the sheet, so that it
+also stands alone as a file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
-from sightline.view import formatting as spell
+from sightline.view import formatting
 
 Point = tuple[float, float]
 
@@ -42,7 +42,7 @@ _MOST_HOVERS = 200
 class Series:
     name: str
     points: Sequence[tuple[float, float | None]]
-    """In the order of x. A y that is None or not finite is left out."""
+    """Points in the order of x. A y that is None or not finite is left out."""
     look: Literal["line", "faint", "dots"] = "line"
     colour: int = 0
 
@@ -189,7 +189,7 @@ def _draw_axes(plane: _PlotArea, x_label: str) -> list[str]:
 def _tick_text(value: float) -> str:
     if value and abs(value) < 1e-3:
         return f"{value:.3g}"
-    return f"{round(value, 6):g}" if abs(value) < 1e5 else spell.count(value)
+    return f"{round(value, 6):g}" if abs(value) < 1e5 else formatting.count(value)
 
 
 def _draw_series(one: Series, points: Sequence[Point], plane: _PlotArea) -> list[str]:
@@ -209,7 +209,7 @@ def _draw_series(one: Series, points: Sequence[Point], plane: _PlotArea) -> list
     for (x, y), (at_x, at_y) in list(zip(points, placed, strict=True))[::step]:
         parts.append(
             f'<circle class="hover" cx="{at_x:.1f}" cy="{at_y:.1f}" r="7">'
-            f"<title>{escape(one.name)}: {spell.short(y)} at {x:g}</title></circle>"
+            f"<title>{escape(one.name)}: {formatting.short(y)} at {x:g}</title></circle>"
         )
     return parts
 

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sightline.errors import ConfigError
 from sightline.run.events import by_step, find_number, numbers_of, read_events
 from sightline.run.run_dir import RunDir
-from sightline.view import formatting as spell
+from sightline.view import formatting
+from sightline.view.run_files import RunFiles, get_run_dir
 from sightline.view.summary import build_summary
+from sightline.view.templating import get_template
 from sightline.wire.event import Event
 
 NUM_POINTS = 6
-"""Of a curve: as many steps of both runs are shown."""
+"""Steps of a curve that are shown, the same ones of both runs."""
 _IGNORED_SETTINGS = {"run.name", "run.dir"}
 
 Number = float | None
 NumberFormat = Callable[[Number], str]
 
 
-@dataclass(frozen=True)
-class ComparisonRow:
+class ComparisonRow(NamedTuple):
     """One figure of both runs; `change` is from the first to the second."""
 
     label: str
@@ -42,7 +41,7 @@ class Comparison:
     settings: list[ComparisonRow]
     figures: list[ComparisonRow]
     curves: dict[str, list[ComparisonRow]]
-    """By what is drawn, a row a step."""
+    """Rows by the name of the curve, one for each step that is shown."""
 
     def tables(self) -> Iterator[tuple[str, list[ComparisonRow]]]:
         yield "settings that differ", self.settings
@@ -68,16 +67,10 @@ def compare_runs(first: RunDir, second: RunDir) -> Comparison:
 
 
 class _ComparedRun:
-    """What is known of one of them."""
+    """One of the two runs: its settings and its events."""
 
     def __init__(self, run_dir: RunDir) -> None:
-        try:
-            text = run_dir.config.read_text()
-        except OSError:
-            raise ConfigError(
-                f"{run_dir.path} is no run directory", "name folders that hold a config.toml"
-            ) from None
-        self.settings = dict(_flatten_settings(tomllib.loads(text)))
+        self.settings = dict(_flatten_settings(RunFiles(get_run_dir(run_dir.path)).settings))
         self.events = list(read_events(run_dir.metrics))
         self.summary = build_summary(self.events)
 
@@ -86,7 +79,7 @@ class _ComparedRun:
         return {step: value for step, value in found.items() if value is not None}
 
     def mean(self, name: str) -> Number:
-        """Of the trainer's steps, whichever command they belong to."""
+        """The mean over the trainer's steps, of `rl` and of `sft` alike."""
         return _mean([*self.series("train", name).values(), *self.series("sft", name).values()])
 
     def seconds(self) -> dict[str, float]:
@@ -105,30 +98,30 @@ def _compare_figures(one: _ComparedRun, two: _ComparedRun) -> list[ComparisonRow
     def summary_row(label: str, name: str, how: NumberFormat) -> ComparisonRow:
         return _row(label, find_number(one.summary, name), find_number(two.summary, name), how)
 
-    def mean_row(label: str, name: str, how: NumberFormat = spell.short) -> ComparisonRow:
+    def mean_row(label: str, name: str, how: NumberFormat = formatting.short) -> ComparisonRow:
         return _row(label, one.mean(name), two.mean(name), how)
 
     rows = [
-        _row("steps", one.num_steps, two.num_steps, spell.whole),
-        summary_row("seconds", "seconds", spell.short),
+        _row("steps", one.num_steps, two.num_steps, formatting.whole),
+        summary_row("seconds", "seconds", formatting.short),
         summary_row("reward before", "reward_start", _format_three_digits),
         summary_row("reward after", "reward_final", _format_three_digits),
         summary_row("reward with swapped images", "reward_swapped", _format_three_digits),
-        summary_row("sampled tokens/s", "tokens_per_s", spell.count),
-        mean_row("trained tokens a step", "trained_tokens", spell.count),
+        summary_row("sampled tokens/s", "tokens_per_s", formatting.count),
+        mean_row("trained tokens a step", "trained_tokens", formatting.count),
         mean_row("mismatch KL", "mismatch_kl"),
         mean_row("lag KL", "lag_kl"),
         mean_row("entropy", "entropy"),
         mean_row("clipped share", "clip_fraction"),
         mean_row("gradient norm", "grad_norm"),
-        summary_row("images shown", "images_shown", spell.count),
-        summary_row("images stored", "images_stored", spell.count),
-        summary_row("bad media", "bad_media", spell.whole),
+        summary_row("images shown", "images_shown", formatting.count),
+        summary_row("images stored", "images_stored", formatting.count),
+        summary_row("bad media", "bad_media", formatting.whole),
     ]
     first, second = one.seconds(), two.seconds()
     for name in dict.fromkeys([*first, *second]):
-        rows.append(_row(f"{name}, s a step", first.get(name), second.get(name), spell.short))
-    return [row for row in rows if {row.first, row.second} != {spell.NOTHING}]
+        rows.append(_row(f"{name}, s a step", first.get(name), second.get(name), formatting.short))
+    return [row for row in rows if {row.first, row.second} != {formatting.NOTHING}]
 
 
 def _compare_curves(one: dict[int, float], two: dict[int, float]) -> list[ComparisonRow]:
@@ -167,7 +160,7 @@ def _row(label: str, one: Number, two: Number, how: NumberFormat) -> ComparisonR
 def _compare_settings(one: dict[str, str], two: dict[str, str]) -> list[ComparisonRow]:
     keys = [key for key in dict.fromkeys([*one, *two]) if key not in _IGNORED_SETTINGS]
     return [
-        ComparisonRow(key, one.get(key, spell.NOTHING), two.get(key, spell.NOTHING))
+        ComparisonRow(key, one.get(key, formatting.NOTHING), two.get(key, formatting.NOTHING))
         for key in keys
         if one.get(key) != two.get(key)
     ]
@@ -186,7 +179,7 @@ def _mean(values: list[float]) -> Number:
 
 
 def _format_three_digits(value: Number) -> str:
-    return spell.fixed(value, 3)
+    return formatting.fixed(value, 3)
 
 
 def print_comparison(found: Comparison, console: Console) -> None:
@@ -195,25 +188,9 @@ def print_comparison(found: Comparison, console: Console) -> None:
         for heading in ("", *found.names, "change"):
             table.add_column(heading, overflow="fold")
         for row in rows or [ComparisonRow("none", "", "")]:
-            cells = (row.label, row.first, row.second, row.change)
-            table.add_row(*(Text(spell.clean(cell)) for cell in cells))
+            table.add_row(*(Text(formatting.clean(cell)) for cell in row))
         console.print(table)
 
 
 def to_markdown(found: Comparison) -> str:
-    lines = [f"# {_escape_cell(found.names[0])} and {_escape_cell(found.names[1])}"]
-    for title, rows in found.tables():
-        lines += ["", f"## {title[0].upper()}{title[1:]}", ""]
-        if not rows:
-            lines.append("None.")
-            continue
-        lines += [f"| | {_escape_cell(found.names[0])} | {_escape_cell(found.names[1])} | change |"]
-        lines.append("|---|---|---|---|")
-        for row in rows:
-            cells = (row.label, row.first, row.second, row.change)
-            lines.append(f"| {' | '.join(map(_escape_cell, cells))} |")
-    return "\n".join(lines) + "\n"
-
-
-def _escape_cell(text: str) -> str:
-    return spell.clean(text).replace("|", "\\|")
+    return get_template("compare.md.jinja").render(comparison=found)

@@ -6,6 +6,7 @@ elsewhere          a line a step, at most one every few seconds, without control
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from rich.text import Text
 
 from sightline.run.events import EventTail, find_number, numbers_of
 from sightline.run.run_dir import RunDir
-from sightline.view import formatting as spell
+from sightline.view import formatting
 from sightline.view.summary import swapped_metric
 from sightline.wire.event import Event
 
@@ -35,7 +36,10 @@ _PHASE_PROCESSES = ("orchestrator", "launcher")
 
 
 class LiveView:
-    """Call `update` a few times a second, `note` for a line of your own, `close` at the end."""
+    """Call `update` a few times a second, `note` for a line of your own, `close` at the end.
+
+    None of the three raises when the terminal or the file is gone: the run goes on unseen.
+    """
 
     def __init__(
         self,
@@ -59,6 +63,11 @@ class LiveView:
             self._live.start()
 
     def update(self) -> None:
+        """Shows what the run has written since."""
+        with contextlib.suppress(OSError):
+            self._update()
+
+    def _update(self) -> None:
         for event in self._tail.read():
             line = self._state.add_event(event)
             if not line:
@@ -75,19 +84,21 @@ class LiveView:
 
     def note(self, text: str) -> None:
         """Prints a line: above the panel, or among the lines."""
-        text = spell.clean(text)
-        if self._live:
-            self._console.print(Text(text))
-        else:
-            encoding = self._console.encoding
-            text = text.encode(encoding, errors="replace").decode(encoding)
-            print(text, file=self._console.file, flush=True)
+        text = formatting.clean(text)
+        with contextlib.suppress(OSError):
+            if self._live:
+                self._console.print(Text(text))
+            else:
+                encoding = self._console.encoding
+                text = text.encode(encoding, errors="replace").decode(encoding)
+                print(text, file=self._console.file, flush=True)
 
     def close(self) -> None:
         """Shows the newest state a last time. May be called more than once."""
         self.update()
         if self._live:
-            self._live.stop()
+            with contextlib.suppress(OSError):
+                self._live.stop()
             self._live = None
             # The panel stays as it is on the screen: the step in it is not to be repeated.
             self._printed_step = self._state.step
@@ -120,11 +131,11 @@ def step_line(step: int, values: dict[str, Any]) -> str:
     return "  ".join(
         (
             f"step {of_total}",
-            f"reward {spell.fixed(find_number(values, 'reward'))}",
+            f"reward {formatting.fixed(find_number(values, 'reward'))}",
             f"lag {_format_lag(values)}",
-            f"{spell.count(find_number(values, 'tokens_per_s'))} tok/s",
+            f"{formatting.count(find_number(values, 'tokens_per_s'))} tok/s",
             f"mismatch {_format_mismatch(values)}",
-            f"left {spell.duration(find_number(values, 'eta_s'))}",
+            f"left {formatting.duration(find_number(values, 'eta_s'))}",
         )
     )
 
@@ -164,11 +175,11 @@ class _ConsoleState:
         elif event.kind == "train":
             self.train = event.values
         elif event.kind == "eval":
-            name = spell.clean(event.values.get("name", ""))
+            name = formatting.clean(event.values.get("name", ""))
             self.evals[name] = find_number(event.values, "metric")
             return eval_line(event.values)
         elif event.kind == "dropped":
-            reason = spell.clean(event.values.get("reason", ""))
+            reason = formatting.clean(event.values.get("reason", ""))
             self.drops[reason] = self.drops.get(reason, 0) + 1
         elif event.kind == "lost":
             name, why = event.values.get("worker", ""), event.values.get("reason", "")
@@ -204,8 +215,8 @@ def _panel(state: _ConsoleState, now: float) -> Panel:
     grid.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     for label, text in _panel_rows(state):
         grid.add_row(label, text)
-    title = Text.assemble((f" {set_cell_size(spell.clean(state.name), 40).strip()} ", "bold"))
-    phase = Text(f" {spell.clean(state.phase)} ", style="cyan")
+    title = Text.assemble((f" {set_cell_size(formatting.clean(state.name), 40).strip()} ", "bold"))
+    phase = Text(f" {formatting.clean(state.phase)} ", style="cyan")
     return Panel(
         Group(_progress(state, now), Text(), grid),
         title=title,
@@ -230,7 +241,7 @@ def _progress(state: _ConsoleState, now: float) -> RenderableType:
     row.add_row(
         f"step {state.step}/{total or '?'}",
         ProgressBar(total=max(total, 1), completed=state.step, complete_style="green"),
-        f"{spell.duration(now - state.started)} gone, {spell.duration(left)} left",
+        f"{formatting.duration(now - state.started)} gone, {formatting.duration(left)} left",
     )
     return row
 
@@ -238,64 +249,70 @@ def _progress(state: _ConsoleState, now: float) -> RenderableType:
 def _panel_rows(state: _ConsoleState) -> list[tuple[str, RenderableType]]:
     values, train = state.values, state.train
     rewards = [reward for _, reward in state.rewards]
-    reward = Text(f"{spell.fixed(find_number(values, 'reward'), 3):<8}", style="bold green")
-    reward.append(spell.sparkline(rewards, _SPARK_WIDTH), style="green")
-    parts = _join_table(numbers_of(values, "parts"), lambda value: spell.fixed(value, 3))
+    reward = Text(f"{formatting.fixed(find_number(values, 'reward'), 3):<8}", style="bold green")
+    reward.append(formatting.sparkline(rewards, _SPARK_WIDTH), style="green")
+    parts = _join_table(numbers_of(values, "parts"), lambda value: formatting.fixed(value, 3))
     rows: list[tuple[str, RenderableType]] = [("reward", reward)]
     if parts:
         rows.append(("", Text(parts, style="dim")))
     if len(envs := _rewards_by_env(values)) > 1:
-        rows.append(("", Text(_join_table(envs, lambda value: spell.fixed(value, 3)), style="dim")))
+        rows.append(
+            ("", Text(_join_table(envs, lambda value: formatting.fixed(value, 3)), style="dim"))
+        )
     rows += [
         (
             "sampler",
             _cells(
-                f"tokens/s {spell.count(find_number(values, 'tokens_per_s'))}",
+                f"tokens/s {formatting.count(find_number(values, 'tokens_per_s'))}",
                 f"lag {_format_lag(values)}",
-                f"groups ahead {spell.count(find_number(values, 'groups_ahead'))}",
+                f"groups ahead {formatting.count(find_number(values, 'groups_ahead'))}",
             ),
         ),
         (
             "trainer",
             _cells(
-                f"loss {spell.short(find_number(train, 'loss'))}",
-                f"entropy {spell.short(find_number(train, 'entropy'))}",
+                f"loss {formatting.short(find_number(train, 'loss'))}",
+                f"entropy {formatting.short(find_number(train, 'entropy'))}",
                 f"mismatch KL {_format_mismatch(values)}",
             ),
         ),
         (
             "images",
             _cells(
-                f"shown {spell.count(find_number(values, 'images_shown'))}",
-                f"stored {spell.count(find_number(values, 'images_stored'))}",
-                f"bad {spell.count(find_number(values, 'bad_media'))}",
+                f"shown {formatting.count(find_number(values, 'images_shown'))}",
+                f"stored {formatting.count(find_number(values, 'images_stored'))}",
+                f"bad {formatting.count(find_number(values, 'bad_media'))}",
             ),
         ),
         (
             "groups",
             _cells(
-                f"no signal {_format_share(values, 'no_signal_rate')}",
-                f"replaced {spell.count(find_number(values, 'groups_replaced'))}",
-                f"truncated {spell.count(find_number(values, 'truncated'))}",
+                f"no signal {formatting.percent(find_number(values, 'no_signal_rate'))}",
+                f"replaced {formatting.count(find_number(values, 'groups_replaced'))}",
+                f"truncated {formatting.count(find_number(values, 'truncated'))}",
             ),
         ),
         (
             "in flight",
             _cells(
-                f"rollouts {spell.count(find_number(values, 'in_flight'))}",
-                f"waiting {spell.count(find_number(values, 'waiting'))}",
+                f"rollouts {formatting.count(find_number(values, 'in_flight'))}",
+                f"waiting {formatting.count(find_number(values, 'waiting'))}",
                 f"MB {_format_megabytes(values, 'bytes_in_flight')}",
             ),
         ),
         (
             "verdicts",
-            Text(_join_table(numbers_of(values, "verdicts"), spell.count) or spell.NOTHING),
+            Text(
+                _join_table(numbers_of(values, "verdicts"), formatting.count) or formatting.NOTHING
+            ),
         ),
     ]
     if state.drops:
-        rows.append(("dropped", Text(_join_table(state.drops, spell.count), style="yellow")))
+        rows.append(("dropped", Text(_join_table(state.drops, formatting.count), style="yellow")))
     if state.evals:
-        rows.append(("eval", Text(_join_table(state.evals, lambda value: spell.fixed(value, 3)))))
+        rows.append(
+            ("eval", Text(_join_table(state.evals, lambda value: formatting.fixed(value, 3))))
+        )
     return rows
 
 
@@ -304,8 +321,8 @@ def _cells(*texts: str) -> Text:
     return Text("".join(set_cell_size(text, 20) for text in texts).rstrip())
 
 
-def _join_table(table: dict[str, Any], spelled: Callable[[Any], str]) -> str:
-    return " · ".join(f"{spell.clean(name)} {spelled(value)}" for name, value in table.items())
+def _join_table(table: dict[str, Any], how: Callable[[Any], str]) -> str:
+    return " · ".join(f"{formatting.clean(name)} {how(value)}" for name, value in table.items())
 
 
 def _rewards_by_env(values: dict[str, Any]) -> dict[str, float | None]:
@@ -315,24 +332,19 @@ def _rewards_by_env(values: dict[str, Any]) -> dict[str, float | None]:
     return {name: find_number(env, "reward") for name, env in envs.items() if isinstance(env, dict)}
 
 
-def _format_share(values: dict[str, Any], name: str) -> str:
-    share = find_number(values, name)
-    return spell.NOTHING if share is None else f"{100 * share:.0f}%"
-
-
 def _format_megabytes(values: dict[str, Any], name: str) -> str:
     size = find_number(values, name)
-    return spell.NOTHING if size is None else f"{size / 1e6:.1f}"
+    return formatting.NOTHING if size is None else f"{size / 1e6:.1f}"
 
 
 def _format_lag(values: dict[str, Any]) -> str:
-    """Mean and greatest."""
+    """Mean and greatest lag of the trained tokens."""
     greatest = find_number(values, "lag_max")
     if greatest is None:
-        return spell.NOTHING
-    return f"{spell.fixed(find_number(values, 'lag_mean'), 1)}/{greatest:.0f}"
+        return formatting.NOTHING
+    return f"{formatting.fixed(find_number(values, 'lag_mean'), 1)}/{greatest:.0f}"
 
 
 def _format_mismatch(values: dict[str, Any]) -> str:
     mismatch = find_number(values, "mismatch_kl")
-    return spell.NOTHING if mismatch is None else f"{mismatch:.1e}"
+    return formatting.NOTHING if mismatch is None else f"{mismatch:.1e}"

@@ -26,11 +26,16 @@ _EXTENSIONS = {
 class GalleryImage:
     ref: MediaRef
     file: str
-    """Its name in the gallery's folder; empty when the image could not be read."""
+    """File name in the gallery's folder; empty when the image could not be read."""
     url: str
     """A data url of the same bytes."""
     problem: str = ""
     """Why the image could not be read."""
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether it is to be drawn larger than it is, pixel by pixel."""
+        return max(self.ref.width, self.ref.height) < 56
 
 
 class Gallery:
@@ -39,15 +44,15 @@ class Gallery:
     def __init__(self, store: MediaStore, folder: Path) -> None:
         self.folder = folder
         self._store = store
-        self._pictures: dict[str, GalleryImage] = {}
+        self._images: dict[str, GalleryImage] = {}
 
-    def picture(self, ref: MediaRef) -> GalleryImage:
-        """A missing or damaged image gives a picture that says so."""
-        if ref.digest not in self._pictures:
-            self._pictures[ref.digest] = self._make(ref)
-        return self._pictures[ref.digest]
+    def get_image(self, ref: MediaRef) -> GalleryImage:
+        """The small copy of an image; one that is missing or damaged says so."""
+        if ref.digest not in self._images:
+            self._images[ref.digest] = self._make_image(ref)
+        return self._images[ref.digest]
 
-    def _make(self, ref: MediaRef) -> GalleryImage:
+    def _make_image(self, ref: MediaRef) -> GalleryImage:
         try:
             data, mime = self._shown_bytes(ref)
         except MediaError as error:

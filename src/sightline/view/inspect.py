@@ -22,19 +22,20 @@ from rich.table import Table
 
 from sightline import config
 from sightline.config import RunFile
-from sightline.errors import ConfigError, Misaligned
+from sightline.errors import WireError
 from sightline.families import Family, load_family
 from sightline.media import MediaRef, MediaStore
 from sightline.pack import PackSize, pack
 from sightline.run.run_dir import RunDir
 from sightline.trace import Node, flatten, read_traces
+from sightline.view.run_files import get_run_dir
 from sightline.wire.sample import Batch, Sample, digest_batch
 from sightline.wire.score import StepScores
 
 PER_TOKEN = {"token_ids", "trained", "logprobs", "advantages", "versions"}
 """The arrays that a sample or a node may hold: a number for a token."""
 MAX_LIST_LENGTH = 4096
-"""Of plain numbers; what is longer is an array in disguise."""
+"""A longer list of plain numbers is an array in disguise."""
 DATA_URLS = (b"data:image", b";base64,")
 SIGNATURES = (
     b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0\x00\x10JFIF", b"Exif\x00\x00", b"WEBPVP8", b"GIF87a",
@@ -51,7 +52,7 @@ class Inspection:
 
     steps: int = 0
     rollouts: int = 0
-    """Of all steps, whatever their verdict."""
+    """Rollouts of all steps, whatever their verdict."""
     eval_rollouts: int = 0
     batches_as_sent: int = 0
     """Decoded from the very bytes that were announced: their digest is the ledger's."""
@@ -64,11 +65,11 @@ class Inspection:
     descriptors: int = 0
     """Items in micro-batches; an image that is shown several times in one is one."""
     distinct_files: int = 0
-    """Of descriptors and of all traces."""
+    """Images that descriptors or traces refer to, each counted once."""
     eager_tensors: int = 0
     """Arrays in batches that are no numbers of tokens."""
     data_urls: int = 0
-    """In all files of the run that are not made for people; images in base64 or whole count."""
+    """Data URLs and encoded images in the files of the run that are not made for people."""
     missing_files: int = 0
     """Images that something refers to and the store does not hold."""
     missing: list[MediaRef] = field(default_factory=list)
@@ -79,10 +80,7 @@ class Inspection:
 
 
 def inspect_run(run_dir: RunDir) -> Inspection:
-    if not run_dir.config.is_file():
-        raise ConfigError(
-            f"{run_dir.path} is no run directory", "name the folder that holds config.toml"
-        )
+    run_dir = get_run_dir(run_dir.path)
     run_file = config.load_stored_config(RunFile, run_dir.config)
     family = _load_family(run_file, run_dir)
     limit = PackSize(run_file.trainer.micro_batch_tokens, run_file.trainer.micro_batch_patches)
@@ -93,7 +91,7 @@ def inspect_run(run_dir: RunDir) -> Inspection:
     for batch, raw, as_sent in _read_batches(run_dir, digests):
         found.batches_as_sent += as_sent
         found.batches_rebuilt += not as_sent
-        found.eager_tensors += sum(1 for _ in eager_tensors(msgspec.msgpack.decode(raw)))
+        found.eager_tensors += sum(1 for _ in find_eager_tensors(msgspec.msgpack.decode(raw)))
         found.samples += len(batch.samples)
         found.slots += sum(len(sample.slots) for sample in batch.samples)
         for micro_batch in pack(batch.samples, batch.step, family, limit):
@@ -115,7 +113,7 @@ def inspect_run(run_dir: RunDir) -> Inspection:
     return found
 
 
-def eager_tensors(value: Any, name: str = "") -> Iterator[str]:
+def find_eager_tensors(value: Any, name: str = "") -> Iterator[str]:
     """Paths of what could hold pixels, in a message that was decoded without a schema."""
     if isinstance(value, dict):
         if value.keys() == {"dtype", "shape", "data"}:
@@ -123,13 +121,13 @@ def eager_tensors(value: Any, name: str = "") -> Iterator[str]:
                 yield name
             return
         for key, inner in value.items():
-            yield from eager_tensors(inner, f"{name}.{key}" if name else str(key))
+            yield from find_eager_tensors(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list):
         if len(value) > MAX_LIST_LENGTH and isinstance(value[0], (int, float)):
             yield name
             return
         for i, inner in enumerate(value):
-            yield from eager_tensors(inner, f"{name}[{i}]")
+            yield from find_eager_tensors(inner, f"{name}[{i}]")
     elif isinstance(value, (bytes, memoryview)):
         yield name
 
@@ -190,7 +188,7 @@ def _read_batches(run_dir: RunDir, digests: dict[int, str]) -> Iterator[tuple[Ba
         if file.is_file():
             raw = file.read_bytes()
             if digest_batch(raw) != digest:
-                raise Misaligned(
+                raise WireError(
                     f"{file} is not the batch that step {step} trained on",
                     "the file was changed, or comes from another run",
                 )
@@ -203,10 +201,10 @@ def _read_batches(run_dir: RunDir, digests: dict[int, str]) -> Iterator[tuple[Ba
 def _decode_batch(raw: bytes, file: Path) -> Batch:
     try:
         return Batch.from_bytes(raw)
-    except msgspec.MsgspecError as error:
-        held = ", ".join(eager_tensors(msgspec.msgpack.decode(raw))) or "none"
-        raise Misaligned(
-            f"{file} is not a batch: {error}; tensors in it: {held}",
+    except WireError as error:
+        tensors = ", ".join(find_eager_tensors(msgspec.msgpack.decode(raw))) or "none"
+        raise WireError(
+            f"{file} is not a batch: {error}; tensors in it: {tensors}",
             "send samples with references; the trainer makes the pixels",
         ) from error
 
@@ -226,7 +224,7 @@ def _rebuild_samples(run_dir: RunDir, step: int) -> list[Sample]:
         if nodes := trained.pop(trace.id, None):
             samples += flatten(trace, _zero_advantages(nodes))
     if trained:
-        raise Misaligned(
+        raise WireError(
             f"step {step} trained on {len(trained)} traces that are not in its file, the first "
             f"{next(iter(trained))}",
             "the run directory is incomplete; copy it again",

@@ -7,7 +7,6 @@ is read when it is asked for.
 from __future__ import annotations
 
 import base64
-import html
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from sightline.errors import ConfigError, MediaError
 from sightline.media import MediaRef
-from sightline.message import ImagePart
-from sightline.run.run_dir import RunDir
+from sightline.message import ImagePart, Message
 from sightline.trace import Trace
-from sightline.view import formatting as spell
-from sightline.view.dashboard import queries
-from sightline.view.dashboard import rollout_page as rollout
-from sightline.view.dashboard import thumbnails as pictures
-from sightline.view.dashboard import trace_files as reading
-from sightline.view.dashboard.run_collection import is_viewable_run
+from sightline.view import formatting
+from sightline.view.dashboard import queries, rollout_page, thumbnails, trace_files
 from sightline.view.dashboard.run_view import RunView
+from sightline.view.run_files import get_run_dir
+from sightline.view.templating import get_template
 
 if TYPE_CHECKING:
     import pandas
@@ -36,13 +32,8 @@ _MOST_SHOWN = 12
 
 def open_run(path: str | Path) -> Run:
     """The run in a run directory, live or finished."""
-    found = Path(path)
-    if not is_viewable_run(found):
-        raise ConfigError(
-            f"{found} is no run directory",
-            "name the folder that holds config.toml and metrics.jsonl",
-        )
-    return Run(RunView(found.resolve().name, RunDir(found)))
+    run_dir = get_run_dir(Path(path))
+    return Run(RunView(run_dir.path.resolve().name, run_dir))
 
 
 class Run:
@@ -127,7 +118,7 @@ class Run:
 
     def rollout(self, file: str, number: int) -> Rollout:
         """One rollout, by the `file` and `number` of `rollouts`."""
-        found = rollout.find_trace(self._view, file, number)
+        found = rollout_page.find_trace(self._view, file, number)
         if found is None:
             raise ConfigError(
                 f"{self.name} has no rollout {number} in {file}", "take both from run.rollouts"
@@ -136,14 +127,14 @@ class Run:
 
     def traces(self, step: int) -> Iterator[Trace]:
         """The traces of a step, one at a time; what cannot be read is left out."""
-        for found in reading.read_records(self._view.run_dir.traces_of(step)):
+        for found in trace_files.read_records(self._view.run_dir.traces_of(step)):
             if not isinstance(found, str):
                 yield found.trace
 
     def image(self, image: MediaRef | str) -> Image:
         """The picture of a ref or a digest, as the models see it: RGB, upright."""
         digest = image.digest if isinstance(image, MediaRef) else image
-        return self._view.store.image(self._view.store.find(digest))
+        return self._view.store.image(self._view.store.get_ref(digest))
 
     def __repr__(self) -> str:
         return f"<run {self.name}: {self._view.state}, step {self._view.history.last_step}>"
@@ -152,16 +143,17 @@ class Run:
         found = self._view.overview()
         rows = [
             ("state", found["state"]),
-            ("step", f"{found['step']} of {spell.whole(found['steps_total'])}"),
-            ("reward", spell.fixed(found["reward"], 3)),
-            ("mismatch KL", spell.short(found["mismatch_kl"])),
-            ("rollouts", spell.whole(found["rollouts"])),
-            ("images", spell.whole(found["images"])),
+            ("step", f"{found['step']} of {formatting.whole(found['steps_total'])}"),
+            ("reward", formatting.fixed(found["reward"], 3)),
+            ("mismatch KL", formatting.short(found["mismatch_kl"])),
+            ("rollouts", formatting.whole(found["rollouts"])),
+            ("images", formatting.whole(found["images"])),
             *(("missing", problem) for problem in found["problems"]),
         ]
         if found["probe"]:
             rows.append(("probe", found["probe"].get("words", "")))
-        return f"<h4>{html.escape(self.name)}</h4>{_table(rows)}"
+        template: Any = get_template("notebook.html.jinja").module
+        return str(template.run(self.name, rows))
 
 
 @dataclass(frozen=True)
@@ -181,7 +173,7 @@ class Rollout:
         """A row a token of every node: sampled or context, and what both sides thought of it."""
         import pandas
 
-        scored = rollout.read_node_scores(self.view, self.row["step"], self.trace)
+        scored = rollout_page.read_node_scores(self.view, self.row["step"], self.trace)
         frames = []
         for node in self.trace.nodes:
             first, score = node.sampled_start, scored.get(node.id)
@@ -202,43 +194,32 @@ class Rollout:
         return pandas.concat(frames, ignore_index=True) if frames else pandas.DataFrame()
 
     def _repr_html_(self) -> str:
-        head = _table(
-            [
-                ("rollout", self.trace.id),
-                ("verdict", self.row["verdict"] or "not judged"),
-                ("reward", spell.fixed(self.trace.reward, 3)),
-                *((name, spell.short(value)) for name, value in self.trace.rewards.items()),
-            ]
-        )
+        rows = [
+            ("rollout", self.trace.id),
+            ("verdict", self.row["verdict"] or "not judged"),
+            ("reward", formatting.fixed(self.trace.reward, 3)),
+            *((name, formatting.short(value)) for name, value in self.trace.rewards.items()),
+        ]
         leaf = self.trace.turns[-1].id if self.trace.turns else len(self.trace.nodes) - 1
         path = self.trace.path(leaf) if self.trace.nodes else []
-        said = [self._message(self.trace.nodes[n]) for n in path[:_MOST_SHOWN]]
-        left = len(path) - len(said)
-        return head + "".join(said) + (f"<p>{left} more messages</p>" if left > 0 else "")
+        shown = [self.trace.nodes[number].message for number in path[:_MOST_SHOWN]]
+        messages = [(message.role, self._parts(message)) for message in shown]
+        template: Any = get_template("notebook.html.jinja").module
+        return str(template.rollout(rows, messages, len(path) - len(shown)))
 
-    def _message(self, node: Any) -> str:
-        parts = []
-        for part in node.message.content:
+    def _parts(self, message: Message) -> list[tuple[str, str]]:
+        """What the message holds, in order: a kind, and a text or the URL of an image."""
+        parts = [("text", message.reasoning)] if message.reasoning else []
+        for part in message.content:
             if isinstance(part, ImagePart):
-                parts.append(self._picture(part.ref))
+                parts.append(self._image_part(part.ref))
             else:
-                parts.append(f"<div style='white-space:pre-wrap'>{html.escape(part.text)}</div>")
-        for call in node.message.tool_calls:
-            parts.append(f"<code>{html.escape(f'{call.name}({call.arguments})')}</code>")
-        return f"<p><b>{html.escape(node.message.role)}</b></p>{''.join(parts)}"
+                parts.append(("text", part.text))
+        return parts + [("call", f"{c.name}({c.arguments})") for c in message.tool_calls]
 
-    def _picture(self, ref: MediaRef) -> str:
+    def _image_part(self, ref: MediaRef) -> tuple[str, str]:
         try:
-            data, mime = pictures.make_thumbnail(self.view.store, ref.digest, _SHOWN_SIDE)
+            data, mime = thumbnails.make_thumbnail(self.view.store, ref.digest, _SHOWN_SIDE)
         except MediaError as error:
-            return f"<div>{html.escape(error.problem)}</div>"
-        return f"<img src='data:{mime};base64,{base64.b64encode(data).decode()}'>"
-
-
-def _table(rows: list[tuple[str, str]]) -> str:
-    cells = "".join(
-        f"<tr><th style='text-align:left'>{html.escape(spell.clean(name))}</th>"
-        f"<td style='text-align:left'>{html.escape(spell.clean(value))}</td></tr>"
-        for name, value in rows
-    )
-    return f"<table>{cells}</table>"
+            return ("text", error.problem)
+        return ("image", f"data:{mime};base64,{base64.b64encode(data).decode()}")

@@ -23,13 +23,13 @@ import pyarrow.parquet
 from sightline.errors import MediaError, Misaligned
 from sightline.media import MediaStore
 from sightline.trace import Trace
-from sightline.view.dashboard import trace_files as reading
+from sightline.view.dashboard import trace_files
 from sightline.view.trace_export import openai_message
 
 MAX_IMAGE_BYTES = 2_000_000
 """A larger image is inlined as a smaller copy."""
 MAX_ROLLOUT_BYTES = 16_000_000
-"""Of all images of one rollout; those past it stay references."""
+"""The most bytes of images of one rollout; images past it stay references."""
 GROUP_BYTES = 8_000_000
 """A row group is written when its rows have grown to this."""
 GROUP_ROWS = 256
@@ -62,7 +62,7 @@ FIELDS = {
 class ExportCounts:
     rollouts: int
     images: int
-    """Inlined."""
+    """Images whose bytes are in the file."""
     left_out: int
     """Images that are missing, damaged or past the cap; their digests stand in their row."""
     nbytes: int
@@ -71,7 +71,7 @@ class ExportCounts:
 
 
 def build_schema() -> pyarrow.Schema:
-    """With the note by which `datasets` knows that a column holds images."""
+    """The schema, with the metadata by which `datasets` knows that a column holds images."""
     features: dict[str, Any] = {
         name: {"dtype": str(kind), "_type": "Value"}
         for name, kind in FIELDS.items()
@@ -103,13 +103,13 @@ def export_step(
     try:
         with pyarrow.parquet.ParquetWriter(part, build_schema(), compression="zstd") as writer:
             rows: list[dict[str, Any]] = []
-            held = 0
+            num_bytes = 0
             for row in _iterate_rows(traces, store, verdicts or {}, max_rollout_bytes, counts):
                 rows.append(row)
-                held += _estimate_bytes(row)
-                if held >= GROUP_BYTES or len(rows) >= GROUP_ROWS:
+                num_bytes += _estimate_bytes(row)
+                if num_bytes >= GROUP_BYTES or len(rows) >= GROUP_ROWS:
                     writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, build_schema()))
-                    rows, held = [], 0
+                    rows, num_bytes = [], 0
             if rows:
                 writer.write_batch(pyarrow.RecordBatch.from_pylist(rows, build_schema()))
         with open(part, "rb") as file:
@@ -143,8 +143,8 @@ def _iterate_rows(
     max_rollout_bytes: int,
     counts: _ExportTally,
 ) -> Iterator[dict[str, Any]]:
-    step = reading.find_step(traces.name)
-    for record in reading.read_records(traces):
+    step = trace_files.find_step(traces.name)
+    for record in trace_files.read_records(traces):
         if isinstance(record, str):
             counts.problems.append(record)
             continue
@@ -165,17 +165,17 @@ def _build_row(
     nodes = [trace.nodes[n] for n in path]
     # Each image once, however often the rollout shows it.
     refs = {slot.item.ref.digest: slot.item.ref for node in trace.nodes for slot in node.slots}
-    images, held = [], 0
+    images, num_bytes = [], 0
     for digest in refs:
         try:
             data = _read_inline_image(store, digest)
         except MediaError:
             counts.left_out += 1
             continue
-        if held + len(data) > max_rollout_bytes:
+        if num_bytes + len(data) > max_rollout_bytes:
             counts.left_out += 1
             continue
-        held += len(data)
+        num_bytes += len(data)
         counts.images += 1
         images.append({"bytes": data, "path": digest})
     sampled = [i >= node.sampled_start for node in nodes for i in range(len(node.token_ids))]
@@ -207,7 +207,7 @@ def _build_row(
 
 
 def _read_inline_image(store: MediaStore, digest: str) -> bytes:
-    ref = store.find(digest)
+    ref = store.get_ref(digest)
     data = store.get(ref)
     if len(data) <= MAX_IMAGE_BYTES:
         return data

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import tomllib
+from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from sightline.media import MediaStore
-from sightline.render import Tokenizer
 from sightline.run.events import by_step, find_number, numbers_of, read_events
 from sightline.run.run_dir import RunDir
 from sightline.view.chart import Series, line_chart, smooth
 from sightline.view.gallery import Gallery
 from sightline.view.report_rollouts import RolloutSection, pick_rollouts
+from sightline.view.run_files import RunFiles
 from sightline.view.summary import build_summary, evals_by_name
 from sightline.view.timeline import Timeline, build_timeline
 from sightline.wire.event import Event
@@ -39,34 +35,30 @@ class ReportData:
     """SVG by name; `reward` is always there."""
     timeline: Timeline
     stage_seconds: dict[str, float]
-    """What the trainer's time went into, over all steps."""
+    """What the trainer's time went into, summed over all steps."""
     hidden_share: float | None
-    """Of the time that images took to materialize, what the trainer did not wait for."""
+    """Fraction of the time to materialize images that the trainer did not wait for."""
     publish_hidden_share: float | None
-    """Of the time that versions took to leave, what the next step ran beside."""
+    """Fraction of the time to publish weights that overlapped the next step."""
     num_compiled: int | None
-    """Graphs; None where nothing is compiled."""
+    """Graphs that torch compiled; None where nothing is compiled."""
     num_measured: int
     """Steps with a mismatch; the others had no token of the trainer's own version."""
-    shelves: list[RolloutSection] = field(default_factory=list)
+    sections: list[RolloutSection] = field(default_factory=list)
 
 
 def collect_report_data(run_dir: RunDir) -> ReportData:
     events = list(read_events(run_dir.metrics))
     steps, trained = by_step(events, "step"), by_step(events, "train")
     evals = evals_by_name(events)
-    text, settings = _read_settings(run_dir)
-    gallery = Gallery(_open_store(run_dir, settings), run_dir.report / IMAGES)
-    drops: dict[str, int] = {}
-    for event in events:
-        if event.kind == "dropped":
-            reason = str(event.values.get("reason", ""))
-            drops[reason] = drops.get(reason, 0) + 1
+    files = RunFiles(run_dir)
+    gallery = Gallery(files.open_store(), run_dir.report / IMAGES)
+    drops = Counter(str(e.values.get("reason", "")) for e in events if e.kind == "dropped")
     return ReportData(
         name=run_dir.path.resolve().name,
-        settings=settings,
-        settings_text=text,
-        summary=_read_summary(run_dir, events),
+        settings=files.settings,
+        settings_text=files.settings_text,
+        summary=files.find_summary() or build_summary(events),
         evals=evals,
         drops=drops,
         charts=_draw_charts(steps, trained, evals),
@@ -80,49 +72,8 @@ def collect_report_data(run_dir: RunDir) -> ReportData:
         num_measured=sum(
             find_number(e.values, "mismatch_kl") is not None for e in trained.values()
         ),
-        shelves=pick_rollouts(run_dir, gallery, _find_tokenizer(settings)),
+        sections=pick_rollouts(run_dir, gallery, files.tokenizer),
     )
-
-
-def _read_summary(run_dir: RunDir, events: list[Event]) -> dict[str, Any]:
-    """The written one, unless the run has gone on since."""
-    try:
-        if run_dir.summary.stat().st_mtime >= run_dir.metrics.stat().st_mtime:
-            return msgspec.json.decode(run_dir.summary.read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.MsgspecError):
-        pass
-    return build_summary(events)
-
-
-def _read_settings(run_dir: RunDir) -> tuple[str, dict[str, Any]]:
-    try:
-        text = run_dir.config.read_text(errors="replace")
-        return text, tomllib.loads(text)
-    except FileNotFoundError:
-        return "", {}
-    except tomllib.TOMLDecodeError:
-        return text, {}
-
-
-def _find_setting(settings: dict[str, Any], section: str, name: str) -> str:
-    table = settings.get(section)
-    return str(table.get(name) or "") if isinstance(table, dict) else ""
-
-
-def _open_store(run_dir: RunDir, settings: dict[str, Any]) -> MediaStore:
-    root = _find_setting(settings, "media", "root")
-    return MediaStore(run_dir.media, fallback_roots=[root] if root else [])
-
-
-def _find_tokenizer(settings: dict[str, Any]) -> Tokenizer | None:
-    """None where the checkpoint is not at hand: answers then show as plain text."""
-    path = _find_setting(settings, "model", "path")
-    if not path:
-        return None
-    try:
-        return Tokenizer(Path(path))
-    except Exception:  # the library raises this very class for a file that it cannot read
-        return None
 
 
 def _draw_charts(

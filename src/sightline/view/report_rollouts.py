@@ -15,7 +15,7 @@ from sightline.message import ImagePart
 from sightline.render import Tokenizer
 from sightline.run.run_dir import RunDir
 from sightline.trace import Node, Trace, read_traces
-from sightline.view import formatting as spell
+from sightline.view import formatting
 from sightline.view.gallery import Gallery, GalleryImage
 
 ROLLOUTS_PER_SECTION = 3
@@ -34,6 +34,11 @@ class ReportToken:
     def probability(self) -> float:
         return math.exp(min(0.0, self.logprob))
 
+    @property
+    def is_special(self) -> bool:
+        """Whether it is spelled as special tokens are, in every chat format that we know."""
+        return self.text.startswith("<|") and self.text.endswith("|>")
+
 
 @dataclass(frozen=True, slots=True)
 class ReportMessage:
@@ -43,7 +48,8 @@ class ReportMessage:
     parts: list[str | GalleryImage]
     tokens: list[ReportToken]
     """What was sampled, token by token; empty for messages of the environment."""
-    num_sampled: int
+    num_left_out: int = 0
+    """Sampled tokens that are not shown."""
     credit: float | None = None
     """What the turn earned, where the environment says so."""
 
@@ -99,7 +105,7 @@ def _read_section(
             if len(shown) == ROLLOUTS_PER_SECTION:
                 break
     except (SightlineError, OSError) as error:
-        return RolloutSection(title, shown, spell.clean(error))
+        return RolloutSection(title, shown, formatting.clean(error))
     return RolloutSection(title, shown)
 
 
@@ -122,12 +128,10 @@ def _build_rollout(trace: Trace, gallery: Gallery, tokenizer: Tokenizer | None) 
     title = f"task {trace.task}" + (f", one of {branches} branches" if branches > 1 else "")
 
     def build_message(node: Node) -> ReportMessage:
+        tokens = _tokens(node, tokenizer) if tokenizer else []
+        left_out = node.num_sampled - len(tokens) if tokens else 0
         return ReportMessage(
-            node.message.role,
-            _parts(node, gallery),
-            _tokens(node, tokenizer) if tokenizer else [],
-            node.num_sampled,
-            credits.get(node.id),
+            node.message.role, _parts(node, gallery), tokens, left_out, credits.get(node.id)
         )
 
     return ReportRollout(
@@ -153,7 +157,7 @@ def _parts(node: Node, gallery: Gallery) -> list[str | GalleryImage]:
         parts.append(_shorten_text(message.reasoning))
     for part in message.content:
         if isinstance(part, ImagePart):
-            parts.append(gallery.picture(part.ref))
+            parts.append(gallery.get_image(part.ref))
         else:
             parts.append(_shorten_text(part.text))
     parts += [_shorten_text(f"{call.name}({call.arguments})") for call in message.tool_calls]

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from sightline.errors import ConfigError
 from sightline.run.run_dir import RunDir
-from sightline.view.dashboard.run_collection import is_viewable_run
-from sightline.view.dashboard.run_view import RunView
 from sightline.view.parquet_export import MAX_ROLLOUT_BYTES, ExportCounts, export_step
+from sightline.view.run_files import RunFiles, get_run_dir
 from sightline.view.upload import build_upload_url, upload
 from sightline.view.verdicts import read_verdicts
 
@@ -23,8 +22,7 @@ def export_samples(
     max_rollout_bytes: int = MAX_ROLLOUT_BYTES,
 ) -> Iterator[tuple[str, ExportCounts]]:
     """Name and counts of each file that was written or uploaded, as it is done."""
-    if not is_viewable_run(run_dir.path):
-        raise ConfigError(f"{run_dir.path} is no run directory", "name the folder of a run")
+    run_dir = get_run_dir(run_dir.path)
     files = sorted(run_dir.traces.glob("step_*.msgpack"))
     if steps:
         files = [run_dir.traces_of(step) for step in steps]
@@ -35,7 +33,7 @@ def export_samples(
         raise ConfigError(
             f"{len(files)} files and one address", "name one --step, or end the address in a slash"
         )
-    store = RunView("export", run_dir).store
+    store = RunFiles(run_dir).open_store()
     for file in files:
         name = f"{file.stem}.parquet"
         verdicts = read_verdicts(run_dir, file.stem)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from sightline.run.events import by_step, find_number, numbers_of, read_events
 from sightline.run.run_dir import RunDir
-from sightline.view import formatting as spell
+from sightline.view import formatting
 from sightline.wire.event import Event
 from sightline.wire.file import write_atomic
 
@@ -58,13 +58,9 @@ def build_summary(events: Iterable[Event], **extra: Any) -> dict[str, Any]:
 def summarize(run_dir: RunDir, **extra: Any) -> dict[str, Any]:
     """Builds the summary from the run's own events and writes it."""
     summary = build_summary(read_events(run_dir.metrics), **extra)
-    write_summary(run_dir, summary)
-    return summary
-
-
-def write_summary(run_dir: RunDir, values: dict[str, Any]) -> None:
-    data = msgspec.json.format(msgspec.json.encode(values), indent=2)
+    data = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     write_atomic(run_dir.summary, data + b"\n")
+    return summary
 
 
 def evals_by_name(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
@@ -129,42 +125,48 @@ def print_summary(summary: dict[str, Any], console: Console | None = None) -> No
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in headlines(summary):
-        table.add_row(Text(label), Text(spell.clean(text)))
+        table.add_row(Text(label), Text(formatting.clean(text)))
     (console or Console()).print(table)
 
 
 def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Label and text of what a reader wants first."""
     number = {name: find_number(summary, name) for name in summary}.get
-    start, final = spell.fixed(number("reward_start"), 3), spell.fixed(number("reward_final"), 3)
+    start, final = (
+        formatting.fixed(number("reward_start"), 3),
+        formatting.fixed(number("reward_final"), 3),
+    )
     rows = [("reward", f"{start} before, {final} after")]
     if "reward_swapped" in summary:
-        swapped = spell.fixed(number("reward_swapped"), 3)
+        swapped = formatting.fixed(number("reward_swapped"), 3)
         rows.append(("with swapped images", f"{swapped} after"))
     if summary.get("probe"):
         rows.append(("images exchanged", str(summary["probe"])))
     if (exact := find_number(numbers_of(summary, "eval_final"), "exact")) is not None:
-        rows.append(("exact answers", f"{spell.fixed(exact, 3)} after"))
+        rows.append(("exact answers", f"{formatting.fixed(exact, 3)} after"))
     rows += [
-        ("steps", f"{spell.whole(number('steps'))} in {spell.duration(number('seconds'))}"),
-        ("tokens/s", spell.count(number("tokens_per_s"))),
-        ("mismatch KL", spell.short(number("mismatch_kl"))),
+        (
+            "steps",
+            f"{formatting.whole(number('steps'))} in {formatting.duration(number('seconds'))}",
+        ),
+        ("tokens/s", formatting.count(number("tokens_per_s"))),
+        ("mismatch KL", formatting.short(number("mismatch_kl"))),
         (
             "images",
-            f"{spell.whole(number('images_shown'))} shown, "
-            f"{spell.whole(number('images_stored'))} stored, "
-            f"{spell.whole(number('bad_media'))} bad",
+            f"{formatting.whole(number('images_shown'))} shown, "
+            f"{formatting.whole(number('images_stored'))} stored, "
+            f"{formatting.whole(number('bad_media'))} bad",
         ),
-        ("verdicts", _counts(summary, "verdicts") or spell.NOTHING),
+        ("verdicts", _counts(summary, "verdicts") or formatting.NOTHING),
     ]
     if forks := _counts(summary, "forks"):
         rows.append(("forked turns", forks))
     if number("door_errors"):
-        rows.append(("refused at the door", spell.whole(number("door_errors"))))
+        rows.append(("requests refused", formatting.whole(number("door_errors"))))
     if summary.get("stopped_by"):
         rows.append(("stopped by", str(summary["stopped_by"])))
     return rows
 
 
 def _counts(summary: dict[str, Any], name: str) -> str:
-    return ", ".join(f"{k} {spell.whole(v)}" for k, v in numbers_of(summary, name).items())
+    return ", ".join(f"{k} {formatting.whole(v)}" for k, v in numbers_of(summary, name).items())

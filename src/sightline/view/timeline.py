@@ -25,7 +25,7 @@ _WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 720, 70, 16, 34, 24
 class Timeline:
     server: list[Interval]
     trainer: list[Interval]
-    """In order, apart from one another; seconds since 1970."""
+    """Disjoint intervals in order, in seconds since 1970."""
     steps: list[tuple[int, Interval]]
     """The trainer's intervals as it told them, with their steps."""
 
@@ -52,7 +52,7 @@ class Timeline:
 
     @property
     def share(self) -> float | None:
-        """Of the trainer's busy time, the part in which the server was busy too."""
+        """Fraction of the trainer's busy time in which the server was busy too."""
         return self.both_s / self.trainer_s if self.trainer_s else None
 
 
@@ -92,7 +92,7 @@ def merge_intervals(intervals: Iterable[Interval], gap: float = 0.0) -> list[Int
 
 
 def intersect_intervals(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """Where both are; each is in order and apart."""
+    """The intersection of two lists of disjoint intervals in order."""
     found: list[Interval] = []
     i = j = 0
     while i < len(first) and j < len(second):

@@ -16,7 +16,7 @@ from sightline.wire.file import write_atomic
 
 
 def branch_records(trace: Trace) -> Iterator[dict[str, Any]]:
-    """One per branch; what branches share stands in each of them, under the same node id."""
+    """One record per branch; nodes that branches share are in each of them, under the same id."""
     credits = dict(zip((node.id for node in trace.turns), trace.per_turn or (), strict=False))
     for number, path in enumerate(trace.branches()):
         nodes = [trace.nodes[n] for n in path]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from sightline.message import ImagePart
 from sightline.trace import Node, Trace
-from sightline.view import formatting as spell
+from sightline.view import formatting
 
 INDENT = " " * 6
 MOST_LINES = 12
@@ -33,8 +33,8 @@ def describe_trace(trace: Trace) -> str:
     reward = "no reward" if trace.reward is None else f"reward {trace.reward:.3f}"
     broken = f", broken: {trace.error_kind}" if trace.error else ""
     return (
-        f"{trace.id}  {trace.env} task {trace.task}  {spell.whole(len(trace.turns))} turns, "
-        f"{spell.whole(trace.num_tokens)} tokens, {reward}{broken}"
+        f"{trace.id}  {trace.env} task {trace.task}  {formatting.whole(len(trace.turns))} turns, "
+        f"{formatting.whole(trace.num_tokens)} tokens, {reward}{broken}"
     )
 
 
@@ -43,7 +43,7 @@ def _head(trace: Trace, width: int) -> Iterator[str]:
     facts = [
         f"{trace.env or 'no environment'}, task {trace.task} of {trace.split}, seed {trace.seed}",
         f"{_num(len(trace.turns), 'turn')} in {_num(len(trace.branches()), 'branch', 'branches')}",
-        f"{_num(trace.num_tokens, 'token')}, {spell.whole(trace.num_sampled)} sampled",
+        f"{_num(trace.num_tokens, 'token')}, {formatting.whole(trace.num_sampled)} sampled",
         _num(trace.num_images_shown, "image"),
     ]
     if trace.policies:
@@ -110,15 +110,15 @@ def _wrap(text: str, width: int, indent: str) -> list[str]:
     lines = []
     for line in text.splitlines():
         lines += textwrap.wrap(
-            spell.clean(line), width, initial_indent=indent, subsequent_indent=indent
+            formatting.clean(line), width, initial_indent=indent, subsequent_indent=indent
         ) or [""]
     return lines
 
 
 def _fit(line: str, width: int) -> str:
-    line = spell.clean(line)
+    line = formatting.clean(line)
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
 def _num(count: int, one: str, many: str = "") -> str:
-    return f"{spell.whole(count)} {one if count == 1 else many or one + 's'}"
+    return f"{formatting.whole(count)} {one if count == 1 else many or one + 's'}"

@@ -86,6 +86,6 @@ def _send_once(file: BinaryIO, size: int, url: str, headers: Mapping[str, str]) 
 
 
 def _redact_url(url: str) -> str:
-    """Without what may be secret: a presigned url is signed in its query."""
+    """The URL without its query, which may be secret: a presigned URL is signed there."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.hostname}{parts.path}"

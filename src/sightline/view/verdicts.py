@@ -1,4 +1,4 @@
-"""What was made of each rollout of a step."""
+"""`verdicts.jsonl`: what was made of each rollout of a step."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from sightline.run.run_dir import RunDir
 from sightline.wire.file import read_lines
 
 
+def parse_verdicts(line: bytes) -> tuple[int, dict[str, str]] | None:
+    """The step of a line and its verdicts by rollout; None for a line that cannot be read."""
+    try:
+        found = json.loads(line)
+        verdicts = {name: v for v, names in found["verdicts"].items() for name in names}
+        return int(found["step"]), verdicts
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
 def read_verdicts(run_dir: RunDir, stem: str) -> dict[str, str]:
-    """By rollout; the last line of a step holds."""
-    found: dict[str, str] = {}
-    for line in read_lines(run_dir.verdicts):
-        try:
-            step = json.loads(line)
-            if f"step_{step['step']:06d}" == stem:
-                found = {name: v for v, names in step["verdicts"].items() for name in names}
-        except (ValueError, TypeError, KeyError, AttributeError):
-            continue
-    return found
+    """The verdict of each rollout of a step; of several lines for one step the last one counts."""
+    parsed = [line for line in map(parse_verdicts, read_lines(run_dir.verdicts)) if line]
+    return {f"step_{step:06d}": verdicts for step, verdicts in parsed}.get(stem, {})

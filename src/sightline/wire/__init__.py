@@ -1,6 +1,11 @@
-"""Everything that crosses a process boundary: keyed structs, unknown fields refused."""
+"""Everything that crosses a process boundary.
+
+What we send ourselves is keyed structs that refuse unknown fields; the answers of an engine
+(`generate`) are read leniently, as it may say more than we know. Beside them stand the two other
+forms in which processes meet: files (`file`) and the text that Prometheus scrapes (`prometheus`).
+"""
 
 from sightline.wire.array import Array
-from sightline.wire.item import MediaItem, Slot
+from sightline.wire.item import MediaItem, Slot, Span
 
-__all__ = ["Array", "MediaItem", "Slot"]
+__all__ = ["Array", "MediaItem", "Slot", "Span"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import numpy as np
 
@@ -11,6 +13,8 @@ DTYPES = ("uint8", "int32", "int64", "float32")
 
 
 class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A numpy array as its bytes, in C order."""
+
     dtype: str
     shape: tuple[int, ...]
     data: bytes
@@ -18,10 +22,7 @@ class Array(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise Misaligned(f"array of dtype {self.dtype!r}", f"use one of {', '.join(DTYPES)}")
-        count = 1
-        for side in self.shape:
-            count *= side
-        want = count * np.dtype(self.dtype).itemsize
+        want = math.prod(self.shape) * np.dtype(self.dtype).itemsize
         if min(self.shape, default=0) < 0 or want != len(self.data):
             raise Misaligned(
                 f"array of shape {self.shape} and dtype {self.dtype} has {len(self.data)} bytes, "

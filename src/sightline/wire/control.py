@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sightline.media import MediaRef
+from sightline.wire.codec import Codec
 
 
 class BatchReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="announce"):
@@ -53,15 +54,15 @@ class RolloutRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
     rollout_id: str
     group_id: str
     task: int
-    """Index of the task."""
+    """Index of the task in its split."""
     split: str
-    """`train` or `eval`."""
+    """Which tasks the index counts: `train` or `eval`."""
     seed: int
     temperature: float
     exchanged: tuple[MediaRef, ...] = ()
     """Images to show in place of the task's own, in order: tells whether a model looks."""
     server: str = ""
-    """The inference server to ask; empty: the run's own."""
+    """Address of the inference server to ask; empty is the run's own."""
 
 
 class RolloutResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="played"):
@@ -74,7 +75,7 @@ class RolloutResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
     wire: dict[str, int] = {}
     """Bytes that crossed the worker's wires to the server and to agents so far, by kind."""
     held_bytes: int = 0
-    """What the rollout took in the worker's memory at its end."""
+    """Bytes that the rollout took in the worker's memory at its end."""
 
 
 class MemoryReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="held"):
@@ -90,7 +91,7 @@ class CancelRollouts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 
 
 class QuitRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="quit"):
-    """End in order."""
+    """Orchestrator to any process: end in order."""
 
 
 ControlMessage = (
@@ -106,13 +107,5 @@ ControlMessage = (
     | QuitRequest
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(ControlMessage)
-
-
-def encode(message: ControlMessage) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode(data: bytes) -> ControlMessage:
-    return _decoder.decode(data)
+_codec = Codec[ControlMessage](ControlMessage, "a message between the processes of a run")
+encode, decode = _codec.encode, _codec.decode

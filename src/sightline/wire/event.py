@@ -1,4 +1,4 @@
-"""What happened, as one line of `metrics.jsonl`: any process writes it, monitors read it."""
+"""What happened, as one line of `metrics.jsonl`: any process writes it, `view` reads it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     time: float
     """Seconds since 1970."""
     process: str
-    """orchestrator, trainer, server, worker-0, launcher."""
+    """Name of the process that wrote it, such as orchestrator, trainer or worker-0."""
     kind: str
-    """step, train, probe, eval, busy, dropped, lost, sink, health, state."""
+    """What happened: step, train, probe, eval, busy, dropped, lost, sink, health or state."""
     step: int = 0
     values: dict[str, Any] = {}
     """Numbers, or tables of numbers; null where a value was not measured."""

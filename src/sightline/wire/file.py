@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
+
+from sightline.media.files import sync_directory, write_synced
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Temporary file in the same folder, fsync, rename."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    with open(part, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    """Have `data` at `path`, durably: the new file takes the old one's place in one step."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    try:
+        write_synced(part, data)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    sync_directory(path.parent)
 
 
 def append_line(path: Path, line: bytes, sync: bool = False) -> None:

@@ -13,22 +13,24 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 or -1: off."""
+    """Number of likeliest tokens to sample from; 0 or -1 takes all."""
     min_p: float = 0.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     banned_token_ids: tuple[int, ...] = ()
-    """Cannot be sampled, as pads never can."""
+    """Tokens that cannot be sampled, beside the pads, which never can."""
     logprobs: int | None = 0
-    """0: of the sampled token only; null: none."""
+    """0 asks for the logprob of each sampled token; null asks for none."""
     prompt_logprobs: int | None = None
-    """0: also those of the prompt's own tokens; null: none."""
+    """0 asks for the logprobs of the prompt's own tokens; null asks for none."""
     n: int = 1
     detokenize: bool = False
     skip_reading_prefix_cache: bool | None = None
 
 
 class Placeholder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The place of a slot as vLLM writes it, without its item."""
+
     offset: int
     length: int
 
@@ -74,11 +76,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
         """The slots of the request, checked: counts, order, bounds and keys."""
         if self.features is None:
             return []
-        hashes, places, raws = (
-            self.features.mm_hashes,
-            self.features.mm_placeholders,
-            self.features.kwargs_data,
-        )
+        features = self.features
+        hashes, places, raws = features.mm_hashes, features.mm_placeholders, features.kwargs_data
         if not (hashes.keys() == places.keys() == raws.keys()):
             raise Misaligned(
                 "features: its three lists name different modalities", "send the same in each"
@@ -88,8 +87,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
             counts = (len(hashes[modality]), len(places[modality]), len(raws[modality]))
             if len(set(counts)) != 1:
                 raise Misaligned(
-                    f"{_find_odd_list(counts, modality)}: the lists of hashes, places and items hold "
-                    f"{counts} entries",
+                    f"{_find_odd_list(counts, modality)}: the lists of hashes, places and items "
+                    f"hold {counts} entries",
                     "send one entry a slot in each",
                 )
             for i, (key, place, raw) in enumerate(
@@ -129,7 +128,7 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
-    """Output tokens [start, end) were sampled by the weights called `version`."""
+    """Output tokens [start, end) were sampled by the weights called `version`: vLLM's shape."""
 
     version: str
     start: int
@@ -145,18 +144,18 @@ class Choice(msgspec.Struct, frozen=True):
     index: int
     token_ids: list[int]
     finish_reason: str
-    """stop, length or abort."""
+    """Why sampling ended: stop, length or abort."""
     logprobs: Logprobs | None = None
     weight_versions: list[VersionSpan] | None = None
 
 
 class SightlineFields(msgspec.Struct, frozen=True):
-    """What stands beside vLLM's own fields."""
+    """What our engines add to vLLM's own fields."""
 
     pixel_digests: list[str]
-    """One per slot of the request, in their order."""
+    """Digests of the pixels that the engine made, one per slot of the request."""
     cached_tokens: int = 0
-    """Prompt tokens whose keys and values the engine still had."""
+    """Prompt tokens that the engine found in its KV cache."""
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
@@ -177,11 +176,11 @@ class GenerateResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 class ErrorBody(msgspec.Struct, frozen=True):
     message: str
     type: str
-    """Stable; listed in docs/serving.md."""
+    """Stable name of the kind of error, as listed in docs/serving.md."""
     code: int
     fix: str = ""
     path: str = ""
-    """Of the field that a 400 is about."""
+    """JSON path of the field that a 400 is about."""
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):

@@ -1,14 +1,22 @@
-"""The descriptor of an image that travels, and the run of tokens that it fills."""
+"""The descriptor of an image that travels, and the runs of tokens that it fills.
+
+`Slot` is the one class for (offset, length, item), and `Span` the one for [start, stop).
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any, Generic
 
 import msgspec
+from typing_extensions import TypeVar
 
 from sightline.errors import Misaligned, WireError
 from sightline.media import MediaRef
+from sightline.wire.codec import check_schema
 
 ITEM_SCHEMA = 1
 RAW_PREFIX = "mmraw:"
@@ -26,11 +34,7 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: int = ITEM_SCHEMA
 
     def __post_init__(self) -> None:
-        if self.schema != ITEM_SCHEMA:
-            raise WireError(
-                f"media item of schema {self.schema}, this is {ITEM_SCHEMA}",
-                "run the same version of sightline on both sides",
-            )
+        check_schema(self.schema, ITEM_SCHEMA, "media item")
         if min(self.grid) < 1:
             raise Misaligned(f"media item with grid {self.grid}", "make items with family.item")
 
@@ -38,6 +42,10 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def key(self) -> str:
         """Binds content and processing: SHA-256 over media digest and fingerprint."""
         return _key(self.ref.digest, self.fingerprint)
+
+    @property
+    def num_patches(self) -> int:
+        return math.prod(self.grid)
 
     def to_raw(self) -> str:
         return _raw(self)
@@ -71,22 +79,41 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(MediaItem)
 
 
-class Slot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The run of tokens that one image fills: the pads only, not the marks around them."""
+Item = TypeVar("Item", default=MediaItem)
+
+
+class Slot(
+    msgspec.Struct, Generic[Item], frozen=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """The run of tokens that one image fills: the pads only, not the marks around them.
+
+    A struct that is decoded names what its slots hold, `Slot[MediaItem]` or `Slot[int]`.
+    """
 
     offset: int
+    """Counted from the start of whatever holds the slot: a prompt, a node, a micro-batch."""
     length: int
-    item: MediaItem
+    item: Item
+    """The image itself, or its index where the holder lists its images once."""
+    pixel_digest: str | None = None
+    """Digest of the pixels that the sampler saw there; None where nobody said."""
 
     @property
     def end(self) -> int:
         return self.offset + self.length
 
-    def moved(self, by: int) -> Slot:
-        return Slot(offset=self.offset + by, length=self.length, item=self.item)
+    def shift(self, by: int) -> Slot[Item]:
+        return msgspec.structs.replace(self, offset=self.offset + by)
 
 
-def check_slots(slots: list[Slot], num_tokens: int, path: str = "slots") -> None:
+class Span(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run of tokens, [start, stop), counted from the start of whatever holds the span."""
+
+    start: int
+    stop: int
+
+
+def check_slots(slots: Sequence[Slot[Any]], num_tokens: int, path: str = "slots") -> None:
     """Slots are sorted, apart from one another and inside the tokens."""
     last = 0
     for i, slot in enumerate(slots):

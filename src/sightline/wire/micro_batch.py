@@ -1,4 +1,4 @@
-"""What one forward pass uses: nodes laid side by side, each once, and who may see whom.
+"""What one forward pass uses: nodes side by side, each once, and who may see whom.
 
 Letters: T tokens, S trained tokens, A position axes (1, or 3 for MRoPE).
 A token q attends to k when k <= q < subtree_end[k].
@@ -7,11 +7,12 @@ A token q attends to k when k <= q < subtree_end[k].
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 
 from sightline.errors import Misaligned
 from sightline.wire.array import Array
-from sightline.wire.item import MediaItem
+from sightline.wire.codec import check_schema
+from sightline.wire.item import MediaItem, Slot
+from sightline.wire.sample import Segment
 
 MICRO_BATCH_SCHEMA = 1
 
@@ -21,23 +22,15 @@ class PackedItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     item: MediaItem
     pixel_digest: str | None
+    """Digest of the pixels that the sampler saw; None where its engine cannot say."""
     wanted_by: str
-    """The first trace that shows it, for error messages."""
+    """The first trace that shows the image, for error messages."""
 
 
-class PackedSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    offset: int
-    length: int
-    item: int
-
-
-class TokenOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TokenOrigin(Segment, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Trained tokens [start, stop), counted among the trained, come from this node."""
 
     trace_id: str
-    node: int
-    start: int
-    stop: int
 
 
 class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,35 +47,27 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """int32 (S,): indices of the tokens that train, in the order of `origins`. One that several
     rollouts sampled stands there for each of them."""
     logprobs: Array
-    """float32 (S,), by the sampler."""
+    """float32 (S,), log-probabilities of the trained tokens by the sampler."""
     advantages: Array
     """float32 (S,)."""
     loss_weight: Array
-    """float32 (S,); over all micro-batches of a step they add up to 1."""
+    """float32 (S,), what each token weighs in the loss; over all micro-batches of a step the
+    weights add up to 1, unless [trainer] loss_aggregation has a divisor of its own."""
     versions: Array
-    """int32 (S,)."""
+    """int32 (S,), the policy versions that sampled the trained tokens."""
     items: list[PackedItem]
-    slots: list[PackedSlot]
+    slots: list[Slot[int]]
+    """Slots whose item is an index into `items`."""
     origins: list[TokenOrigin]
     temperature: float = 1.0
     schema: int = MICRO_BATCH_SCHEMA
 
     def __post_init__(self) -> None:
+        check_schema(self.schema, MICRO_BATCH_SCHEMA, "micro-batch")
         num_tokens, num_trained = len(self.token_ids), len(self.trained)
-        wrong = [
-            name
-            for name, size in (
-                ("positions", self.positions.shape[-1]),
-                ("subtree_end", len(self.subtree_end)),
-                ("parent", len(self.parent)),
-            )
-            if size != num_tokens
-        ]
-        wrong += [
-            name
-            for name in ("logprobs", "advantages", "loss_weight", "versions")
-            if len(getattr(self, name)) != num_trained
-        ]
+        wanted = dict.fromkeys(("positions", "subtree_end", "parent"), num_tokens)
+        wanted |= dict.fromkeys(("logprobs", "advantages", "loss_weight", "versions"), num_trained)
+        wrong = [name for name, num in wanted.items() if getattr(self, name).shape[-1:] != (num,)]
         if wrong:
             raise Misaligned(
                 f"micro-batch of step {self.step}: {', '.join(wrong)} do not line up with "
@@ -97,4 +82,4 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_patches(self) -> int:
-        return sum(int(np.prod(packed.item.grid)) for packed in self.items)
+        return sum(packed.item.num_patches for packed in self.items)

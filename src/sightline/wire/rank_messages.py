@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sightline.wire.codec import Codec
 from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.weights import WeightFile
 
@@ -12,7 +13,7 @@ EXIT_OTHER_RANK_FAILED = 3
 
 
 def rank_process_name(rank: int, lead: str = "trainer") -> str:
-    """The process that computes it."""
+    """Name of the process that computes as this rank."""
     return f"{lead}-{rank}" if rank else lead
 
 
@@ -54,7 +55,7 @@ class RankAssignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ta
 
     step: int
     digest: str
-    """Of the batch."""
+    """Digest of the batch, as the orchestrator announced it."""
     micro_batches: list[MicroBatch | None]
     """One a round, None for an empty one; every rank has as many."""
     shows: list[bool]
@@ -103,13 +104,5 @@ RankMessage = (
     | NoMoreWork
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(RankMessage)
-
-
-def encode(message: RankMessage) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode(data: bytes) -> RankMessage:
-    return _decoder.decode(data)
+_codec = Codec[RankMessage](RankMessage, "a message between ranks")
+encode, decode = _codec.encode, _codec.decode

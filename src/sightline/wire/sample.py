@@ -9,26 +9,16 @@ import numpy as np
 
 from sightline.errors import Misaligned
 from sightline.wire.array import Array
-from sightline.wire.item import MediaItem
+from sightline.wire.codec import Codec, check_schema
+from sightline.wire.item import MediaItem, Slot, Span, check_slots
 
 SAMPLE_SCHEMA = 1
 
 
-class SampleSlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    offset: int
-    length: int
-    item: int
-    """Index into the items of the sample."""
-    pixel_digest: str | None
-    """What the sampler says it saw there; None when the engine cannot say."""
-
-
-class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Segment(Span, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Tokens [start, stop) of the sample train; they are what node `node` of its trace sampled."""
 
     node: int
-    start: int
-    stop: int
 
 
 class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +27,7 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     env: str
     reward: float
     token_ids: Array
-    """int32, the whole branch."""
+    """int32, the tokens of the branch from its root."""
     trained: Array
     """int32, the indices of the tokens that train, ascending; never index 0."""
     logprobs: Array
@@ -48,43 +38,36 @@ class Sample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """int32, the policy version that sampled each trained token."""
     segments: list[Segment]
     items: list[MediaItem]
-    slots: list[SampleSlot]
+    slots: list[Slot[int]]
+    """Slots whose item is an index into `items`."""
     temperature: float = 1.0
     schema: int = SAMPLE_SCHEMA
 
     def __post_init__(self) -> None:
-        num_trained = len(self.trained)
+        check_schema(self.schema, SAMPLE_SCHEMA, "sample")
+        num_tokens, num_trained = len(self.token_ids), len(self.trained)
         for name in ("logprobs", "advantages", "versions"):
-            if len(getattr(self, name)) != num_trained:
-                raise Misaligned(
-                    f"sample {self.trace_id}: {len(getattr(self, name))} {name} for "
-                    f"{num_trained} trained tokens",
-                    "drop the sample; its producer is broken",
-                )
+            if (num := len(getattr(self, name))) != num_trained:
+                raise self._misaligned(f"{num} {name} for {num_trained} trained tokens")
         if not np.isfinite(self.advantages.numpy()).all():
-            raise Misaligned(
-                f"sample {self.trace_id}: an advantage is not finite",
-                "drop the sample; its rewards are broken",
-            )
-        if sum(segment.stop - segment.start for segment in self.segments) != num_trained:
-            raise Misaligned(
-                f"sample {self.trace_id}: its segments do not cover {num_trained} trained tokens",
-                "drop the sample; its producer is broken",
-            )
-        last = 0
+            raise self._misaligned("an advantage is not finite")
+        trained = self.trained.numpy()
+        covered = [np.arange(segment.start, segment.stop) for segment in self.segments]
+        if not np.array_equal(trained, np.concatenate(covered) if covered else trained[:0]):
+            raise self._misaligned(f"its segments do not cover {num_trained} trained tokens")
+        if num_trained and (
+            trained[0] < 1 or trained[-1] >= num_tokens or (np.diff(trained) < 1).any()
+        ):
+            problem = f"trained tokens are not ascending, or not in 1 to {num_tokens - 1}"
+            raise self._misaligned(problem)
+        check_slots(self.slots, num_tokens, f"sample {self.trace_id}: slots")
         for slot in self.slots:
-            if slot.offset < last or slot.offset + slot.length > len(self.token_ids):
-                raise Misaligned(
-                    f"sample {self.trace_id}: slot at {slot.offset}+{slot.length} of "
-                    f"{len(self.token_ids)} tokens",
-                    "drop the sample; its producer is broken",
-                )
-            last = slot.offset + slot.length
             if not 0 <= slot.item < len(self.items):
-                raise Misaligned(
-                    f"sample {self.trace_id}: slot names item {slot.item} of {len(self.items)}",
-                    "drop the sample; its producer is broken",
-                )
+                raise self._misaligned(f"slot names item {slot.item} of {len(self.items)}")
+
+    def _misaligned(self, problem: str) -> Misaligned:
+        fix = "drop the sample; its producer is broken"
+        return Misaligned(f"sample {self.trace_id}: {problem}", fix)
 
 
 class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,16 +77,18 @@ class Batch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     samples: list[Sample]
     schema: int = SAMPLE_SCHEMA
 
+    def __post_init__(self) -> None:
+        check_schema(self.schema, SAMPLE_SCHEMA, "batch")
+
     def to_bytes(self) -> bytes:
-        return _encoder.encode(self)
+        return _codec.encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Batch:
-        return _decoder.decode(data)
+        return _codec.decode(data)
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Batch)
+_codec = Codec[Batch](Batch, "a batch")
 
 
 def digest_batch(data: bytes) -> str:

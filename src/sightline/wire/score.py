@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sightline.wire.array import Array
+from sightline.wire.codec import Codec
 from sightline.wire.micro_batch import TokenOrigin
 
 
@@ -13,15 +14,18 @@ class StepScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     origins: list[TokenOrigin]
     """Each names the node whose tokens lie at [start, stop) of the arrays."""
     logprobs: Array
-    """float32, by the trainer, before the update."""
+    """float32, log-probabilities by the trainer, before the update."""
     ratios: Array
-    """float32, trainer to sampler."""
+    """float32, importance ratios of trainer to sampler."""
     advantages: Array
     """float32."""
 
     def to_bytes(self) -> bytes:
-        return msgspec.msgpack.encode(self)
+        return _codec.encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StepScores:
-        return msgspec.msgpack.decode(data, type=cls)
+        return _codec.decode(data)
+
+
+_codec = Codec[StepScores](StepScores, "the scores of a step")

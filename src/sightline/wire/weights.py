@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from sightline.errors import WireError
+from sightline.wire.codec import check_schema
 
 WEIGHTS_SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -21,7 +21,7 @@ class WeightFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     dtype: str
-    """As safetensors writes it."""
+    """The dtype's name as safetensors writes it."""
     shape: tuple[int, ...]
 
 
@@ -32,9 +32,9 @@ class Broadcast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """host:port of the trainer's TCPStore."""
     receivers: int
     tensors: list[TensorSpec]
-    """In the order in which they are sent."""
+    """The tensors in the order in which they are sent."""
     sha256: str
-    """Over the bytes of all tensors, in their order."""
+    """Digest over the bytes of all tensors, in their order."""
 
 
 class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,31 +43,27 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     base: str
     """sha256 over the parameters of the base that do not train."""
     dtype: str
-    """Of those parameters, as safetensors writes it: in it they were digested."""
+    """Dtype in which the base was digested, as safetensors writes it."""
     scales: dict[str, float]
     """The s of each W; its B and A are among the version's tensors."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
-    """Policy after so many optimizer steps."""
+    """Number of optimizer steps that the policy has taken."""
     vision_version: int
     """The version at which the vision tower last changed."""
     files: list[WeightFile]
     epoch: int = 0
     """Grows when a version has to be made again and comes out with other bits."""
     broadcast: Broadcast | None = None
-    """In place of files."""
+    """How the weights are sent, where `files` is empty; None for weights on disk."""
     adapter: Adapter | None = None
-    """What the tensors are added to, where they are not whole weights."""
+    """What the tensors are added to; None where they are whole weights."""
     schema: int = WEIGHTS_SCHEMA
 
     def __post_init__(self) -> None:
-        if self.schema != WEIGHTS_SCHEMA:
-            raise WireError(
-                f"weights of schema {self.schema}, this is {WEIGHTS_SCHEMA}",
-                "run the same version of sightline in trainer and server",
-            )
+        check_schema(self.schema, WEIGHTS_SCHEMA, "weights")
 
     @property
     def label(self) -> str:

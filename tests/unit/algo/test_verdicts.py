@@ -40,7 +40,7 @@ def trace(
                 int32_array([3, *said]),
                 sampled_start=1,
                 logprobs=float32_array([logprob] * len(said)),
-                versions=(PolicySpan(version, epoch, 0, len(said)),),
+                versions=(PolicySpan(0, len(said), version=version, epoch=epoch),),
                 finish_reason="stop",
             )
         )

@@ -7,13 +7,14 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
-from sightline.bench.harness import reference_processors as processors
+from sightline.bench.harness.reference_processors import prepare_torchvision
 
 
 def test_without_the_package_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not processors.prepare_torchvision()
+    assert not prepare_torchvision()
 
 
 @pytest.mark.parametrize("loads", [True, False])
@@ -25,9 +26,17 @@ def test_operators_are_declared_only_where_the_compiled_half_is_missing(
     spec.submodule_search_locations = [str(tmp_path)]
     (tmp_path / "_C.so").write_bytes(b"not a library")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    declared: list[bool] = []
-    monkeypatch.setattr(processors, "_declare", lambda: declared.append(True))
+    declared: list[str] = []
+
+    class Library:
+        def __init__(self, name: str, kind: str) -> None:
+            declared.append(name)
+
+        def define(self, schema: str) -> None:
+            declared.append(schema)
+
+    monkeypatch.setattr(torch.library, "Library", Library)
     if loads:
-        monkeypatch.setattr(processors.torch.ops, "load_library", lambda file: None)
-    assert processors.prepare_torchvision()
+        monkeypatch.setattr(torch.ops, "load_library", lambda file: None)
+    assert prepare_torchvision()
     assert bool(declared) is not loads

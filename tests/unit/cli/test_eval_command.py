@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agents import listening
+from aiohttp import web
 from serving import Client, live
 
 from sightline.cli.main import main
-from sightline.inference.settings import ServeSettings
+from sightline.errors import EngineError
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
-from sightline.rollout import openai_client as endpoint_module
+from sightline.rollout.openai_client import OpenAIClient
 
 WORDS = ["eval", "color_codeword", "--tasks", "6", "--max-tokens", "12", "--temperature", "0"]
 
 
 @pytest.fixture
 def server(tiny_model: Path, store: MediaStore) -> Iterator[Client]:
-    settings = ServeSettings(
-        model=tiny_model, media_roots=(store.root,), device="cpu", max_model_len=1024
+    settings = ServerSpec.of(
+        path=tiny_model, media_roots=(store.root,), device="cpu", max_model_len=1024
     )
     with live(settings) as made:
         yield made
@@ -60,14 +64,49 @@ def test_rollouts_that_break_are_counted_and_shown(
     assert "6 broken" in said and "is not served here" in said
 
 
-@pytest.mark.parametrize("named", [[], ["--model", "any"]])
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """The address of an endpoint at which nothing answers."""
+    with socket.socket() as bound:  # and never listened on
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
+
+
+@pytest.mark.parametrize("model", ["", "any"])
 def test_an_address_at_which_nothing_answers_is_said_before_the_first_task(
-    named: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: str, nobody: str
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "FIRST_ANSWER_S", 0.5)
-    with socket.socket() as held:  # bound, and never listened on
-        held.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{held.getsockname()[1]}/v1"
-        assert main([*WORDS, "--endpoint", address, *named]) == 2
+    async def choose() -> None:
+        client = OpenAIClient(nobody, model)
+        try:
+            await client.choose_model(timeout_s=0.5)
+        finally:
+            await client.close()
+
+    with pytest.raises(EngineError, match=nobody):
+        asyncio.run(choose())
+
+
+def test_the_command_says_what_to_do_about_the_address(
+    nobody: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*WORDS, "--endpoint", nobody]) == 2
     said = " ".join(capsys.readouterr().err.split())
-    assert address in said and "fix: check the address" in said
+    assert nobody in said and "fix: check the address" in said
+
+
+def test_a_page_that_is_no_endpoint_is_not_asked_again() -> None:
+    async def page(http: web.Request) -> web.Response:
+        return web.Response(text="<html>")
+
+    async def choose() -> OpenAIClient:
+        app = web.Application()
+        app.router.add_get("/{path:.*}", page)
+        async with listening(app) as address:
+            client = OpenAIClient(f"{address}/v1", "")
+            with pytest.raises(EngineError, match="not answer as an OpenAI endpoint"):
+                await client.choose_model()
+            await client.close()
+        return client
+
+    assert asyncio.run(choose()).counts.retries == 0

@@ -83,10 +83,10 @@ def test_export_writes_messages_with_references(tmp_path: Path, tiny_model: Path
     shown = store.put(Image.new("RGB", (32, 32)))
     turn = trace.extend(-1, [user("look: ", shown)], renderer)
     said = renderer.stop_token_ids[:1]
-    first = turn.commit(said, [-1.0], [PolicySpan(0, 0, 0, 1)], "stop")
+    first = turn.commit(said, [-1.0], [PolicySpan(0, 1, version=0, epoch=0)], "stop")
     for words in ("a", "b"):
         turn = trace.extend(first.id, [user(words)], renderer)
-        turn.commit(said, [-1.0], [PolicySpan(0, 0, 0, 1)], "stop")
+        turn.commit(said, [-1.0], [PolicySpan(0, 1, version=0, epoch=0)], "stop")
     write_traces(file, [trace])
 
     lines = [json.loads(line) for line in tell(capsys, "export", file).splitlines()]
@@ -147,7 +147,8 @@ def test_diff_spells_tokens_out_where_it_knows_the_model(
         trace = Trace(id=name, reward=1.0)
         said = [*renderer.render([user(words)]).token_ids, *renderer.stop_token_ids[:1]]
         turn = trace.extend(-1, [user("hi")], renderer)
-        turn.commit(said, [-1.0] * len(said), [PolicySpan(0, 0, 0, len(said))], "stop")
+        span = PolicySpan(0, len(said), version=0, epoch=0)
+        turn.commit(said, [-1.0] * len(said), [span], "stop")
         write_traces(tmp_path / name, [trace])
     pair = (tmp_path / "one", tmp_path / "other")
     told = tell(capsys, "diff", *pair, "--model", tiny_model, "--media", store.root, code=1)
@@ -162,9 +163,9 @@ def test_replay_without_a_server_renders_again(
     trace = Trace(id="r", reward=1.0)
     said = list(renderer.stop_token_ids[:1])
     turn = trace.extend(-1, [user("hi ", store.put(Image.new("RGB", (64, 64))))], renderer)
-    first = turn.commit(said, [-1.0], [PolicySpan(0, 0, 0, 1)], "stop")
+    first = turn.commit(said, [-1.0], [PolicySpan(0, 1, version=0, epoch=0)], "stop")
     trace.extend(first.id, [user("on")], renderer).commit(
-        said, [-1.0], [PolicySpan(0, 0, 0, 1)], "stop"
+        said, [-1.0], [PolicySpan(0, 1, version=0, epoch=0)], "stop"
     )
     path = tmp_path / "t"
     write_traces(path, [trace])

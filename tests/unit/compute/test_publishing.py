@@ -12,10 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sightline.compute import weights as weights_module
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.weights import read_weights, write_weights
-from sightline.errors import Misaligned
+from sightline.errors import WeightsError
 
 RECEIVER = """
 import sys
@@ -76,7 +75,7 @@ def test_bits_that_changed_on_the_way_are_refused(tmp_path: Path) -> None:
     weights["embed"][0, 0] += 1
     thread = threading.Thread(target=sender.send, args=(manifest, weights))
     thread.start()
-    with pytest.raises(Misaligned, match="other bits than were announced"):
+    with pytest.raises(WeightsError, match="other bits than were announced"):
         read_weights(path)
     thread.join(60)
 
@@ -107,15 +106,9 @@ def test_no_more_than_one_gathered_tensor_is_held(tmp_path: Path, way: str) -> N
     assert most == 1
 
 
-@pytest.fixture
-def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_module, "MAX_FILE_BYTES", 600)
-
-
-@pytest.mark.usefixtures("small_files")
 def test_a_large_model_is_several_files(tmp_path: Path) -> None:
     weights = tensors() | {f"layer.{i}": torch.randn(10, 10) for i in range(3)}
-    path, manifest = write_weights(tmp_path, weights, 1, 0)
+    path, manifest = write_weights(tmp_path, weights, 1, 0, max_file_bytes=600)
     names = [file.name for file in manifest.files]
     assert names == [f"model-{place:05d}-of-00005.safetensors" for place in range(1, 6)]
     assert sorted(file.name for file in path.parent.iterdir()) == ["manifest.json", *names]
@@ -127,24 +120,22 @@ def test_a_large_model_is_several_files(tmp_path: Path) -> None:
     assert all(found[name].equal(tensor) for name, tensor in weights.items())
 
 
-@pytest.mark.usefixtures("small_files")
 def test_a_version_of_several_files_keeps_its_meaning(tmp_path: Path) -> None:
     weights = tensors()
-    labels = [write_weights(tmp_path, weights, 1, 0)[1].label for _ in range(2)]
+    labels = [write_weights(tmp_path, weights, 1, 0, max_file_bytes=600)[1].label for _ in range(2)]
     weights["count"] += 1
-    labels.append(write_weights(tmp_path, weights, 1, 0)[1].label)
+    labels.append(write_weights(tmp_path, weights, 1, 0, max_file_bytes=600)[1].label)
     assert labels == ["1", "1", "1.1"]
 
 
-@pytest.mark.usefixtures("small_files")
 @pytest.mark.parametrize("damage", [b"", b"other bytes", None])
 def test_a_file_that_is_not_the_manifests_is_refused_by_name(
     tmp_path: Path, damage: bytes | None
 ) -> None:
-    path, manifest = write_weights(tmp_path, tensors(), 1, 0)
+    path, manifest = write_weights(tmp_path, tensors(), 1, 0, max_file_bytes=600)
     last = path.with_name(manifest.files[-1].name)
     last.unlink() if damage is None else last.write_bytes(damage)
-    with pytest.raises(Misaligned, match=last.name):
+    with pytest.raises(WeightsError, match=last.name):
         read_weights(path)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sightline.compute.transfer import copy_to_device, stack_pinned
+from sightline.families.device_copy import copy_to_device, stack_pinned
 
 
 def test_parts_lie_one_after_the_other_and_arrive_as_they_are() -> None:

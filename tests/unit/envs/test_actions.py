@@ -19,8 +19,8 @@ def call(arguments: Any, name: str = "click") -> Message:
     return Message(role="assistant", tool_calls=(ToolCall(name, text),))
 
 
-@pytest.mark.parametrize("way", [CLICK, TOOL])
-def test_what_a_way_writes_it_reads(action_format: Any) -> None:
+@pytest.mark.parametrize("action_format", [CLICK, TOOL])
+def test_what_a_format_writes_it_reads(action_format: Any) -> None:
     assert action_format.read(action_format.write((159, 0))) == (159, 0)
 
 

@@ -76,7 +76,7 @@ def test_tasks_are_fixed_by_split_and_index() -> None:
 
 
 def test_demonstrations_teach_the_format_and_no_number(store: MediaStore) -> None:
-    env = Counting(spelled_share=0.0)
+    env = Counting(spelled_fraction=0.0)
     right = 0
     for i in range(150):
         task = env.task(i, "sft")
@@ -87,7 +87,7 @@ def test_demonstrations_teach_the_format_and_no_number(store: MediaStore) -> Non
 
 
 def test_spelled_demonstrations_show_the_digit_that_they_say(store: MediaStore) -> None:
-    env = Counting(spelled_share=1.0)
+    env = Counting(spelled_fraction=1.0)
     shown: dict[str, set[str]] = {}
     for i in range(60):
         picture, said = env.demonstration(env.task(i, "sft"), store.put, random.Random(i))
@@ -100,3 +100,8 @@ def test_spelled_demonstrations_show_the_digit_that_they_say(store: MediaStore) 
 def test_what_cannot_be_drawn_is_refused(args: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         Counting(**args)
+
+
+def test_an_argument_of_another_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="spelled_fraction"):
+        load_environment("counting", {"spelled_share": 0.5})

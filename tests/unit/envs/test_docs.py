@@ -15,7 +15,7 @@ from unit.rollout.test_many import playing
 from sightline.envs import Environment
 from sightline.families import load_renderer
 from sightline.media import MediaStore
-from sightline.trace import Trace, decode_trace
+from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "environments.md"
@@ -35,9 +35,7 @@ def environment(number: int, *args: Any) -> Environment:
 def play(env: Environment, model: Path, store: MediaStore) -> Trace:
     async def main() -> Trace:
         async with playing(env, load_renderer(model, store), store) as player:
-            return decode_trace(
-                (await player.play(RolloutRequest("r", "g", 3, "train", 1, 1.0))).trace
-            )
+            return (await player.play(RolloutRequest("r", "g", 3, "train", 1, 1.0))).trace
 
     return asyncio.run(main())
 

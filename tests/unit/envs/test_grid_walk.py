@@ -108,7 +108,7 @@ def test_demonstrations_can_be_read_back_and_experts_arrive(
     store: MediaStore, actions: str
 ) -> None:
     for share, arrives in ((1.0, True), (0.0, False)):
-        env = GridWalk(actions=actions, expert_share=share, max_turns=6)
+        env = GridWalk(actions=actions, expert_fraction=share, max_turns=6)
         ends = []
         for i in range(20):
             task = env.task(i, "sft")

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.rollout.test_limit import until
 from unit.rollout.test_many import playing
+from unit.rollout.test_timeout import until
 
 from sightline.envs.gymnasium import GymnasiumEnvironment
 from sightline.families import load_renderer
 from sightline.media import MediaStore
-from sightline.trace import decode_trace
 from sightline.wire.control import RolloutRequest
 
 PIXELS = np.zeros((48, 64, 3), np.uint8)
@@ -85,9 +84,7 @@ def test_pictures_are_made_in_the_thread_of_the_game(
 
     async def main() -> None:
         async with playing(made.env, load_renderer(tiny_model, store), store) as player:
-            trace = decode_trace(
-                (await player.play(RolloutRequest("r", "g", 0, "train", 7, 1.0))).trace
-            )
+            trace = (await player.play(RolloutRequest("r", "g", 0, "train", 7, 1.0))).trace
             assert not trace.error and trace.rewards["return"] == 1.0
 
     asyncio.run(main())

@@ -16,8 +16,7 @@ import pytest
 from answering import ScriptedChat
 from PIL import Image
 
-from sightline.envs import chromium
-from sightline.envs.chromium import find_chromium
+from sightline.envs.chromium import find_chromium, get_chromium
 from sightline.envs.mini_browser import MiniBrowser, Page
 from sightline.errors import ConfigError, EnvironmentFailed
 from sightline.media import MediaStore
@@ -163,10 +162,9 @@ def users_of(folder: Path) -> list[str]:
     return found
 
 
-def test_without_chromium_the_error_says_what_to_install(monkeypatch: Any) -> None:
-    monkeypatch.setattr(chromium, "NAMES", ("no-such-browser",))
+def test_without_chromium_the_error_says_what_to_install() -> None:
     with pytest.raises(ConfigError, match="apt-get install chromium"):
-        MiniBrowser()
+        get_chromium(("no-such-browser",))
 
 
 @pytest.mark.parametrize("args", [{"buttons": 1}, {"pages": 0}, {"width": 10}, {"max_turns": 0}])

@@ -19,8 +19,9 @@ from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, ToolCall, assistant, system, text, user
 from sightline.rollout.chat import RolloutChat
+from sightline.rollout.chat_sources import PolicyChats
 from sightline.rollout.player import RolloutPlayer
-from sightline.trace import Trace, decode_trace, flatten
+from sightline.trace import Trace, flatten
 from sightline.wire.control import RolloutRequest
 from tests.logged_chat import LoggingPolicy, line_of, talking
 from tests.unit.trace.toy import picture
@@ -238,10 +239,11 @@ def test_the_example_of_the_docs_runs(tiny_model: Path, store: MediaStore) -> No
 
     async def main() -> Trace:
         async with talking(policy, renderer, store) as chat:
-            player = RolloutPlayer(env, renderer, store, chat.client, "image", 64, timeout_s=60)
-            return decode_trace(
-                (await player.play(RolloutRequest("r", "g", 3, "train", 1, 1.0))).trace
+            chats = PolicyChats(
+                renderer=renderer, store=store, client=chat.client, modality="image", max_tokens=64
             )
+            player = RolloutPlayer(env, chats, timeout_s=60)
+            return (await player.play(RolloutRequest("r", "g", 3, "train", 1, 1.0))).trace
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error

@@ -20,7 +20,7 @@ from sightline.compute.attention import PackedPattern
 from sightline.compute.model import load_model
 from sightline.families import load_family
 from sightline.families.kimi_k25 import tiny
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.message import user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
@@ -53,8 +53,8 @@ def reference(kimi: Path, media: MediaStore) -> Reference:
 
 @pytest.fixture(scope="module")
 def client(kimi: Path, media: MediaStore) -> Iterator[Client]:
-    settings = ServeSettings(
-        model=kimi, media_roots=(media.root,), device="cpu", max_num_seqs=16, max_model_len=1024
+    settings = ServerSpec.of(
+        path=kimi, media_roots=(media.root,), device="cpu", max_num_seqs=16, max_model_len=1024
     )
     with live(settings) as made:
         yield replace(made, modality=load_family(kimi).modality)

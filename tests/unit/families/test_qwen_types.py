@@ -15,8 +15,8 @@ import torch
 
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny
-from sightline.inference.settings import describe_prefix_reuse
-from sightline.media import MediaStore
+from sightline.inference.server_spec import describe_prefix_reuse
+from sightline.media import MediaRef, MediaStore
 from sightline.message import assistant, user
 from sightline.pack import PackSize, pack
 from sightline.pixels import Materializer
@@ -26,8 +26,9 @@ from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
 from sightline.trainer.metric_sums import MetricSums
 from sightline.trainer.step_timer import StepTimer
+from sightline.wire import MediaItem, Slot
 from sightline.wire.array import Array
-from sightline.wire.sample import Batch, Sample, SampleSlot, Segment
+from sightline.wire.sample import Batch, Sample, Segment
 
 TYPES = ("qwen3_vl", "qwen3_vl_thinking", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3")
 WHOLE, ALONE = PackSize(1 << 20, 1 << 20), PackSize(1, 1)
@@ -203,14 +204,14 @@ def test_text_only_takes_no_pixel_settings_and_no_slots(
     folder: Callable[[str], Path], store: MediaStore
 ) -> None:
     from sightline import FamilyError, Misaligned
-    from sightline.families import PlacedSlot
 
     model = folder("qwen3")
     with pytest.raises(FamilyError, match="min_pixels"):
         load_family(model, min_pixels=4096)
     family = load_family(model)
     with pytest.raises(Misaligned):
-        family.positions(4, [PlacedSlot(0, 1, (1, 2, 2))])
+        item = MediaItem(MediaRef("0" * 64, "image/png", 1, 1, 1), "qwen_vl", (1, 2, 2), "f")
+        family.positions(4, [Slot(0, 1, item)])
     sample = samples(model, store, 1)[0]
     assert sample.items == [] and sample.slots == []
 
@@ -223,7 +224,7 @@ def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
 
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from sightline.inference.settings import ServeSettings
+    from sightline.inference.server_spec import ServerSpec
     from sightline.inference.torch_engine.build import build_engine
     from sightline.inference.torch_engine.request import TorchRequest
     from sightline.wire.generate import SamplingParams
@@ -233,8 +234,8 @@ def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
     family = learner.family
     shown = [store.put(making.image(random.Random(3), 120, 90))] if family.shows_images else []
     rendered = renderer.render([user("see ", *shown)])
-    settings = ServeSettings(
-        model=model,
+    settings = ServerSpec.of(
+        path=model,
         media_roots=(Path(store.root),),
         device="cpu",
         max_num_seqs=4,
@@ -259,7 +260,7 @@ def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
     assert said.error is None and said.tokens
     auto: Any = AutoModelForImageTextToText if family.shows_images else AutoModelForCausalLM
     plain = auto.from_pretrained(model, dtype=torch.float32)
-    slots = [SampleSlot(s.offset, s.length, i, None) for i, s in enumerate(rendered.slots)]
+    slots = [Slot(s.offset, s.length, i) for i, s in enumerate(rendered.slots)]
     sample = Sample(
         trace_id="t", group_id="", env="", reward=0.0,
         token_ids=Array.of(np.concatenate([prompt, said.tokens]), "int32"),
@@ -267,7 +268,7 @@ def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
         logprobs=Array.of(said.logprobs, "float32"),
         advantages=Array.of(np.zeros(len(said.tokens)), "float32"),
         versions=Array.of(np.zeros(len(said.tokens)), "int32"),
-        segments=[Segment(0, len(prompt), len(prompt) + len(said.tokens))],
+        segments=[Segment(len(prompt), len(prompt) + len(said.tokens), node=0)],
         items=[slot.item for slot in rendered.slots], slots=slots,
     )  # fmt: skip
     theirs = plain_logprobs(plain, sample, learner, store)

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sightline.families import PlacedSlot
 from sightline.families.qwen_vl.positions import compute_mrope_positions
+from sightline.media import MediaRef
+from sightline.wire import MediaItem, Slot
 
 MERGE = 2
+REF = MediaRef("0" * 64, "image/png", 1, 1, 1)
 sides = st.integers(1, 12).map(lambda side: side * MERGE)
 # An image never touches another: its marks stand between.
 images = st.lists(st.tuples(st.integers(1, 20), sides, sides), max_size=5)
@@ -33,6 +35,10 @@ def model() -> Any:
         return Qwen3VLModel(config)
 
 
+def slot(offset: int, length: int, grid: tuple[int, int, int]) -> Slot:
+    return Slot(offset, length, MediaItem(REF, "qwen_vl", grid, "f"))
+
+
 @settings(max_examples=200, deadline=None)
 @given(images=images, tail=st.integers(1, 20))
 def test_positions_are_those_of_transformers(
@@ -43,7 +49,7 @@ def test_positions_are_those_of_transformers(
     slots, kinds = [], []
     for text, height, width in images:
         length = height * width // MERGE**2
-        slots.append(PlacedSlot(len(kinds) + text, length, (1, height, width)))
+        slots.append(slot(len(kinds) + text, length, (1, height, width)))
         kinds += [0] * text + [1] * length
     kinds += [0] * tail
     found, end = compute_mrope_positions(len(kinds), slots, MERGE)
@@ -59,7 +65,7 @@ def test_positions_are_those_of_transformers(
 
 def test_an_image_takes_the_longer_side_of_its_merged_grid() -> None:
     # Two tokens of text, an image of 2x3 tokens, one token of text.
-    found, end = compute_mrope_positions(9, [PlacedSlot(2, 6, (1, 4, 6))], MERGE, start=10)
+    found, end = compute_mrope_positions(9, [slot(2, 6, (1, 4, 6))], MERGE, start=10)
     assert found.tolist() == [
         [10, 11, 12, 12, 12, 12, 12, 12, 15],
         [10, 11, 12, 12, 12, 13, 13, 13, 15],
@@ -69,6 +75,6 @@ def test_an_image_takes_the_longer_side_of_its_merged_grid() -> None:
 
 
 def test_an_image_may_be_the_last_token() -> None:
-    found, end = compute_mrope_positions(3, [PlacedSlot(2, 1, (1, 2, 2))], MERGE)
+    found, end = compute_mrope_positions(3, [slot(2, 1, (1, 2, 2))], MERGE)
     assert found[:, -1].tolist() == [2, 2, 2]
     assert end == 3

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from sightline.families import load_family, load_renderer
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.build import build_engine
 from sightline.inference.torch_engine.decode import CudaGraphDecoder, round_up_shape
 from sightline.inference.torch_engine.request import TorchRequest
 from sightline.media import MediaStore
+from sightline.pixels import Materializer
 from sightline.wire.generate import SamplingParams
 
 LENGTHS = (5, 300, 17, 40, 9, 120, 3)
@@ -25,24 +26,16 @@ def answers(model: Path, store: MediaStore, in_passes: bool) -> tuple[list[Torch
     that rows fall idle, are taken again, and outgrow their table."""
     family = load_family(model)
     banned = load_renderer(model, store, family).pad_token_ids
-    settings = ServeSettings(
-        model=model, media_roots=(store.root,), device="cpu", max_num_seqs=32, max_model_len=1024
+    settings = ServerSpec.of(
+        path=model, media_roots=(store.root,), device="cpu", max_num_seqs=32, max_model_len=1024
     )
-    engine = build_engine(settings, family, store, banned)
+    engine = build_engine(settings, family, Materializer(family, store, 1 << 20), banned)
     runner = engine.runner
-    seen: list[int] = []
+    decoder = CudaGraphDecoder(
+        runner.forward, runner.kv, engine.scheduler.rows, torch.device("cpu")
+    )
     if in_passes:
-        runner.decode = CudaGraphDecoder(
-            runner.forward, runner.kv, engine.scheduler.rows, torch.device("cpu")
-        )
-        inner = runner.decode.hidden
-
-        def hidden(plan: object) -> torch.Tensor | None:
-            found = inner(plan)  # type: ignore[arg-type]
-            seen.append(found is not None)
-            return found
-
-        runner.decode.hidden = hidden  # type: ignore[method-assign]
+        runner.decoder = decoder
     requests = [
         TorchRequest(
             np.arange(i, i + length, dtype=np.int32) % 250,
@@ -63,8 +56,7 @@ def answers(model: Path, store: MediaStore, in_passes: bool) -> tuple[list[Torch
     finally:
         engine.stop()
         engine.join(20)
-        engine.materializer.close()
-    return requests, sum(seen)
+    return requests, decoder.num_passes
 
 
 @pytest.mark.parametrize("type", ["qwen3_vl", "qwen2_5_vl"])

@@ -15,6 +15,7 @@ from sightline.errors import (
     MediaRefused,
     MediaUndecodable,
     Misaligned,
+    WeightsError,
     WireError,
 )
 from sightline.inference.errors import STATUS_BY_TYPE, encode_error, to_engine_error
@@ -38,7 +39,8 @@ ERRORS: list[tuple[BaseException, str]] = [
     (MediaError("a", "b"), "media_refused"),
     (WireError("a", "b"), "schema"),
     (Misaligned("a", "b"), "slots"),
-    (PermissionError("a"), "media_unavailable"),
+    (WeightsError("a", "b"), "weights"),
+    (PermissionError("a"), "engine"),
     (ZeroDivisionError("a"), "engine"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 import socket
 import subprocess
@@ -9,11 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from serving import Client
 
-from sightline.cli.main import main
+from sightline.cli.main import build_parser, main
+from sightline.config import InferenceConfig, ModelConfig
 from sightline.errors import ConfigError
-from sightline.inference.serve import bind_socket
+from sightline.families import load_family
+from sightline.inference.serve import ServerComponents, bind_socket
+from sightline.inference.server_spec import ServerSpec, describe_prefix_reuse
+from sightline.media import MediaStore
+from sightline.message import user
 
 
 def test_a_taken_port_is_refused_with_the_cure() -> None:
@@ -39,6 +46,68 @@ def test_an_engine_that_is_not_there_is_refused(
 ) -> None:
     assert main(["serve", str(tmp_path), "--engine", "other", "--media", str(tmp_path)]) == 2
     assert "torch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        (["--max-model-len", "1"], "max_model_len"),
+        (["--max-num-seqs", "0"], "max_num_seqs"),
+        (["--port", "99999"], "port"),
+        (["--pixel-cache-mb", "-1"], "pixel_cache_mb"),
+        (["--max-waiting", "-1"], "max_waiting"),
+        (["--dtype", "float8"], "dtype"),
+    ],
+)
+def test_the_command_has_the_bounds_of_the_run_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], setting: str
+) -> None:
+    assert main(["serve", str(tmp_path), "--media", str(tmp_path), *words]) == 2
+    assert setting in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("--max-len", "--max-model-len"),
+        ("--max-rows=3", "--max-num-seqs"),
+        ("--prefill-chunk", "--prefill-chunk-tokens"),
+        ("--no-kv-reuse", "--no-enable-prefix-caching"),
+    ],
+)
+def test_an_option_under_its_old_name_is_refused_with_the_new_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, old: str, new: str
+) -> None:
+    assert main(["serve", str(tmp_path), "--media", str(tmp_path), old]) == 2
+    assert f"is now called {new}" in capsys.readouterr().err
+    assert new in {option for action in serve_options() for option in action.option_strings}
+
+
+def serve_options() -> list[argparse.Action]:
+    [commands] = [a for a in build_parser(["serve"])._actions if isinstance(a.choices, dict)]
+    return list(commands.choices["serve"]._actions)  # type: ignore[index]
+
+
+def test_every_option_is_the_name_of_a_setting() -> None:
+    names = {action.dest for action in serve_options()} - {"help", "debug"}
+    known = {*ServerSpec.model_fields, *ModelConfig.model_fields, *InferenceConfig.model_fields}
+    assert names <= known
+
+
+def test_a_server_numbers_images_where_the_run_does(tiny_model: Path, store: MediaStore) -> None:
+    spec = ServerSpec.of(path=tiny_model, media_roots=(store.root,))
+    shown = [user("What?", store.put(Image.new("RGB", (64, 64))))]
+    plain, numbered = (
+        ServerComponents.load(each).renderer.render(shown).token_ids
+        for each in (spec, spec.replace(number_images=True))
+    )
+    assert len(numbered) > len(plain)
+
+
+def test_a_server_without_prefix_caching_says_that_turns_are_prefilled(tiny_model: Path) -> None:
+    family = load_family(tiny_model)
+    assert "continued" in describe_prefix_reuse(family)
+    assert "prefilled anew" in describe_prefix_reuse(family, keeps_kv=False)
 
 
 def test_a_served_checkpoint_answers_and_ends_in_order_on_sigterm(

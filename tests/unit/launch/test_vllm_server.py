@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sightline.families import load_renderer
-from sightline.inference.settings import ServeSettings
-from sightline.inference.vllm_plugin import CONFIG_KEY, LOGITS_PROCESSOR, MIDDLEWARE
+from sightline.inference.server_spec import ServerSpec
+from sightline.inference.vllm_plugin.names import CONFIG_KEY, LOGITS_PROCESSOR, MIDDLEWARE
 from sightline.launch.vllm_server import build_vllm_command
 from sightline.media import MediaStore
 
 
 @pytest.fixture
-def settings(tiny_model: Path, store: MediaStore) -> ServeSettings:
-    return ServeSettings(
-        model=tiny_model,
+def settings(tiny_model: Path, store: MediaStore) -> ServerSpec:
+    return ServerSpec.of(
+        path=tiny_model,
         media_roots=(store.root,),
         device="cpu",
         port=81,
@@ -34,19 +33,19 @@ def value(words: list[str], option: str) -> str:
 
 @pytest.mark.parametrize(("mebibytes", "gibibytes"), [(256, 0.25), (1, 1 / 1024), (0, 0.0)])
 def test_one_setting_sizes_our_cache_and_that_of_vllm(
-    settings: ServeSettings, mebibytes: int, gibibytes: float
+    settings: ServerSpec, mebibytes: int, gibibytes: float
 ) -> None:
-    sized = replace(settings, pixel_cache_bytes=mebibytes << 20)
+    sized = settings.replace(pixel_cache_mb=mebibytes)
     words = build_vllm_command(sized, "python")
     told = float(value(words, "--mm-processor-cache-gb"))
     assert told == pytest.approx(gibibytes, abs=1e-6)
     assert (told == 0) == (mebibytes == 0), "0 is off"
     ours = json.loads(value(words, "--additional-config"))[CONFIG_KEY]
-    assert ServeSettings.from_json(ours["settings"]) == sized
+    assert ServerSpec.model_validate(ours["spec"]) == sized
 
 
 def test_the_command_has_the_plugin_the_sizes_and_the_pads(
-    settings: ServeSettings, tiny_model: Path, store: MediaStore
+    settings: ServerSpec, tiny_model: Path, store: MediaStore
 ) -> None:
     words = build_vllm_command(settings, "python")
     assert words[0] == "python"
@@ -58,7 +57,7 @@ def test_the_command_has_the_plugin_the_sizes_and_the_pads(
     assert banned == list(load_renderer(tiny_model, store).pad_token_ids)
 
 
-def test_no_reuse_of_keys_and_values_is_no_prefix_cache(settings: ServeSettings) -> None:
+def test_without_prefix_caching_vllm_has_no_prefix_cache(settings: ServerSpec) -> None:
     assert "--no-enable-prefix-caching" not in build_vllm_command(settings, "python")
-    bare = build_vllm_command(replace(settings, enable_prefix_caching=False), "python")
+    bare = build_vllm_command(settings.replace(enable_prefix_caching=False), "python")
     assert "--no-enable-prefix-caching" in bare

@@ -76,8 +76,8 @@ from sightline.rollout.heartbeat import Heartbeat, find_heartbeat
 path = Path(sys.argv[1])
 
 async def main():
-    heart = Heartbeat(path, lambda: 1, lambda: 0.0)
-    heart.start()
+    heartbeat = Heartbeat(path, lambda: 0.0)
+    heartbeat.start()
     while find_heartbeat(path) is None:
         await asyncio.sleep(0.01)
     END
@@ -131,7 +131,7 @@ def tended(tmp_path: Path) -> Iterator[Callable[[str], Tended]]:
 def test_a_worker_that_is_stopped_is_missed_and_replaced(
     tended: Callable[[str], Tended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SIGSTOP: the process is there, and not even the thread of its heart runs."""
+    """SIGSTOP: the process is there, and not even the thread of its heartbeat runs."""
     monkeypatch.setattr(workers_module, "SILENCE_TIMEOUT_S", 5.0)
     worker = tended(BEATING.replace("END", ""))
     first = worker.processes.pid("worker-0")
@@ -154,7 +154,7 @@ def test_a_worker_that_ends_without_an_error_is_replaced(
 
 
 def test_a_worker_that_was_told_to_quit_is_not_missed(tended: Callable[[str], Tended]) -> None:
-    worker = tended(BEATING.replace("END", "heart.stop(); return"))
+    worker = tended(BEATING.replace("END", "heartbeat.stop(); return"))
     worker.until(lambda: worker.processes.exit_code("worker-0") is not None)
     worker.workers.supervise()
     beat = find_heartbeat(worker.beat)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from sightline.errors import MediaError, MediaRefused, MediaUndecodable
+from sightline.errors import ConfigError, MediaError, MediaRefused, MediaUndecodable
 from sightline.media.decode import encode_png, inspect_image, open_rgb
 from sightline.media.header import ImageLimits, exif_orientation
 
@@ -194,7 +194,7 @@ def test_an_image_of_no_pixels_is_refused(picture: Picture, encode: Encode) -> N
 
 
 def test_a_pixel_limit_that_pillow_would_warn_about_is_refused() -> None:
-    with pytest.raises(MediaError, match="max_pixels"):
+    with pytest.raises(ConfigError, match="max_pixels"):
         ImageLimits(max_pixels=200_000_000)
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sightline.errors import MediaError, MediaMissing, MediaRefused, MessageError
-from sightline.media import ImageIngestor, MediaStore, fetch
+from sightline.errors import ConfigError, MediaError, MediaMissing, MediaRefused, MessageError
+from sightline.media import ImageIngestor, MediaRef, MediaStore, fetch
+from sightline.media.header import ImageLimits
 
 Picture = Callable[..., Image.Image]
 Encode = Callable[..., bytes]
@@ -90,19 +91,26 @@ def test_a_data_url_of_another_shape_is_a_message_error(store: MediaStore, url: 
 def test_a_data_url_above_the_limit_is_refused_before_it_is_decoded(
     store: MediaStore, png: bytes
 ) -> None:
-    ingest = ImageIngestor(store, max_bytes=len(png))
+    ingest = ImageIngestor(MediaStore(store.root, limits=ImageLimits(max_bytes=len(png))))
     ingest.resolve(data_url(png), WHERE)
     assert "above the limit" in refused(ingest, data_url(png + b"x"))
     assert "above the limit" in refused(ingest, "data:image/png;base64," + "!" * 4 * len(png))
 
 
-def test_a_data_url_seen_before_is_not_put_again(
-    store: MediaStore, png: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ingest = ImageIngestor(store)
+class CountingStore(MediaStore):
+    num_puts = 0
+
+    def put(self, source: bytes | Path | Image.Image) -> MediaRef:
+        self.num_puts += 1
+        return super().put(source)
+
+
+def test_a_data_url_seen_before_is_not_put_again(store: MediaStore, png: bytes) -> None:
+    counting = CountingStore(store.root)
+    ingest = ImageIngestor(counting)
     ref = ingest.resolve(data_url(png), WHERE)
-    monkeypatch.setattr(store, "put", lambda data: pytest.fail("put again"))
     assert ingest.resolve(data_url(png), WHERE) == ref
+    assert counting.num_puts == 1
 
 
 def test_a_data_url_seen_before_is_put_again_when_its_image_was_swept(
@@ -125,6 +133,13 @@ def test_a_media_url_leads_to_the_stored_image(store: MediaStore, png: bytes) ->
 
 def test_a_media_url_of_a_missing_image_says_so_with_its_place(store: MediaStore) -> None:
     refused(ImageIngestor(store), "media:sha256:" + "0" * 64, MediaMissing)
+
+
+def test_the_cause_of_an_unreadable_store_stays_the_cause(store: MediaStore) -> None:
+    store.path("0" * 64).mkdir(parents=True)
+    with pytest.raises(MediaError, match="cannot read") as caught:
+        ImageIngestor(store).resolve("media:sha256:" + "0" * 64, WHERE)
+    assert isinstance(caught.value.__cause__, OSError), "by which a server knows that it may heal"
 
 
 @pytest.mark.parametrize("url", ["media:", "media:sha256:zz", "media:md5:" + "0" * 64])
@@ -249,12 +264,13 @@ def test_what_is_no_image_file_under_an_allowed_root_is_refused(
     ingest = ImageIngestor(store, file_roots=[roots / "allowed"])
     for name in ("pipe", "deep", "text", "nothing"):
         refused(ingest, f"file://{roots}/allowed/{name}")
-    small = ImageIngestor(store, file_roots=[roots / "allowed"], max_bytes=10)
+    tight = MediaStore(store.root, limits=ImageLimits(max_bytes=10))
+    small = ImageIngestor(tight, file_roots=[roots / "allowed"])
     assert "above the limit" in refused(small, f"file://{roots}/allowed/deep/a b.png")
 
 
 def test_a_relative_file_root_is_refused(store: MediaStore) -> None:
-    with pytest.raises(MediaError, match="relative"):
+    with pytest.raises(ConfigError, match="relative"):
         ImageIngestor(store, file_roots=["pictures"])
 
 
@@ -336,7 +352,8 @@ def test_redirects_and_other_answers_are_refused(store: MediaStore, server: int)
 
 
 def test_an_answer_above_the_limit_is_refused(store: MediaStore, server: int) -> None:
-    ingest = ImageIngestor(store, http_hosts=[f"127.0.0.1:{server}"], max_bytes=20)
+    tight = MediaStore(store.root, limits=ImageLimits(max_bytes=20))
+    ingest = ImageIngestor(tight, http_hosts=[f"127.0.0.1:{server}"])
     assert "above the limit" in refused(ingest, f"http://127.0.0.1:{server}/a.png")
 
 

@@ -40,7 +40,7 @@ own = int(sys.argv[2])
 for i in range(40):
     assert store.get(store.put(image(i))) == image(i)
     ref = store.put(image(1000 * own + i))
-    assert store.find(ref.digest) == ref
+    assert store.get_ref(ref.digest) == ref
 """
 )
 
@@ -53,7 +53,7 @@ until = time.monotonic() + 90
 while seen < 40 and time.monotonic() < until:
     digest = sha256(image(seen)).hexdigest()
     try:
-        store.get(store.find(digest))
+        store.get(store.get_ref(digest))
         seen += 1
     except MediaMissing:
         time.sleep(0.001)
@@ -163,7 +163,7 @@ def test_killed_writers_leave_no_half_file_that_can_be_read(
     assert report.corrupt == []
     assert report.num_files > 0
     for digest in store.digests():
-        assert sha256(store.get(store.find(digest))).hexdigest() == digest
+        assert sha256(store.get(store.get_ref(digest))).hexdigest() == digest
     for leftover in report.leftovers:
         os.utime(store.root / leftover, (1, 1))
     in_use = set(store.digests())

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sightline.compute import weights
 from sightline.compute.weights import write_weights
 from sightline.families.registry import write_tiny
 from sightline.orchestrator.background_evaluator import BackgroundEvaluator
@@ -157,7 +156,7 @@ def test_rollouts_at_another_server_take_no_place_of_the_runs_own() -> None:
 
 
 def test_published_weights_with_the_rest_of_a_checkpoint_load_in_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Kimi's router has a buffer that is no parameter: published weights do not hold it."""
     from transformers import AutoModelForImageTextToText
@@ -167,15 +166,14 @@ def test_published_weights_with_the_rest_of_a_checkpoint_load_in_transformers(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    monkeypatch.setattr(weights, "MAX_FILE_BYTES", 1 << 18)
-    path, _ = write_weights(tmp_path / "weights", dict(model.named_parameters()), 3, 3)
+    parameters = dict(model.named_parameters())
+    path, _ = write_weights(tmp_path / "weights", parameters, 3, 3, max_file_bytes=1 << 18)
     source = sorted((tmp_path / "model").glob("*.safetensors"))
     published = sorted(path.parent.glob("*.safetensors"))
     assert len(published) > 2
     merge_safetensors(published, source, tmp_path / "merged.safetensors")
     kept, before = load_file(tmp_path / "merged.safetensors"), load_file(source[0])
     assert kept.keys() == before.keys()
-    parameters = dict(model.named_parameters())
     for name, tensor in kept.items():
         assert torch.equal(
             tensor, parameters[name].detach() if name in parameters else before[name]

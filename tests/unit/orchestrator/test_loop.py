@@ -85,7 +85,7 @@ class World:
             Node(0, -1, user("q"), int32_array([1, 2]), sampled_start=2),
             Node(
                 1, 0, assistant("a"), int32_array([3, 4]), sampled_start=1, logprobs=float32_array([-1.0]),
-                versions=(PolicySpan(version, 0, 0, 1),), finish_reason="stop",
+                versions=(PolicySpan(0, 1, version=version, epoch=0),), finish_reason="stop",
             ),
         ]  # fmt: skip
         trace = Trace(id=play.rollout_id, group_id=play.group_id, nodes=nodes)

@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sightline.errors import PixelMismatch
-from sightline.families import PlacedSlot, load_family
+from sightline.families import load_family
 from sightline.media import MediaStore
 from sightline.pack import PackSize, pack
-from sightline.wire.sample import Sample, SampleSlot
+from sightline.wire import Slot
+from sightline.wire.sample import Sample
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -47,7 +48,7 @@ def test_each_sequence_is_laid_out_as_if_alone(tiny_model: Path, store: MediaSto
     while start < len(ends):
         end = int(ends[start])
         sample = by_tokens[packed.token_ids.numpy()[start:end].tobytes()]
-        placed = [PlacedSlot(s.offset, s.length, sample.items[s.item].grid) for s in sample.slots]
+        placed = [Slot(s.offset, s.length, sample.items[s.item]) for s in sample.slots]
         alone, _ = family.positions(end - start, placed)
         assert np.array_equal(packed.positions.numpy()[:, start:end], alone)
         assert (ends[start:end] == end).all()
@@ -74,7 +75,7 @@ def test_samplers_that_saw_different_pixels_of_one_image_are_refused(
     tiny_model: Path, store: MediaStore
 ) -> None:
     sample = next(s for s in making.samples(tiny_model, store, count=6, seed=5) if s.slots)
-    slots = [SampleSlot(s.offset, s.length, s.item, "0" * 32) for s in sample.slots]
+    slots = [Slot(s.offset, s.length, s.item, "0" * 32) for s in sample.slots]
     other: Sample = msgspec.structs.replace(sample, trace_id="other", slots=slots)
     with pytest.raises(PixelMismatch, match="same Pillow"):
         pack([sample, other], 1, load_family(tiny_model), PackSize(10**6, 10**6))

@@ -10,10 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from sightline.families import PlacedSlot, load_family
+from sightline.families import load_family
 from sightline.media import MediaStore
 from sightline.pack import PackSize, pack
 from sightline.pack.tree import build_units, measure_unit, order_depth_first
+from sightline.wire import Slot
 from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.sample import Sample
 
@@ -53,9 +54,7 @@ def test_every_path_is_its_sample(
             assert np.array_equal(packed.token_ids.numpy()[path], sample.token_ids.numpy()[:upto])
             seen = np.flatnonzero((index <= path[-1]) & (path[-1] < ends))
             assert seen.tolist() == path, "its path, and nothing of its siblings"
-            placed = [
-                PlacedSlot(s.offset, s.length, sample.items[s.item].grid) for s in sample.slots
-            ]
+            placed = [Slot(s.offset, s.length, sample.items[s.item]) for s in sample.slots]
             alone, _ = family.positions(len(sample.token_ids), placed)
             assert np.array_equal(packed.positions.numpy()[:, path], alone[:, :upto])
             shown = {slot.offset: items[slot.item].key for slot in packed.slots}

@@ -71,8 +71,8 @@ def test_another_file_under_the_same_number_is_not_taken_for_it(tmp_path: Path) 
 MAKER = """
 import sys, time
 import msgspec, numpy as np
-from sightline.pixels import lay
-with lay([np.full((4096, 768), 7, dtype=np.uint8)], 1 << 30) as laid:
+from sightline.pixels import share_patches
+with share_patches([np.full((4096, 768), 7, dtype=np.uint8)], 1 << 30) as laid:
     print(msgspec.json.encode(laid).decode(), flush=True)
     time.sleep(600)
 """

@@ -10,7 +10,8 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Split
 
 from sightline import FamilyError
-from sightline.render import Emitter, Span, Tokenizer
+from sightline.render import Emitter, Tokenizer
+from sightline.wire import Span
 
 # Letters a, b, c and the merge "ab"; "<s>" is an added token.
 A, B, C, AB, S = range(5)

@@ -21,7 +21,7 @@ from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.envs import Chat
 from sightline.media import ImageIngestor, MediaRef
 from sightline.rollout.player import RolloutPlayer
-from sightline.trace import Trace, decode_trace
+from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
 
 NUM_TURNS = 4
@@ -142,7 +142,7 @@ async def post(chat: Chat, data: Any) -> tuple[int, Any]:
 
 async def until(player: RolloutPlayer, num_bytes: int) -> None:
     """Returns when so much is held; a test that waits for ever is ended from outside."""
-    while player.held_bytes != num_bytes:  # noqa: ASYNC110
+    while player.memory_bytes != num_bytes:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 
@@ -155,12 +155,12 @@ def test_a_body_counts_as_held_from_its_arrival_until_refs_stand_for_it(
         policy, sent = Stuck(), Halves(body)
 
         async def rollout(chat: Chat) -> float:
-            assert player.held_bytes == 0
+            assert player.memory_bytes == 0
             asking = asyncio.ensure_future(post(chat, sent.parts()))
             await until(player, len(body) // 2)
             sent.may_go_on.set()
             await policy.arrived.wait()
-            assert player.held_bytes == 0, "the trace has nothing yet, and the body is gone"
+            assert player.memory_bytes == 0, "the trace has nothing yet, and the body is gone"
             policy.may_answer.set()
             assert (await asking)[0] == 200
             return 1.0
@@ -169,8 +169,8 @@ def test_a_body_counts_as_held_from_its_arrival_until_refs_stand_for_it(
             with Worker(tiny_model, store, address).player(rollout) as player:
                 played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
                 await player.close()
-        assert player.held_bytes == 0
-        return decode_trace(played.trace)
+        assert player.memory_bytes == 0
+        return played.trace
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error
@@ -236,13 +236,13 @@ def test_a_body_that_is_under_way_when_its_rollout_ends_leaves_nothing(
         async with listening(policy.app()) as address:
             with Worker(tiny_model, store, address).player(rollout) as player:
                 played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
-                assert player.held_bytes == 0
+                assert player.memory_bytes == 0
                 sent.may_go_on.set()
                 status, told = await asking[0]
                 assert (status, told["error"]["code"]) == (401, "rollout_over")
                 await player.close()
         assert policy.counts.requests == 0
-        return decode_trace(played.trace)
+        return played.trace
 
     trace = asyncio.run(main())
     assert not trace.error and not trace.nodes and store.num_put == 0
@@ -254,7 +254,7 @@ def test_a_body_above_the_limit_is_a_413_that_the_trace_keeps(
 ) -> None:
     async def main() -> Trace:
         async def rollout(chat: Chat) -> float:
-            player.interception.max_body_bytes = 2000
+            player.chats.interception.max_body_bytes = 2000
             body = json.dumps({"model": "m", "messages": [shown(0)]}).encode()
             assert len(body) > 2000
             halves = Halves(body)
@@ -264,7 +264,7 @@ def test_a_body_above_the_limit_is_a_413_that_the_trace_keeps(
             assert (status, error["code"]) == (413, "request_too_large")
             assert error["type"] == "invalid_request_error" and "fix: " in error["message"]
             assert "2000 bytes" in error["message"]
-            assert player.held_bytes == 0
+            assert player.memory_bytes == 0
             async with agent(chat) as client:
                 with pytest.raises(openai.APIStatusError) as caught:
                     await client.chat.completions.create(model="m", messages=[shown(0)])
@@ -278,7 +278,7 @@ def test_a_body_above_the_limit_is_a_413_that_the_trace_keeps(
             with Worker(tiny_model, store, address).player(rollout) as player:
                 played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
                 await player.close()
-        return decode_trace(played.trace)
+        return played.trace
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error

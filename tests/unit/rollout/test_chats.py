@@ -17,7 +17,7 @@ from sightline.families import load_renderer
 from sightline.media import MediaRef, MediaStore
 from sightline.message import user
 from sightline.rollout.player import RolloutPlayer
-from sightline.trace import Trace, decode_trace
+from sightline.trace import Trace
 from sightline.view.transcript import format_transcript
 from sightline.wire.control import RolloutRequest
 
@@ -48,10 +48,10 @@ class Trial:
         async def main() -> Trace:
             async with playing(env or Plays(rollout), self.renderer, self.store) as player:
                 for name, value in limits.items():
-                    setattr(player, name, value)
+                    setattr(player if hasattr(player, name) else player.chats, name, value)
                 self.player: RolloutPlayer = player
                 played = await player.play(RolloutRequest("r", "g", 0, "train", 7, 1.0))
-                return decode_trace(played.trace)
+                return played.trace
 
         return asyncio.run(main())
 
@@ -126,14 +126,14 @@ def test_what_is_held_is_counted_until_the_store_has_it(play: Trial) -> None:
 
     async def rollout(task: Task, chat: Any) -> float:
         chat.put(picture())
-        held.append(play.player.held_bytes)
+        held.append(play.player.memory_bytes)
         await chat.send([user("hello")])
-        held.append(play.player.held_bytes)
+        held.append(play.player.memory_bytes)
         return 1.0
 
     assert not play(rollout).error
     assert held[0] == 3 * 64 * 64 and 0 < held[1] < held[0]
-    assert play.player.held_bytes == 0
+    assert play.player.memory_bytes == 0
 
 
 # --- plain functions
@@ -171,7 +171,7 @@ def test_more_plain_functions_than_any_pool_has_threads_wait_for_one_another(
         async with playing(Plays(rollout), load_renderer(tiny_model, store), store) as player:
             plays = (RolloutRequest(f"r{i}", "g", i, "train", i, 1.0) for i in range(100))
             played = await asyncio.gather(*(player.play(one) for one in plays))
-            return [decode_trace(one.trace) for one in played]
+            return [one.trace for one in played]
 
     assert [trace.error for trace in asyncio.run(main())] == [""] * 100
 
@@ -260,7 +260,7 @@ def test_a_prompt_that_does_not_fit_ends_the_rollout_before_the_request(play: Tr
     assert trace.reward == 0.0 and len(trace.turns) == 1
     assert [node.message.text for node in trace.nodes][0] == "short"
     assert len(trace.nodes) == 2, "the observation that did not fit is not in the trace"
-    assert play.player.client.counts.requests == 1
+    assert play.player.chats.client.counts.requests == 1
     assert play(rollout, max_model_len=0).error_kind != "truncated"
     short = play(rollout, max_model_len=room - 1)
     assert short.error_kind == "truncated" and not short.nodes

@@ -145,12 +145,12 @@ def test_a_fuzzed_body_is_taken_or_refused_with_the_cure(
             assert error.fix and error.problem
             name = type(error).__name__
             refusals[name] = refusals.get(name, 0) + 1
-    # Neither a door that is always open nor one that is always shut would pass.
+    # Neither a resolver that takes everything nor one that takes nothing would pass.
     assert num_taken > NUM_BODIES / 20 and min(refusals.values()) > NUM_BODIES / 1000, refusals
     assert {"MessageError", "MediaRefused", "MediaMissing"} <= set(refusals)
     assert sum(refusals.values()) + num_taken == NUM_BODIES
     for digest in store.digests():
-        assert store.get(store.find(digest))
+        assert store.get(store.get_ref(digest))
 
 
 def test_fuzzed_bodies_leave_an_endpoint_and_its_trace_whole(

@@ -20,7 +20,7 @@ from sightline.errors import MediaRefused, MessageError
 from sightline.families import load_renderer, registry
 from sightline.media import MediaStore
 from sightline.message import Message, assistant, user
-from sightline.trace import Trace, decode_trace
+from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
 from tests.unit.rollout.test_many import Slow
 
@@ -288,11 +288,11 @@ def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaSto
                         for i in range(2)
                     )
                 )
+                wire = player.chats.wire_counts
                 await player.close()
-        traces = [decode_trace(played.trace) for played in both]
-        last = max(both, key=lambda played: played.wire["agent_requests"])
-        assert last.wire["agent_requests"] == last.wire["requests"] == 6
-        assert last.wire["agent_sent_bytes"] > 0 < last.wire["agent_received_bytes"]
+        traces = [played.trace for played in both]
+        assert wire["agent_requests"] == wire["requests"] == 6
+        assert wire["agent_sent_bytes"] > 0 < wire["agent_received_bytes"]
         assert len({key for _, key in keys}) == 2
         assert len(ports) == 1, "one port a worker"
         for trace in traces:
@@ -302,19 +302,6 @@ def test_two_keys_do_not_see_each_others_trace(tiny_model: Path, store: MediaSto
         assert {t.nodes[0].message.text for t in traces} == {name for name, _ in keys}
 
     asyncio.run(main())
-
-
-def test_prometheus_scrapes_the_door_without_a_key(tiny_model: Path, store: MediaStore) -> None:
-    async def rollout(chat: Chat) -> float:
-        root = chat.base_url.removesuffix("/v1")
-        async with aiohttp.ClientSession() as session, session.get(f"{root}/metrics") as answer:
-            assert answer.headers["content-type"].startswith("text/plain")
-            text = await answer.text()
-        assert "# TYPE sightline_agent_requests_total counter\n" in text
-        assert "sightline_agent_rollouts 1\n" in text and chat.api_key not in text
-        return 1.0
-
-    assert not play(tiny_model, store, rollout).error
 
 
 def test_a_key_that_no_rollout_has_opens_nothing(tiny_model: Path, store: MediaStore) -> None:
@@ -371,7 +358,7 @@ def test_a_request_that_outlives_its_rollout_is_cancelled_and_leaves_nothing(
                     await client.chat.completions.create(model="m", messages=[shown(0)])
                 await client.close()
                 await player.close()
-        trace = decode_trace(played.trace)
+        trace = played.trace
         assert trace.reward == 1.0 and not trace.nodes
 
     asyncio.run(main())
@@ -442,11 +429,11 @@ def test_the_event_loop_turns_while_images_are_taken_in_and_messages_rendered(
         async with listening(ScriptedPolicy().app()) as address:
             worker = Worker(tiny_model, Watched(store.root), address)
             with worker.player(rollout) as player:
-                player.renderer = slow = Slow(player.renderer, loop)
+                player.chats.renderer = slow = Slow(player.chats.renderer, loop)
                 played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
                 await player.close()
             assert slow.calls == ["render", "parse"] and len(taken) == 2
-            return decode_trace(played.trace)
+            return played.trace
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error
@@ -540,9 +527,9 @@ def test_the_rollouts_own_sampling_wins(tiny_model: Path, store: MediaStore) -> 
     asked: list[Any] = []
 
     class Watching(ScriptedPolicy):
-        def _answer(self, request: Any, digests: Any) -> Any:  # type: ignore[override]
+        def answer(self, request: Any, digests: Any) -> Any:
             asked.append(request.sampling_params)
-            return ScriptedPolicy._answer(request, digests)
+            return super().answer(request, digests)
 
     async def rollout(chat: Chat) -> float:
         async with agent(chat) as client:
@@ -606,7 +593,7 @@ def test_another_route_is_refused_in_the_same_shape(tiny_model: Path, store: Med
     assert not play(tiny_model, store, rollout).error
 
 
-def test_messages_that_the_environment_adds_pass_the_same_door(
+def test_messages_that_the_environment_adds_pass_the_same_checks(
     tiny_model: Path, store: MediaStore
 ) -> None:
     bad = with_part(type="image_url", image_url={"url": BAD_URL})
@@ -630,7 +617,7 @@ def test_messages_that_the_environment_adds_pass_the_same_door(
     assert len(trace.door_errors) == 4 and len(trace.turns) == 2 and trace.forks == {}
 
 
-# --- failures behind the door
+# --- failures behind the endpoint
 
 
 def test_what_breaks_a_promise_drops_the_rollout_whatever_the_agent_makes_of_it(
@@ -641,9 +628,9 @@ def test_what_breaks_a_promise_drops_the_rollout_whatever_the_agent_makes_of_it(
 
         turn = 0
 
-        def _answer(self, request: Any, digests: Any) -> Any:  # type: ignore[override]
+        def answer(self, request: Any, digests: Any) -> Any:
             self.turn += 1
-            return ScriptedPolicy._answer(request, [f"{self.turn:032x}"] * len(digests))
+            return super().answer(request, [f"{self.turn:032x}"] * len(digests))
 
     async def rollout(chat: Chat) -> float:
         async with agent(chat) as client:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
@@ -20,9 +20,10 @@ from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore
 from sightline.message import Message, user
 from sightline.render import Renderer
+from sightline.rollout.chat_sources import PolicyChats
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.player import RolloutPlayer
-from sightline.trace import Trace, decode_trace
+from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
 
 NUM_ROLLOUTS = 2000
@@ -59,14 +60,17 @@ async def playing(
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     client = GenerateClient(site.name)
-    yield RolloutPlayer(env, renderer, store, client, "image", max_tokens=6, timeout_s=100)
+    chats = PolicyChats(
+        renderer=renderer, store=store, client=client, modality="image", max_tokens=6
+    )
+    yield RolloutPlayer(env, chats, timeout_s=100)
     await client.close()
     await runner.cleanup()
 
 
 async def play(one: RolloutPlayer, index: int) -> Trace:
     played = await one.play(RolloutRequest(f"r{index}", "g", index, "train", index, 1.0))
-    return decode_trace(played.trace)
+    return played.trace
 
 
 def test_rollouts_that_share_a_renderer_say_what_each_says_alone(
@@ -132,15 +136,24 @@ class Untouchable:
         raise AssertionError(f"a turn of text asked for {name}")
 
 
-def test_a_turn_of_text_pays_nothing_for_images(
-    tiny_model: Path, store: MediaStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    family = load_family(tiny_model)
-    renderer = load_renderer(tiny_model, store, family)
-    for name in ("layout", "item", "check_item", "num_tokens", "patches", "positions", "rows"):
-        if hasattr(type(family), name):
-            monkeypatch.setattr(type(family), name, property(lambda self: Untouchable().image))
-    monkeypatch.setattr(renderer, "_door", Untouchable())
+class TextFamily:
+    """A family of which nothing may be asked that concerns images, once its renderer is loaded."""
+
+    IMAGES = {"layout", "item", "check_item", "num_tokens", "patches", "positions", "rows"}
+
+    def __init__(self, family: Any) -> None:
+        self._family = family
+        self.is_loaded = False
+
+    def __getattr__(self, name: str) -> Any:
+        assert not (self.is_loaded and name in self.IMAGES), f"a turn of text asked for {name}"
+        return getattr(self._family, name)
+
+
+def test_a_turn_of_text_pays_nothing_for_images(tiny_model: Path, store: MediaStore) -> None:
+    family: Any = TextFamily(load_family(tiny_model))
+    renderer = load_renderer(tiny_model, store, family, cast(Any, Untouchable()))
+    family.is_loaded = True
     asked: list[Message] = [user("hello")]
     prompt = renderer.render(asked).token_ids
     said = [*renderer.render([user("well")]).token_ids[3:5], renderer.stop_token_ids[0]]

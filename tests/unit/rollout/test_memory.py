@@ -49,7 +49,7 @@ def play(trace: Trace, pages: list[MediaRef], renderer: Renderer, window: Window
         else:
             asked = trace.prepare(window(history), renderer)
         said = [*rng.choices(range(90), k=30), renderer.stop_token_ids[0]]
-        spans = [PolicySpan(0, 0, 0, len(said))]
+        spans = [PolicySpan(0, len(said), version=0, epoch=0)]
         node = asked.commit(said, [-1.0] * len(said), spans, "stop", ["d" * 32] * len(asked.slots))
         leaf = node.id
         history.append(node.message)

@@ -18,7 +18,7 @@ def test_each_pass_of_the_loop_lets_one_go_in_the_order_of_arrival() -> None:
                 await asyncio.sleep(0)
 
         async def wait(name: int) -> None:
-            await pacer.turn()
+            await pacer.wait_for_pass()
             went.append((name, passes))
 
         counting = asyncio.create_task(count_passes())
@@ -37,7 +37,7 @@ def test_one_that_is_cancelled_takes_no_turn_and_holds_up_no_one() -> None:
         pacer, went = LoopPacer(), []
 
         async def wait(name: int) -> None:
-            await pacer.turn()
+            await pacer.wait_for_pass()
             went.append(name)
 
         waiting = [asyncio.create_task(wait(name)) for name in range(4)]
@@ -55,7 +55,7 @@ def test_a_pace_that_ran_dry_goes_on() -> None:
     async def play() -> int:
         pacer = LoopPacer()
         for _ in range(3):
-            await pacer.turn()
+            await pacer.wait_for_pass()
             await asyncio.sleep(0)
         return 3
 

@@ -12,9 +12,10 @@ import pytest
 from sightline.envs import Environment, Outcome, Task
 from sightline.families import load_renderer
 from sightline.media import MediaStore
+from sightline.rollout.chat_sources import PolicyChats
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.player import RolloutPlayer
-from sightline.trace import Trace, decode_trace
+from sightline.trace import Trace, decode_trace, encode_trace
 from sightline.wire.control import RolloutRequest
 
 
@@ -42,12 +43,13 @@ def play(tiny_model: Path, store: MediaStore):
     renderer = load_renderer(tiny_model, store)
 
     def run(result: Any) -> Trace:
-        player = RolloutPlayer(
-            Returns(result), renderer, store, GenerateClient("http://127.0.0.1:9"), "image",
-            max_tokens=4, timeout_s=0.2,
-        )  # fmt: skip
+        client = GenerateClient("http://127.0.0.1:9")
+        chats = PolicyChats(
+            renderer=renderer, store=store, client=client, modality="image", max_tokens=4
+        )
+        player = RolloutPlayer(Returns(result), chats, timeout_s=0.2)
         played = asyncio.run(player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0)))
-        return decode_trace(played.trace)
+        return decode_trace(encode_trace(played.trace))
 
     return run
 

@@ -19,7 +19,7 @@ from sightline.envs.tools import Toolbox
 from sightline.families import load_renderer
 from sightline.media import MediaStore
 from sightline.message import AssistantMessage, ToolCall, user
-from sightline.trace import Trace, decode_trace
+from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
 
 MANY = 40
@@ -72,7 +72,7 @@ def test_tools_that_hang_hold_up_no_other_rollout_and_are_counted(
                 played = await player.play(
                     RolloutRequest(f"{split}{index}", "g", index, split, 1, 1.0)
                 )
-                return decode_trace(played.trace)
+                return played.trace
 
             hung = [asyncio.create_task(one(index, "hangs")) for index in range(MANY)]
             for _ in range(MANY):
@@ -117,13 +117,13 @@ def test_a_clean_up_that_does_not_end_costs_the_rollout_and_is_counted(
             played = await asyncio.wait_for(
                 player.play(RolloutRequest("r", "g", 0, "train", 7, 1.0)), 60
             )
-            trace = decode_trace(played.trace)
+            trace = played.trace
             assert trace.error_kind == "timeout" and trace.error == "took more than 0.05 s"
             assert player.threads.stuck_s() > 0
             goes_on.set()
             await until(lambda: player.threads.stuck_s() == 0)
             assert isinstance(heard[0], asyncio.CancelledError), "its rollout is over"
-            assert player.client.counts.requests == 0
+            assert player.chats.client.counts.requests == 0
 
     asyncio.run(main())
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from sightline.config import RunFile, load_config
 from sightline.envs import Chat
 from sightline.envs.judge_model import JudgeModel
 from sightline.errors import ConfigError
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.message import ImagePart, Message, text, user
 from sightline.run import otel
@@ -136,20 +135,20 @@ async def through_an_agent(chat: Chat) -> float:
 
 @contextmanager
 def playing(
-    settings: ServeSettings, media: MediaStore, target: str, server_target: str | None = None
+    settings: ServerSpec, media: MediaStore, target: str, server_target: str | None = None
 ) -> Iterator[Worker]:
-    served = replace(settings, otel=target if server_target is None else server_target)
+    served = settings.replace(otel=target if server_target is None else server_target)
     with embedded(served) as client:
         stages = open_stages(target, "worker-0", "run-001")
         try:
             address = f"http://{client.host}:{client.port}"
-            yield Worker(served.model, media, address, max_tokens=6, stages=stages)
+            yield Worker(Path(served.model.path), media, address, max_tokens=6, stages=stages)
         finally:
             stages.close()
 
 
 def test_a_rollout_is_one_tree_through_both_processes(
-    settings: ServeSettings, media: MediaStore, collector: Collector
+    settings: ServerSpec, media: MediaStore, collector: Collector
 ) -> None:
     with playing(settings, media, collector.address) as worker:
         trace = asyncio.run(worker.play(look_twice))
@@ -174,7 +173,7 @@ def test_a_rollout_is_one_tree_through_both_processes(
 
 
 def test_a_span_lies_inside_its_parent_and_says_what_it_was(
-    settings: ServeSettings, media: MediaStore, collector: Collector
+    settings: ServerSpec, media: MediaStore, collector: Collector
 ) -> None:
     with playing(settings, media, collector.address) as worker:
         trace = asyncio.run(worker.play(look_twice, seed=7))
@@ -202,7 +201,7 @@ def test_a_span_lies_inside_its_parent_and_says_what_it_was(
 
 
 def test_a_judge_and_an_agent_stand_in_the_tree(
-    settings: ServeSettings, media: MediaStore, collector: Collector
+    settings: ServerSpec, media: MediaStore, collector: Collector
 ) -> None:
     with playing(settings, media, collector.address) as worker:
         asyncio.run(worker.play(judged))
@@ -214,7 +213,7 @@ def test_a_judge_and_an_agent_stand_in_the_tree(
 
 
 def test_a_rollout_that_fails_says_why(
-    settings: ServeSettings, media: MediaStore, collector: Collector
+    settings: ServerSpec, media: MediaStore, collector: Collector
 ) -> None:
     async def breaks(chat: Chat) -> float:
         raise ValueError("the page did not load")
@@ -228,7 +227,7 @@ def test_a_rollout_that_fails_says_why(
 
 
 def test_a_server_joins_whoever_asks_and_begins_anew_for_the_others(
-    settings: ServeSettings, media: MediaStore, collector: Collector
+    settings: ServerSpec, media: MediaStore, collector: Collector
 ) -> None:
     """Its own setting decides: a client that exports nothing has no header to send."""
     with playing(settings, media, "", collector.address) as worker:
@@ -249,7 +248,7 @@ def said(trace: Trace) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", ["nobody listens", "it refuses", "it hangs"])
 def test_a_collector_that_does_not_work_changes_nothing(
-    settings: ServeSettings,
+    settings: ServerSpec,
     media: MediaStore,
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -292,7 +291,7 @@ def test_a_full_queue_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_takes_the_place_of_a_collector(
-    settings: ServeSettings, media: MediaStore, tmp_path: Path
+    settings: ServerSpec, media: MediaStore, tmp_path: Path
 ) -> None:
     file = tmp_path / "spans.jsonl"
     with playing(settings, media, str(file)) as worker:

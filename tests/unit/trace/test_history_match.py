@@ -29,7 +29,7 @@ def trace_of(*said: Message, sampled: bool = True) -> Trace:
     for i, message in enumerate(said, start=1):
         turn = {
             "logprobs": float32_array([-1.0]),
-            "versions": (PolicySpan(0, 0, 0, 1),),
+            "versions": (PolicySpan(0, 1, version=0, epoch=0),),
             "finish_reason": "stop",
         }
         more = turn if sampled else {}

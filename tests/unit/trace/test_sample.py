@@ -16,7 +16,7 @@ TOY = ToyRenderer()
 def test_a_path_becomes_one_sample_with_all_its_turns() -> None:
     trace = Trace(id="t", group_id="g", env="e", reward=0.5, temperature=0.7)
     turn = trace.extend(ROOT, [user(picture(1), picture(2), picture(1))], TOY)
-    versions = [PolicySpan(3, 0, 0, 1), PolicySpan(4, 0, 1, 3)]
+    versions = [PolicySpan(0, 1, version=3, epoch=0), PolicySpan(1, 3, version=4, epoch=0)]
     first = turn.commit([150, 151, END], [-1, -2, -3], versions, "stop", digests(turn.slots))
     last = say(trace.extend(first.id, [user(picture(2))], TOY), "b", version=4)
     (sample,) = flatten(trace, {first.id: 1.0, last.id: -1.0})

@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from sightline.errors import MessageError, Misaligned, PixelMismatch
 from sightline.message import AssistantMessage, Message, assistant, system, text, user
-from sightline.render import Bridged, Rendered, Span
+from sightline.render import Bridged, Rendered
 from sightline.trace import Node, PolicySpan, Trace, encode_trace
-from sightline.trace.node import ROOT, NodeSlot, int32_array
-from sightline.wire import Slot
+from sightline.trace.node import ROOT, int32_array
+from sightline.wire import Slot, Span
 from tests.unit.trace.toy import (
     AB,
     END,
@@ -34,7 +34,7 @@ TOY = ToyRenderer()
 
 
 def spans(count: int, version: int = 0) -> list[PolicySpan]:
-    return [PolicySpan(version, 0, 0, count)]
+    return [PolicySpan(0, count, version=version, epoch=0)]
 
 
 def test_a_conversation_is_one_path_of_one_node_a_message() -> None:
@@ -260,7 +260,8 @@ def test_versions_are_looked_up_over_all_turns() -> None:
     trace = Trace(id="t")
     assert (trace.oldest_version, trace.newest_version) == (None, None)
     turn = trace.extend(ROOT, [user("hi")], TOY)
-    turn.commit([150, END], [-1, -1], [PolicySpan(3, 0, 0, 1), PolicySpan(4, 1, 1, 2)], "stop")
+    both = [PolicySpan(0, 1, version=3, epoch=0), PolicySpan(1, 2, version=4, epoch=1)]
+    turn.commit([150, END], [-1, -1], both, "stop")
     assert (trace.oldest_version, trace.newest_version) == (3, 4)
     assert trace.policies == {(3, 0), (4, 1)}
 
@@ -277,7 +278,7 @@ def test_versions_are_looked_up_over_all_turns() -> None:
         ({"versions": spans(1)}, "versions cover"),
         ({"versions": spans(3)}, "versions cover"),
         ({"versions": [*spans(2), *spans(2)]}, "versions cover"),
-        ({"versions": [PolicySpan(0, 0, 0, 0), *spans(2)]}, "versions cover"),
+        ({"versions": [PolicySpan(0, 0, version=0, epoch=0), *spans(2)]}, "versions cover"),
         ({"pixel_digests": []}, "0 pixel digests for 1 slots"),
         ({"pixel_digests": ["a", "b"]}, "2 pixel digests for 1 slots"),
         ({"completion_ids": [PAD, END]}, "image pads"),
@@ -367,15 +368,15 @@ def test_a_renderer_whose_spans_do_not_tile_is_refused() -> None:
 
 def test_nodes_that_contradict_themselves_cannot_be_made() -> None:
     ids = int32_array([1, 2, 3])
-    slot = NodeSlot(1, 2, item(picture(0)))
+    slot = Slot(1, 2, item(picture(0)))
     with pytest.raises(Misaligned, match="0 logprobs"):
         Node(0, ROOT, user("a"), ids, 1, finish_reason="stop")
     with pytest.raises(Misaligned, match="both or neither"):
         Node(0, ROOT, user("a"), ids, 3, finish_reason="stop")
     with pytest.raises(Misaligned, match="after 3"):
         Node(0, ROOT, user("a"), ids, 3, slots=(slot, slot))
-    with pytest.raises(Misaligned, match="slot ends at 4"):
-        Node(0, ROOT, user("a"), ids, 3, slots=(NodeSlot(2, 2, slot.item),))
+    with pytest.raises(Misaligned, match="covers 2 to 4, after 0, of 3"):
+        Node(0, ROOT, user("a"), ids, 3, slots=(Slot(2, 2, slot.item),))
 
 
 def test_a_trace_whose_parts_do_not_line_up_is_refused() -> None:

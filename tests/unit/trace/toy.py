@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from sightline.media import MediaRef
 from sightline.message import AssistantMessage, ImagePart, Message, text, to_messages
-from sightline.render import Bridged, Refused, Rendered, Span
+from sightline.render import Bridged, Refused, Rendered
 from sightline.render.protocol import Messages, Tools
 from sightline.trace import PolicySpan, Trace, Turn
-from sightline.wire import MediaItem, Slot
+from sightline.wire import MediaItem, Slot, Span
 
 START, END, NEWLINE, VISION, PAD, TOOLS, AB = range(7)
 ROLE = {"system": 7, "user": 8, "assistant": 9, "tool": 10}
@@ -116,7 +116,7 @@ def say(turn: Turn, words: str, stop: bool = True, version: int = 0):
     return turn.commit(
         ids,
         [-0.5 * (1 + i % 3) for i in range(len(ids))],
-        [PolicySpan(version, 0, 0, len(ids))],
+        [PolicySpan(0, len(ids), version=version, epoch=0)],
         "stop" if stop else "length",
         digests(turn.slots),
     )

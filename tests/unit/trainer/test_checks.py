@@ -14,8 +14,9 @@ from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore
 from sightline.pack import PackSize, pack
 from sightline.trainer.alignment_checks import check_features, check_micro_batch, check_patches
+from sightline.wire import Slot
 from sightline.wire.array import Array
-from sightline.wire.micro_batch import MicroBatch, PackedSlot
+from sightline.wire.micro_batch import MicroBatch
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_a_slot_of_the_wrong_length_names_image_and_counts(
     packed: MicroBatch, tiny_model: Path, store: MediaStore
 ) -> None:
     first = packed.slots[0]
-    longer = [PackedSlot(first.offset, first.length + 1, first.item), *packed.slots[1:]]
+    longer = [Slot(first.offset, first.length + 1, first.item), *packed.slots[1:]]
     with pytest.raises(Misaligned, match=f"slot of {first.length + 1} tokens"):
         check(msgspec.structs.replace(packed, slots=longer), tiny_model, store)
 
@@ -88,13 +89,13 @@ def test_slots_past_the_end_or_over_one_another_or_of_no_image_are_named(
 ) -> None:
     first = packed.slots[0]
     for wrong in (
-        PackedSlot(len(packed.token_ids) - 1, first.length, first.item),
-        PackedSlot(first.offset + 1, first.length, first.item),
-        PackedSlot(-1, first.length, first.item),
+        Slot(len(packed.token_ids) - 1, first.length, first.item),
+        Slot(first.offset + 1, first.length, first.item),
+        Slot(-1, first.length, first.item),
     ):
         with pytest.raises(Misaligned, match="past the .* tokens or over another's"):
             check(msgspec.structs.replace(packed, slots=[first, wrong]), tiny_model, store)
-    none = PackedSlot(first.offset, first.length, 99)
+    none = Slot(first.offset, first.length, 99)
     with pytest.raises(Misaligned, match="a slot of image 99"):
         check(msgspec.structs.replace(packed, slots=[none]), tiny_model, store)
 

@@ -18,10 +18,11 @@ from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.trainer.distribute import ShareFeed
 from sightline.trainer.feed import BatchFeed, BatchPreparer, ReadyBatch
+from sightline.wire import Slot
 from sightline.wire.control import BatchReady
 from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.rank_messages import RankAssignment
-from sightline.wire.sample import Batch, Sample, SampleSlot, digest_batch
+from sightline.wire.sample import Batch, Sample, digest_batch
 
 LIMIT = PackSize(1 << 20, 1 << 20)
 
@@ -67,7 +68,7 @@ def test_one_pixel_by_one_level_is_refused(tiny_model: Path, store: MediaStore) 
     from sightline.pixels import pixel_digest
 
     seen = pixel_digest(item, patches)
-    slots = [SampleSlot(s.offset, s.length, s.item, seen) for s in sample.slots]
+    slots = [Slot(s.offset, s.length, s.item, seen) for s in sample.slots]
     wrong = msgspec.structs.replace(sample, slots=slots)
     ready = preparer(tiny_model, store, budget=1.0).prepare(Batch(1, [wrong]), "")
     assert ready.bad == {"PixelMismatch": 1}
@@ -182,9 +183,7 @@ def test_pixels_that_differ_on_a_rank_stop_it_also_where_the_sampler_said_nothin
     tiny_model: Path, store: MediaStore
 ) -> None:
     samples = [
-        msgspec.structs.replace(
-            s, slots=[SampleSlot(x.offset, x.length, x.item, None) for x in s.slots]
-        )
+        msgspec.structs.replace(s, slots=[Slot(x.offset, x.length, x.item) for x in s.slots])
         for s in making.samples(tiny_model, store, count=4)
     ]
     allowing = replace(preparer(tiny_model, store, 0.0), allows_unverified_pixels=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from sightline.config import LoraConfig, RunFile, SftFile, validate_config
 from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import write_tiny
-from sightline.inference.settings import ServeSettings
+from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.pack import PackSize
@@ -152,8 +151,8 @@ def test_the_engine_serves_what_the_trainer_scores(
     manifest, _ = making.publish(model, tmp_path / "weights", 1, torch.float32, stand)
     renderer = load_renderer(tiny_model, store)
     rendered = renderer.render([user("see ", store.put(making.image(random.Random(3), 96, 64)))])
-    settings = ServeSettings(
-        model=tiny_model,
+    settings = ServerSpec.of(
+        path=tiny_model,
         media_roots=(Path(store.root),),
         device="cpu",
         max_num_seqs=4,
@@ -164,7 +163,7 @@ def test_the_engine_serves_what_the_trainer_scores(
         stale = client.generate(rendered.token_ids, rendered.slots, params).choices[0]
         client.adopt(manifest)
         choice = client.generate(rendered.token_ids, rendered.slots, params).choices[0]
-    with live(replace(settings, manifest=manifest)) as client:  # as that of a resumed run
+    with live(settings.replace(weights=manifest)) as client:  # as that of a resumed run
         assert client.generate(rendered.token_ids, rendered.slots, params).choices[0] == choice
     assert choice.logprobs is not None and stale.logprobs is not None
     said = choice.token_ids

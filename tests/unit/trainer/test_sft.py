@@ -47,7 +47,7 @@ def events(folder: Path, kind: str) -> dict[int, Event]:
 
 @pytest.fixture
 def warmup(tiny_model: Path, tmp_path: Path) -> SftFile:
-    env = {"name": "color_codeword", "args": {"spelled_share": 0.0}}
+    env = {"name": "color_codeword", "args": {"spelled_fraction": 0.0}}
     return config_of(tiny_model, tmp_path, env=env)
 
 
@@ -75,7 +75,7 @@ def test_demonstrations_as_trained_tell_nothing_about_colours(
     """The letters that the warm-up trains on are right no more often than by chance."""
     batches = made(warmup, tmp_path / "run").batches
     assert batches is not None
-    env = ColorCodeword(spelled_share=0.0)
+    env = ColorCodeword(spelled_fraction=0.0)
     right = total = 0
     for i in range(300):
         found = batches.source.conversation(i, "train")

@@ -4,7 +4,7 @@ import pytest
 
 from sightline.view.chart import Series, line_chart, smooth, ticks
 
-from .synthetic import HOSTILE
+from .event_fixtures import HOSTILE
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -13,7 +13,7 @@ from sightline.errors import ConfigError
 from sightline.run import EventLog, RunDir
 from sightline.view.compare import compare_runs, print_comparison, to_markdown
 
-from .synthetic import append, step, train
+from .event_fixtures import append, step, train
 
 
 def made(path: Path, config: str, steps: int, gain: float = 0.0, kl: float = 1e-6) -> RunDir:

@@ -8,7 +8,7 @@ from sightline.run import RunDir
 from sightline.view.console import LiveView, eval_line, step_line
 from sightline.wire.event import Event
 
-from .synthetic import T0, append, evaluation, state, step, train
+from .event_fixtures import T0, append, evaluation, state, step, train
 
 
 class Clock:
@@ -135,7 +135,7 @@ def test_the_panel_shows_the_state_of_the_run_in_80_columns(run_dir):
         "loss -0.0123", "mismatch KL -", "train 1.6k", "shown 9.6k", "stored 36", "1:00 gone",
     ):  # fmt: skip
         assert text in shown, text
-    assert len(view._state.rewards) == 25
+    assert len(re.findall("[▁▂▃▄▅▆▇█]+", shown)[-1]) == 25
 
 
 def test_an_evaluation_without_numbers_still_has_a_line():
@@ -184,3 +184,28 @@ def test_a_run_that_goes_blind_and_a_sink_that_failed_have_a_line(run_dir):
         "step 10: Blind: exchanging the images changes nothing.",
         "sink wandb: did not end in time",
     ]
+
+
+class Gone(io.StringIO):
+    """An output that was there and is no more."""
+
+    is_gone = False
+
+    def write(self, text):
+        if self.is_gone:
+            raise OSError("the terminal is gone")
+        return super().write(text)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_an_output_that_is_gone_does_not_end_the_run(run_dir, terminal):
+    file = Gone()
+    console = Console(file=file, width=80, force_terminal=terminal, color_system=None)
+    view = LiveView(run_dir, plain=False, console=console, clock=Clock())
+    append(run_dir, step(1, 2))
+    view.update()
+    file.is_gone = True
+    append(run_dir, step(2, 2), evaluation("final", 0.9, T0))
+    view.update()
+    view.note("a line")
+    view.close()

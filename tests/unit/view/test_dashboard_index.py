@@ -18,7 +18,6 @@ from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic
 from sightline.run import RunDir
 from sightline.trace import Trace, read_traces, write_traces
 from sightline.view.dashboard import queries
-from sightline.view.dashboard import run_view as run
 from sightline.view.dashboard.index import RolloutIndex
 from sightline.view.dashboard.mismatch import DIMENSIONS
 from sightline.view.dashboard.rollout_page import read_node_scores
@@ -236,7 +235,6 @@ def test_a_sample_that_the_trainer_cut_counts_up_to_the_cut(run_dir: RunDir) -> 
     cut = replace(scores.origins[0], stop=scores.origins[0].stop - 1)
     scores = replace(scores, origins=[cut, *scores.origins[1:]])
     run_dir.scores_of(2).write_bytes(scores.to_bytes())
-    shutil.rmtree(run_dir.path / ".dashboard", ignore_errors=True)
     assert tokens() == whole - 1
     view = RunView("run", run_dir)
     traces = {trace.id: trace for trace in read_traces(run_dir.traces_of(2))}
@@ -269,12 +267,9 @@ def test_a_page_hears_that_a_run_has_ended_and_that_a_log_grew(run_dir: RunDir) 
     view.close()
 
 
-def test_images_that_come_late_are_found_however_many_are_missing(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "_IMAGES_PER_REFRESH", 3)
+def test_images_that_come_late_are_found_however_many_are_missing(run_dir: RunDir) -> None:
     away = run_dir.media.rename(run_dir.media.with_name("away"))
-    view = RunView("run", run_dir)
+    view = RunView("run", run_dir, images_per_refresh=3)
     view.refresh_all()
     for _ in range(SMALL.images):
         view.refresh()
@@ -282,7 +277,6 @@ def test_images_that_come_late_are_found_however_many_are_missing(
     assert num_missing > 3
     shutil.rmtree(run_dir.media, ignore_errors=True)
     away.rename(run_dir.media)
-    view.__dict__.pop("store", None)
     for _ in range(num_missing):
         view.refresh()
     assert not view.missing

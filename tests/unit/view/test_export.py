@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import tempfile
 import threading
 import tracemalloc
 from collections.abc import Iterator
@@ -23,7 +24,6 @@ from sightline.errors import UploadFailed
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.trace import Trace, read_traces, write_traces
-from sightline.view import samples_export as exports
 from sightline.view.parquet_export import export_step
 from sightline.view.samples_export import export_samples
 from sightline.view.upload import CHUNK_BYTES, upload
@@ -52,7 +52,7 @@ def test_a_row_is_a_rollout_with_each_image_once(run_dir: RunDir) -> None:
         digests = {slot.item.ref.digest for node in trace.nodes for slot in node.slots}
         assert sorted(image["path"] for image in row.images) == sorted(digests)
         for image in row.images:
-            assert image["bytes"] == store.get(store.find(image["path"]))
+            assert image["bytes"] == store.get(store.get_ref(image["path"]))
         path = trace.path(trace.turns[-1].id)
         assert row.token_ids.tolist() == trace.tokens(path)
         assert int(np.sum(row.sampled)) == len(row.logprobs)
@@ -257,7 +257,7 @@ def test_a_refusal_is_not_tried_again_and_shows_no_signature(address: str, tmp_p
 def test_uploads_leave_nothing_behind(
     address: str, run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exports.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     done = dict(export_samples(run_dir, to=f"{address}/bucket/"))
     assert set(Store.kept) == {f"/bucket/{name}" for name in done}
     table = pyarrow.parquet.read_table(io.BytesIO(Store.kept["/bucket/step_000001.parquet"]))

@@ -1,6 +1,6 @@
 import pytest
 
-from sightline.view import formatting as spell
+from sightline.view import formatting
 
 
 @pytest.mark.parametrize(
@@ -11,14 +11,14 @@ from sightline.view import formatting as spell
     ],
 )  # fmt: skip
 def test_counts_are_short(value, text):
-    assert spell.count(value) == text
+    assert formatting.count(value) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(None, "-"), (-3, "0:00"), (100, "1:40"), (3725.4, "1:02:05")]
 )
 def test_durations_are_clocks(seconds, text):
-    assert spell.duration(seconds) == text
+    assert formatting.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -26,11 +26,11 @@ def test_durations_are_clocks(seconds, text):
     [(None, "-"), (0.0, "0"), (3.24e-8, "3.2e-08"), (0.01234, "0.0123"), (150.0, "150")],
 )
 def test_short_numbers_keep_their_size(value, text):
-    assert spell.short(value) == text
+    assert formatting.short(value) == text
 
 
 def test_a_sparkline_goes_from_lowest_to_highest():
-    assert spell.sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert spell.sparkline([9, 9, 0, 7], 2) == "▁█"
-    assert spell.sparkline([0.5, 0.5], 8) == "▁▁"
-    assert spell.sparkline([], 8) == ""
+    assert formatting.sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert formatting.sparkline([9, 9, 0, 7], 2) == "▁█"
+    assert formatting.sparkline([0.5, 0.5], 8) == "▁▁"
+    assert formatting.sparkline([], 8) == ""

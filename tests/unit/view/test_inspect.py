@@ -12,10 +12,10 @@ from making import samples
 
 from sightline.cli.main import main
 from sightline.config import RunFile, dump_toml
-from sightline.errors import ConfigError, Misaligned
+from sightline.errors import ConfigError, WireError
 from sightline.media import MediaStore
 from sightline.run import RunDir
-from sightline.view.inspect import eager_tensors, inspect_run
+from sightline.view.inspect import find_eager_tensors, inspect_run
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, digest_batch
 
@@ -75,22 +75,22 @@ def test_pixels_in_a_batch_are_counted_or_refused(run_dir: RunDir) -> None:
     raw = msgspec.msgpack.decode(run_dir.batch(1).read_bytes())
     pixels = msgspec.to_builtins(Array.of(np.zeros((4, 1536)), "float32"), builtin_types=(bytes,))
     raw["samples"][0]["pixel_values"] = pixels
-    assert list(eager_tensors(raw)) == ["samples[0].pixel_values"]
+    assert list(find_eager_tensors(raw)) == ["samples[0].pixel_values"]
     run_dir.ledger.unlink()
     write_batch(run_dir, msgspec.msgpack.encode(raw))
-    with pytest.raises(Misaligned, match=r"samples\[0\].pixel_values"):
+    with pytest.raises(WireError, match=r"samples\[0\].pixel_values"):
         inspect_run(run_dir)
 
 
 def test_lists_of_numbers_do_not_hide_pixels() -> None:
-    assert list(eager_tensors({"items": [{"rows": [0.5] * 5000}]})) == ["items[0].rows"]
-    assert list(eager_tensors({"a": b"\0" * 12})) == ["a"]
+    assert list(find_eager_tensors({"items": [{"rows": [0.5] * 5000}]})) == ["items[0].rows"]
+    assert list(find_eager_tensors({"a": b"\0" * 12})) == ["a"]
 
 
 def test_a_batch_that_was_changed_is_refused(run_dir: RunDir) -> None:
     batch = Batch.from_bytes(run_dir.batch(1).read_bytes())
     run_dir.batch(1).write_bytes(Batch(1, batch.samples[:-1]).to_bytes())
-    with pytest.raises(Misaligned, match="step 1"):
+    with pytest.raises(WireError, match="step 1"):
         inspect_run(run_dir)
 
 

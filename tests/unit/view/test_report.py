@@ -14,11 +14,11 @@ from sightline.trace import Trace, write_traces
 from sightline.trace.node import Node, int32_array
 from sightline.view.gallery import MAX_SIDE, Gallery
 from sightline.view.report import write_report
-from sightline.view.report_markdown import escape_markdown, fence_text
 from sightline.view.summary import summarize
+from sightline.view.templating import escape_markdown, fence_text
 from sightline.wire.event import Event
 
-from .synthetic import HOSTILE, T0, append, step, trace_of, write_run
+from .event_fixtures import HOSTILE, T0, append, step, trace_of, write_run
 
 
 class Tags(HTMLParser):
@@ -154,9 +154,9 @@ def test_a_large_image_is_shown_small_and_a_small_one_as_it_is(tmp_path):
     large = store.put(Image.effect_noise((640, 360), 80).convert("RGB"))
     small = store.put(Image.new("RGB", (32, 32)))
     gallery = Gallery(store, tmp_path / "images")
-    with Image.open(tmp_path / "images" / gallery.picture(large).file) as shown:
+    with Image.open(tmp_path / "images" / gallery.get_image(large).file) as shown:
         assert max(shown.size) == MAX_SIDE
-    assert (tmp_path / "images" / gallery.picture(small).file).read_bytes() == store.get(small)
+    assert (tmp_path / "images" / gallery.get_image(small).file).read_bytes() == store.get(small)
 
 
 def test_a_long_conversation_shows_its_two_ends(tmp_path):

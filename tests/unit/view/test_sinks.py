@@ -20,14 +20,14 @@ from sightline.launch.sink_process import SinkProcess
 from sightline.run import RunDir
 from sightline.run.events import by_step, read_events
 from sightline.view.sinks import RolloutRow, Sink
-from sightline.view.sinks import feed as following
 from sightline.view.sinks.feed import (
     NUM_SAMPLES,
     NUM_THUMBNAILS,
     QUEUE_SIZE,
-    check_sinks,
+    SinkFeeder,
     feed_sinks,
 )
+from sightline.view.sinks.protocol import check_sinks
 
 
 @pytest.fixture
@@ -82,10 +82,7 @@ def test_every_number_and_a_capped_table_arrive(run_dir: RunDir) -> None:
             assert all(max(thumb.width, thumb.height) <= 192 for thumb in sample.thumbs)
 
 
-def test_one_sink_that_fails_or_blocks_costs_itself(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(following, "CLOSE_TIMEOUT_S", 0.5)
+def test_one_sink_that_fails_or_blocks_costs_itself(run_dir: RunDir) -> None:
     kept, failing, blocking = Kept(), Failing(), Blocking()
 
     def never() -> Sink:
@@ -97,7 +94,7 @@ def test_one_sink_that_fails_or_blocks_costs_itself(
         "failing": lambda: failing,
         "kept": lambda: kept,
     }
-    feeders = feed_sinks(run_dir, built, 0, lambda: True)  # type: ignore[arg-type]
+    feeders = feed_sinks(run_dir, built, 0, lambda: True, 0.5)  # type: ignore[arg-type]
     problems = {feeder.name: feeder.problem for feeder in feeders}
     assert len(kept.given) == 8 and kept.closed
     assert problems == {
@@ -108,9 +105,9 @@ def test_one_sink_that_fails_or_blocks_costs_itself(
     blocking.free.set()
 
 
-def test_a_sink_that_is_too_slow_loses_its_oldest_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_that_is_too_slow_loses_its_oldest_entries() -> None:
     blocking = Blocking()
-    feeder = following.SinkFeeder("slow", lambda: blocking)
+    feeder = SinkFeeder("slow", lambda: blocking)
     began = time.monotonic()
     for step in range(3 * QUEUE_SIZE):
         feeder.enqueue((step, {"x": 1.0}))

@@ -7,7 +7,7 @@ from rich.console import Console
 from sightline.run import RunDir, read_events
 from sightline.view.summary import build_summary, print_summary, summarize
 
-from .synthetic import T0, append, evaluation, state, step, train, write_run
+from .event_fixtures import T0, append, evaluation, state, step, train, write_run
 
 FIELDS = [
     "reward_start", "reward_final", "steps", "seconds", "mismatch_kl", "tokens_per_s",

@@ -12,7 +12,7 @@ from sightline.view.timeline import (
 )
 from sightline.wire.event import Event
 
-from .synthetic import busy, train
+from .event_fixtures import busy, train
 
 
 def test_overlap_is_the_time_in_which_both_are_busy():

@@ -13,14 +13,15 @@ from sightline.errors import Misaligned, WireError
 from sightline.families import load_family
 from sightline.media import MediaRef, MediaStore
 from sightline.pack import PackSize, pack
-from sightline.wire import MediaItem, Slot, control
+from sightline.wire import MediaItem, Slot, control, rank_messages
 from sightline.wire.array import Array
 from sightline.wire.control import BatchReady, PublishedWeights, RolloutRequest
 from sightline.wire.file import append_line, read_lines, write_atomic
 from sightline.wire.generate import GenerateRequest, MultiModalFeatures, Placeholder, SamplingParams
 from sightline.wire.item import check_slots
-from sightline.wire.micro_batch import MicroBatch
-from sightline.wire.sample import Batch
+from sightline.wire.micro_batch import MicroBatch, TokenOrigin
+from sightline.wire.sample import Batch, Segment
+from sightline.wire.score import StepScores
 from sightline.wire.weights import Manifest, WeightFile, parse_version_label
 
 REF = MediaRef("ab" * 32, "image/png", 64, 32, 100)
@@ -146,3 +147,64 @@ def test_an_atomic_write_replaces_whole(tmp_path: Path) -> None:
     write_atomic(path, b"old")
     write_atomic(path, b"new")
     assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_bytes_that_cannot_be_read_are_a_wire_error(tiny_model: Path, store: MediaStore) -> None:
+    batch = Batch(4, making.samples(tiny_model, store, count=1))
+    surprise = msgspec.msgpack.encode(msgspec.to_builtins(batch) | {"surprise": 1})
+    for decode in (Batch.from_bytes, StepScores.from_bytes, control.decode, rank_messages.decode):
+        for data in (b"", b"\xc1", batch.to_bytes()[:-1], surprise):
+            with pytest.raises(WireError, match="same version of sightline"):
+                decode(data)
+
+
+def test_a_struct_of_another_schema_is_refused(tiny_model: Path, store: MediaStore) -> None:
+    samples = making.samples(tiny_model, store, count=2)
+    packed = pack(samples, 4, load_family(tiny_model), PackSize(10**6, 10**6))[0]
+    for struct in (Batch(4, samples), samples[0], packed, Manifest(1, 1, [])):
+        with pytest.raises(WireError, match="schema 9, this is 1"):
+            msgspec.structs.replace(struct, schema=9)
+
+
+def test_a_slot_holds_what_its_struct_says_and_reads_without_a_digest() -> None:
+    place = {"offset": 1, "length": 2}
+    assert msgspec.convert({**place, "item": 3}, Slot[int]) == Slot(1, 2, 3)
+    assert msgspec.convert({**place, "item": 3, "pixel_digest": None}, Slot[int]) == Slot(1, 2, 3)
+    assert msgspec.to_builtins(Slot(1, 2, 3)) == {**place, "item": 3}
+    assert Slot(1, 2, 3, "d").shift(4) == Slot(5, 2, 3, "d")
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({**place, "item": 3}, Slot[MediaItem])
+
+
+def test_spans_are_read_by_key_in_any_order() -> None:
+    old = {"trace_id": "t", "node": 3, "start": 1, "stop": 2}
+    assert msgspec.convert(old, TokenOrigin) == TokenOrigin(1, 2, node=3, trace_id="t")
+    assert msgspec.convert({"node": 3, "start": 1, "stop": 2}, Segment) == Segment(1, 2, node=3)
+
+
+def test_samples_whose_trained_tokens_do_not_line_up_are_refused(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    [sample] = making.samples(tiny_model, store, count=1)
+    trained = sample.trained.numpy()
+    for changes, problem in (
+        ({"trained": Array.of(trained[::-1], "int32")}, "segments do not cover"),
+        ({"segments": sample.segments[:-1]}, "segments do not cover"),
+        ({"advantages": Array.of(trained * np.nan, "float32")}, "not finite"),
+        ({"logprobs": Array.of(trained[1:], "float32")}, "logprobs for"),
+        ({"slots": [*sample.slots, Slot(0, 1, 0)]}, r"slots\[\d+\]"),
+        ({"slots": [Slot(0, 1, 99)]}, "item 99"),
+    ):
+        with pytest.raises(Misaligned, match=problem):
+            msgspec.structs.replace(sample, **changes)
+    start = Segment(0, len(trained), node=0)
+    first = {"trained": Array.of(np.arange(len(trained)), "int32"), "segments": [start]}
+    with pytest.raises(Misaligned, match="ascending"):
+        msgspec.structs.replace(sample, **first)
+
+
+def test_an_atomic_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+    with pytest.raises(OSError):
+        write_atomic(tmp_path / "file", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

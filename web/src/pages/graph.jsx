@@ -1,6 +1,6 @@
 // The graph of a trace: nodes down, branches side by side, forks as curves.
 import { change } from "../address.jsx";
-import { short } from "../spell.js";
+import { short } from "../formatting.js";
 
 const ROW = 30;
 const LANE = 22;

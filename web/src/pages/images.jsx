@@ -2,7 +2,7 @@
 import { change, href } from "../address.jsx";
 import { useAnswer } from "../data.js";
 import { Fact, Failed, Link, OneRun, Pager, Picture } from "../parts.jsx";
-import { bytes, whole } from "../spell.js";
+import { bytes, whole } from "../formatting.js";
 import { RolloutTable } from "./rollouts.jsx";
 
 const LIMIT = 60;

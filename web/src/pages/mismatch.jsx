@@ -3,7 +3,7 @@ import { useMemo } from "preact/hooks";
 import { change, href } from "../address.jsx";
 import { useAnswer } from "../data.js";
 import { Failed, Link, OneRun, Picture } from "../parts.jsx";
-import { count, short, whole } from "../spell.js";
+import { count, short, whole } from "../formatting.js";
 import { rolloutHref } from "./rollouts.jsx";
 
 const TITLES = {

@@ -4,7 +4,7 @@ import { change } from "../address.jsx";
 import { Chart, runColour, smoothed } from "../chart.jsx";
 import { useMetrics } from "../data.js";
 import { Fact, Link, Problems, State, Verdict } from "../parts.jsx";
-import { ago, count, duration, fixed, short, whole, words } from "../spell.js";
+import { ago, count, duration, fixed, short, whole, words } from "../formatting.js";
 import { href } from "../address.jsx";
 import { probeWords } from "./mismatch.jsx";
 

@@ -2,7 +2,7 @@
 import { useState } from "preact/hooks";
 import { href } from "../address.jsx";
 import { Link } from "../parts.jsx";
-import { bytes, plural } from "../spell.js";
+import { bytes, plural } from "../formatting.js";
 
 const MOST_CELLS = 12_000;
 

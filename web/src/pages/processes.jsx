@@ -4,7 +4,7 @@ import { change } from "../address.jsx";
 import { Chart, runColour } from "../chart.jsx";
 import { ask, useAnswer, useMetrics, useTick } from "../data.js";
 import { Failed, OneRun, State } from "../parts.jsx";
-import { ago, bytes, whole, words } from "../spell.js";
+import { ago, bytes, whole, words } from "../formatting.js";
 
 const CHARTS = [
   ["Rollouts under way", { in_flight: "in flight", waiting: "waiting", groups_ahead: "groups ahead" }],

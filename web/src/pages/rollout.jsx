@@ -4,7 +4,7 @@ import { change, go, href } from "../address.jsx";
 import { ask, useAnswer } from "../data.js";
 import { useKeys } from "../keys.js";
 import { Bar, Fact, Failed, Link, Verdict } from "../parts.jsx";
-import { duration, fixed, plural, short, whole, words } from "../spell.js";
+import { duration, fixed, plural, short, whole, words } from "../formatting.js";
 import { Graph } from "./graph.jsx";
 import { PatchedPicture } from "./patches.jsx";
 import { TOKEN_COLOURS, Tokens } from "./tokens.jsx";
@@ -169,7 +169,7 @@ function MessageCard({ run, rollout, node, colour, patches, lit, light, wanted }
   }, [wanted]);
   let slot = -1;
   return (
-    <article class={`message r-${node.role} ${node.num_sampled ? "said" : ""}`} id={`node-${node.id}`} ref={card}>
+    <article class={`message r-${node.role} ${node.num_sampled ? "sampled" : ""}`} id={`node-${node.id}`} ref={card}>
       <header>
         <b>{node.role}</b>
         <small>node {node.id}</small>

@@ -4,7 +4,7 @@ import { change, go, href } from "../address.jsx";
 import { useAnswer } from "../data.js";
 import { useKeys } from "../keys.js";
 import { Bar, Failed, Link, OneRun, Pager, Picture, Verdict } from "../parts.jsx";
-import { count, fixed, short, whole, words } from "../spell.js";
+import { count, fixed, short, whole, words } from "../formatting.js";
 
 export const LIMIT = 50;
 const FILTERS = [

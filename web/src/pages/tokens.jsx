@@ -3,7 +3,7 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { change } from "../address.jsx";
 import { ask } from "../data.js";
 import { Failed } from "../parts.jsx";
-import { short, whole } from "../spell.js";
+import { short, whole } from "../formatting.js";
 
 export const TOKEN_COLOURS = {
   probability: "probability", ratio: "ratio", kl: "KL", advantage: "advantage", version: "version", none: "nothing",

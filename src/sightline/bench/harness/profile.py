@@ -29,7 +29,7 @@ KINDS = (
     ("optimizer and norm", ("multi_tensor",)),
     ("copies", ("Memcpy", "copy")),
 )
-"""By parts of their names: the first that has one."""
+"""Kinds of kernels by parts of their names; the first that matches counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class IdleGap:
 @dataclass(frozen=True, slots=True)
 class DeviceProfile:
     span_us: float
-    """From the first kernel's start to the last one's end."""
+    """Microseconds from the first kernel's start to the last one's end."""
     busy_us: float
     kernels: list[KernelTime]
-    """Longest first."""
+    """Kernels by name, the longest first."""
     kinds: list[KernelTime]
-    """The same by what they do."""
+    """Kernels by what they do, the longest first."""
     gaps: list[IdleGap]
-    """Longest first."""
+    """Times without work, the longest first."""
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

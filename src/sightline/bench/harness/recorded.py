@@ -58,7 +58,7 @@ class RecordingSpec:
 
     turns: int = 4
     side: int = 512
-    """Of the image of every turn, in pixels."""
+    """Pixels along each side of the image of every turn."""
     answer: int = 256
     """Tokens that the policy says in a turn."""
 
@@ -81,11 +81,13 @@ def record_traces(
             for number in range(recording.turns):
                 messages.append(user(f"page {number}", store.put(pages.draw(rng))))
                 turn = trace.prepare(messages, renderer)
-                said = [rng.randrange(NUM_TEXT_IDS) for _ in range(recording.answer - 1)] + [stop]
+                sampled = [rng.randrange(NUM_TEXT_IDS) for _ in range(recording.answer - 1)] + [
+                    stop
+                ]
                 node = turn.commit(
-                    said,
-                    [LOGPROB] * len(said),
-                    [PolicySpan(version=0, epoch=0, start=0, stop=len(said))],
+                    sampled,
+                    [LOGPROB] * len(sampled),
+                    [PolicySpan(version=0, epoch=0, start=0, stop=len(sampled))],
                     "stop",
                     [materializer.get(slot.item).digest for slot in turn.slots],
                 )
@@ -137,7 +139,8 @@ class RecordedSampler:
         self.played += 1
         nodes = [
             msgspec.structs.replace(
-                node, versions=(PolicySpan(self.version, self.epoch, 0, node.num_sampled),)
+                node,
+                versions=(PolicySpan(0, node.num_sampled, version=self.version, epoch=self.epoch),),
             )
             if node.is_turn
             else node

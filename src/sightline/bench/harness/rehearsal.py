@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from sightline import config as config_module
+from sightline.bench.harness.screenshots import SCREENSHOTS
 from sightline.bench.harness.scripted_agent import AGENT_PATH
 from sightline.bench.harness.scripted_policy import COUNTS_PATH, PolicyCounts, count_encoded_images
 from sightline.config import RunFile, dump_toml
@@ -65,8 +66,8 @@ class RehearsalPlan:
     width: int
     height: int
     max_tokens: int = 32
-    at_door: bool = False
-    """Whether a program elsewhere plays, which sends its whole history with every request."""
+    uses_agents: bool = False
+    """Whether agents in another process play, which send all their history with each request."""
 
     @property
     def group_size(self) -> int:
@@ -123,12 +124,6 @@ class RehearsalFigures:
     memory: dict[str, MemoryUse] = field(default_factory=dict)
     cpu_s: dict[str, float] = field(default_factory=dict)
     """CPU time of each process from the first rollout to the end of the step."""
-    request_cpu_s: float = 0.0
-    """Of the worker's, what it took to make the generate requests."""
-    chat_endpoint_cpu_s: float = 0.0
-    """Of the worker's, what it took to read the requests of agents."""
-    receive_cpu_s: float = 0.0
-    """Of the worker's, what it took to receive them."""
     from_agents: int = 0
     to_agents: int = 0
     policy: PolicyCounts = field(default_factory=PolicyCounts)
@@ -140,7 +135,7 @@ class RehearsalFigures:
     stored_images: int = 0
     samples: int = 0
     slots: int = 0
-    """Of the samples."""
+    """Places of images in all samples."""
     encoded_images: int = 0
     """Found in messages and files outside the store; there must be none."""
     resent: ResentBytes = field(default_factory=ResentBytes)
@@ -148,7 +143,7 @@ class RehearsalFigures:
 
     @property
     def first_sent(self) -> int:
-        """Of what agents sent, the images that were new, in base64."""
+        """Bytes of new images, in base64, in what agents sent."""
         return count_base64_bytes(self.stored)
 
 
@@ -173,13 +168,13 @@ def rehearse(
 def _run_file(plan: RehearsalPlan, model: Path, server: str) -> RunFile:
     args: dict[str, object] = {
         "turns": plan.turns, "width": plan.width, "height": plan.height,
-        "agent": server + AGENT_PATH if plan.at_door else "",
+        "agent": server + AGENT_PATH if plan.uses_agents else "",
     }  # fmt: skip
     size = plan.group_size
     values = {
         "run": {"name": "rehearsal", "steps": 1},
         "model": {"path": str(model.resolve())},
-        "env": {"name": "screenshots", "args": args},
+        "env": {"name": SCREENSHOTS, "args": args},
         "rollout": {
             "workers": 1, "max_tokens": plan.max_tokens, "timeout_s": ROLLOUT_LIMIT_S,
         },
@@ -287,9 +282,6 @@ class _Rehearsal:
             if not isinstance(message, MemoryReport):  # those go by the clock, not by the rollouts
                 self.figures.to_orchestrator += len(data)
             if isinstance(message, RolloutResult):
-                self.figures.request_cpu_s = message.wire["request_cpu_us"] / 1e6
-                self.figures.chat_endpoint_cpu_s = message.wire["agent_cpu_us"] / 1e6
-                self.figures.receive_cpu_s = message.wire["agent_receive_cpu_us"] / 1e6
                 self.figures.from_agents = message.wire["agent_sent_bytes"]
                 self.figures.to_agents = message.wire["agent_received_bytes"]
             self.figures.encoded_images += count_encoded_images(data)

@@ -24,9 +24,11 @@ NUM_BLOCKS = 40
 NUM_LINES = 40
 NUM_TEXTS = 64
 END_BYTES = 12
-"""Of the chunk that ends a PNG."""
+"""Bytes of the chunk that ends a PNG."""
 PHOTO_FRACTION = 0.05
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SCREENSHOTS = "sightline.bench.harness.screenshots:Screenshots"
+"""The name of the environment in a run file."""
 
 
 class Screenshots(Environment):
@@ -123,6 +125,3 @@ def add_text_chunk(png: bytes, text: str) -> bytes:
     body = b"tEXt" + b"page\0" + text.encode("latin-1")
     chunk = (len(body) - 4).to_bytes(4) + body + zlib.crc32(body).to_bytes(4)
     return png[:-END_BYTES] + chunk + png[-END_BYTES:]
-
-
-ENVIRONMENT = Screenshots

@@ -1,4 +1,4 @@
-"""An agent outside of everything: asks at the door for a page's next move, all pages every time.
+"""An agent outside of everything: asks the chat endpoint for its next move, with all pages so far.
 
 It stands for a program with an OpenAI SDK: its history is its own, with every image as a data
 URL, and goes with each request. It runs beside the scripted policy, in a process that no figure
@@ -40,17 +40,17 @@ async def run_agent(http: web.Request) -> web.Response:
         "authorization": f"Bearer {agent_request.api_key}",
         "content-type": "application/json",
     }
-    said: list[bytes] = []
+    history: list[bytes] = []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         for turn in range(agent_request.turns):
-            said.append(_page_message(turn, pages.draw(rng)))
-            body = b'{"model":"policy","messages":[' + b",".join(said) + b"]}"
+            history.append(_page_message(turn, pages.draw(rng)))
+            body = b'{"model":"policy","messages":[' + b",".join(history) + b"]}"
             url = f"{agent_request.base_url}/chat/completions"
             async with session.post(url, data=body, headers=headers) as answer:
                 answered = await answer.json()
                 if answer.status != 200:
                     return web.json_response(answered, status=502)
-            said.append(msgspec.json.encode(answered["choices"][0]["message"]))
+            history.append(msgspec.json.encode(answered["choices"][0]["message"]))
     return web.json_response({})
 
 

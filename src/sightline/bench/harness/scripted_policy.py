@@ -37,21 +37,21 @@ _requests = msgspec.json.Decoder(GenerateRequest)
 
 
 class PolicyCounts(msgspec.Struct):
-    """Bytes of HTTP bodies, by what they were."""
+    """Bytes of HTTP bodies, by what they held."""
 
     requests: int = 0
     received_bytes: int = 0
     id_bytes: int = 0
-    """Of `received_bytes`, the ids of the prompts."""
+    """Bytes of `received_bytes` that are ids of prompts."""
     reference_bytes: int = 0
-    """Of `received_bytes`, what names and places images."""
+    """Bytes of `received_bytes` that name and place images."""
     slots: int = 0
     longest_prompt: int = 0
     sent_bytes: int = 0
     digest_bytes: int = 0
-    """Of `sent_bytes`, the pixel digests, one for each image of the prompt."""
+    """Bytes of `sent_bytes` that are pixel digests, one for each image of the prompt."""
     encoded_images: int = 0
-    """In requests; there must be none."""
+    """Encoded images in requests; there must be none."""
 
 
 def count_encoded_images(data: bytes) -> int:
@@ -80,24 +80,24 @@ class ScriptedPolicy:
         digests = [
             hashlib.blake2b(slot.item.key.encode(), digest_size=16).hexdigest() for slot in slots
         ]
-        answer = _encoder.encode(self._answer(request, digests))
+        answer = _encoder.encode(self.answer(request, digests))
         self.counts.sent_bytes += len(answer)
         self.counts.digest_bytes += len(_encoder.encode(digests))
         return web.Response(body=answer, content_type="application/json")
 
-    @staticmethod
-    def _answer(request: GenerateRequest, digests: list[str]) -> GenerateResponse:
+    def answer(self, request: GenerateRequest, digests: list[str]) -> GenerateResponse:
+        """Random text, by the seed of the request; other policies override this."""
         params = request.sampling_params
         rng = random.Random(params.seed)
-        said = [rng.randrange(NUM_TEXT_IDS) for _ in range(params.max_tokens)]
+        sampled = [rng.randrange(NUM_TEXT_IDS) for _ in range(params.max_tokens)]
         if params.stop_token_ids:
-            said[-1] = params.stop_token_ids[0]
+            sampled[-1] = params.stop_token_ids[0]
         choice = Choice(
             index=0,
-            token_ids=said,
+            token_ids=sampled,
             finish_reason="stop" if params.stop_token_ids else "length",
-            logprobs=Logprobs([TokenLogprob(token, LOGPROB) for token in said]),
-            weight_versions=[VersionSpan(VERSION, 0, len(said))],
+            logprobs=Logprobs([TokenLogprob(token, LOGPROB) for token in sampled]),
+            weight_versions=[VersionSpan(VERSION, 0, len(sampled))],
         )
         return GenerateResponse(request.request_id, [choice], SightlineFields(digests))
 

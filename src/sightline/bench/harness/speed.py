@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from sightline.compute.model import MODEL_DTYPES, pick_device
-from sightline.compute.transfer import stack_pinned
 from sightline.families import Family
+from sightline.families.device_copy import stack_pinned
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner
 
@@ -44,16 +44,16 @@ def measure_peak(device: str, dtype: str, side: int = 0) -> float:
     place = torch.device(pick_device(device))
     side = side or (PEAK_SIDE if place.type == "cuda" else PEAK_SIDE // 8)
     a, b = (torch.randn(side, side, device=place, dtype=MODEL_DTYPES[dtype]) for _ in range(2))
-    times = timed(lambda: torch.mm(a, b), device, repeats=20, warm_up=5)
+    times = measure_time(lambda: torch.mm(a, b), device, repeats=20, warm_up=5)
     return 2 * side**3 / times.median_s
 
 
 def build_stack(device_name: str) -> Callable[[Sequence[np.ndarray]], np.ndarray]:
-    """Where the trainer would stack the patches of a micro-batch."""
+    """A function that stacks patches in memory of the kind that the trainer stacks them in."""
     return partial(stack_pinned, device=torch.device(pick_device(device_name)))
 
 
-def timed(work: Callable[[], Any], device_name: str, repeats: int, warm_up: int) -> Timings:
+def measure_time(work: Callable[[], Any], device_name: str, repeats: int, warm_up: int) -> Timings:
     device = torch.device(pick_device(device_name))
     gc.collect()
     if device.type == "cuda":
@@ -79,7 +79,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def step_flops(learner: Learner, batch: ReadyBatch) -> float:
-    """Of one step, by what runs: one is run for it."""
+    """FLOPs of one step, counted while one is run."""
     rows = _FlopCounter()
     handles = [
         module.register_forward_hook(rows.count)
@@ -123,7 +123,7 @@ def attention_flops(learner: Learner, batch: ReadyBatch) -> float:
 
 
 class PlainStep:
-    """The same step as people write it: transformers' model, padded rows, sdpa."""
+    """The same step as people write it with transformers: its model, padded rows, sdpa."""
 
     def __init__(
         self, learner_like: Learner, path: str, family: Family, checkpointing: bool

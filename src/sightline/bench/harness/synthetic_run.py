@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,9 @@ from PIL import Image, ImageDraw
 from sightline.media import MediaRef, MediaStore
 from sightline.message import Message, TextPart, ToolCall, user
 from sightline.run.run_dir import RunDir
-from sightline.trace import Node, NodeSlot, PolicySpan, Trace, write_traces
+from sightline.trace import Node, PolicySpan, Trace, write_traces
 from sightline.trace.node import float32_array, int32_array
-from sightline.wire import Array, MediaItem
+from sightline.wire import Array, MediaItem, Slot
 from sightline.wire.event import Event
 from sightline.wire.file import append_line
 from sightline.wire.micro_batch import TokenOrigin
@@ -54,19 +55,54 @@ class SyntheticSize:
     group_size: int = 10
 
 
+class SyntheticRun:
+    """A synthetic run that is written a step at a time."""
+
+    def __init__(self, path: Path, size: SyntheticSize | None = None, seed: int = 0) -> None:
+        self.size = size or SyntheticSize()
+        self.run_dir = RunDir(path)
+        self.run_dir.make()
+        self.steps = 0
+        self._rng = random.Random(seed)
+        _write_config(self.run_dir, self.size)
+        store = MediaStore(self.run_dir.media)
+        refs = [store.put(_draw_image(self._rng, i)) for i in range(self.size.images)]
+        self._conversations = [
+            _build_conversation(self._rng, refs) for _ in range(self.size.conversations)
+        ]
+        self._verdict_totals: Counter[str] = Counter()
+
+    def write_step(self) -> None:
+        self.steps += 1
+        step, size, rng = self.steps, self.size, self._rng
+        skill = 1 - math.exp(-step / (0.35 * size.steps))
+        versions = {step - 1, max(0, step - 2)}
+        dated = [
+            [_set_version(node, version) for node in conversation]
+            for version in versions
+            for conversation in rng.sample(self._conversations, min(40, len(self._conversations)))
+        ]
+        traces, verdicts = list[Trace](), dict[str, list[str]]()
+        for number in range(size.rollouts_per_step):
+            trace, verdict = _build_rollout(step, number, size, rng.choice(dated), skill, rng)
+            traces.append(trace)
+            verdicts.setdefault(verdict, []).append(trace.id)
+        append_line(
+            self.run_dir.verdicts, json.dumps({"step": step, "verdicts": verdicts}).encode()
+        )
+        write_traces(self.run_dir.traces_of(step), traces)
+        trained = set(verdicts.get("train", []))
+        scores = _build_scores(step, [trace for trace in traces if trace.id in trained])
+        self.run_dir.scores_of(step).write_bytes(scores.to_bytes())
+        self._verdict_totals.update({verdict: len(names) for verdict, names in verdicts.items()})
+        _write_events(self.run_dir, step, size, traces, skill, self._verdict_totals)
+
+
 def write_synthetic_run(path: Path, size: SyntheticSize | None = None, seed: int = 0) -> RunDir:
-    size = size or SyntheticSize()
-    rng = random.Random(seed)
-    run_dir = RunDir(path)
-    run_dir.make()
-    _write_config(run_dir, size)
-    store = MediaStore(run_dir.media)
-    refs = [store.put(_draw_image(rng, i)) for i in range(size.images)]
-    talks = [_build_conversation(rng, refs) for _ in range(size.conversations)]
-    totals: dict[str, int] = {}
-    for step in range(1, size.steps + 1):
-        _write_step(run_dir, step, size, talks, rng, totals)
-    return run_dir
+    run = SyntheticRun(path, size, seed)
+    for _ in range(run.size.steps):
+        run.write_step()
+    return run.run_dir
 
 
 def _write_config(run_dir: RunDir, size: SyntheticSize) -> None:
@@ -128,7 +164,7 @@ def _build_user_node(
         message=user(ref, text if turn else f"Find the product and order it: {text}."),
         token_ids=int32_array(ids),
         sampled_start=len(ids),
-        slots=(NodeSlot(1, rows * columns, item, ref.digest[:32]),),
+        slots=(Slot(1, rows * columns, item, ref.digest[:32]),),
     )
 
 
@@ -160,53 +196,14 @@ def _set_version(node: Node, version: int) -> Node:
     return msgspec.structs.replace(node, versions=spans)
 
 
-def _write_step(
-    run_dir: RunDir,
-    step: int,
-    size: SyntheticSize,
-    talks: list[list[Node]],
-    rng: random.Random,
-    totals: dict[str, int],
-) -> None:
-    skill = 1 - math.exp(-step / (0.35 * size.steps))
-    versions = [step - 1, max(0, step - 2)]
-    dated = {
-        (i, version): [_set_version(node, version) for node in talk]
-        for version in set(versions)
-        for i, talk in enumerate(rng.sample(talks, min(40, len(talks))))
-    }
-    keys = list(dated)
-    traces, verdicts = list[Trace](), dict[str, list[str]]()
-    for number in range(size.rollouts_per_step):
-        trace, verdict = _build_rollout(step, number, size, dated[rng.choice(keys)], skill, rng)
-        traces.append(trace)
-        verdicts.setdefault(verdict, []).append(trace.id)
-    line = json.dumps({"step": step, "verdicts": verdicts}).encode()
-    append_line(run_dir.verdicts, line)
-    write_traces(run_dir.traces_of(step), traces)
-    trained = set(verdicts.get("train", []))
-    scores = _build_scores(step, [trace for trace in traces if trace.id in trained])
-    run_dir.scores_of(step).write_bytes(scores.to_bytes())
-    for verdict, names in verdicts.items():
-        totals[verdict] = totals.get(verdict, 0) + len(names)
-    _write_events(run_dir, step, size, traces, skill, totals)
-
-
 def _build_rollout(
     step: int, number: int, size: SyntheticSize, nodes: list[Node], skill: float, rng: random.Random
 ) -> tuple[Trace, str]:
     group = (step - 1) * (size.rollouts_per_step // size.group_size) + number // size.group_size
     reward = round(min(1.0, max(0.0, rng.gauss(skill, 0.25))), 3)
     luck = rng.random()
-    verdict = (
-        "broken"
-        if luck < 0.01
-        else "stale"
-        if luck < 0.02
-        else "no_signal"
-        if luck < 0.1
-        else "train"
-    )
+    bounds = {"broken": 0.01, "stale": 0.02, "no_signal": 0.1, "train": 1.0}
+    verdict = next(name for name, bound in bounds.items() if luck < bound)
     began = START_TIME + 20 * step
     return (
         Trace(
@@ -233,7 +230,7 @@ def _build_scores(step: int, traces: list[Trace]) -> StepScores:
     at = 0
     for trace in traces:
         for node in trace.turns:
-            origins.append(TokenOrigin(trace.id, node.id, at, at + node.num_sampled))
+            origins.append(TokenOrigin(at, at + node.num_sampled, node=node.id, trace_id=trace.id))
             sampler.append(node.logprobs.numpy())
             advantages += [(trace.reward or 0.0) - 0.5] * node.num_sampled
             at += node.num_sampled
@@ -255,7 +252,7 @@ def _write_events(
     size: SyntheticSize,
     traces: list[Trace],
     skill: float,
-    totals: dict[str, int],
+    totals: Counter[str],
 ) -> None:
     rewards = [trace.reward for trace in traces if trace.reward is not None]
     shown = NUM_TURNS * size.rollouts_per_step
@@ -271,7 +268,7 @@ def _write_events(
         "lag_mean": 0.5,
         "lag_max": 1,
         "verdicts": dict(totals),
-        "bad_media": totals.get("broken", 0),
+        "bad_media": totals["broken"],
         "tokens_per_s": 2400 + 300 * math.sin(step / 7),
         "images_shown": shown * step,
         "images_stored": size.images,

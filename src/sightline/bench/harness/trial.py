@@ -152,7 +152,7 @@ class ScalePoint(msgspec.Struct, frozen=True):
     folder: str
     shape: BatchShape
     max_tokens: int
-    """Of a micro-batch."""
+    """The most tokens of a micro-batch."""
     repeats: int
 
 
@@ -160,14 +160,14 @@ class RankMeasurement(msgspec.Struct, frozen=True):
     """What a rank saw."""
 
     wall_s: float
-    """Of a step, the median."""
+    """Median wall time of a step."""
     cpu_s: float
     peak_mb: float
     """The most that the process ever held."""
     start_mb: float
     """Before the first step."""
     tokens: int
-    """In its micro-batches of a step."""
+    """Tokens in the rank's micro-batches of a step."""
 
 
 def measure_steps(point: ScalePoint, ranks: RankInfo) -> RankMeasurement:

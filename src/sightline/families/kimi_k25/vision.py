@@ -25,9 +25,9 @@ from sightline.families.kimi_k25.settings import (
     read_processor_settings,
 )
 from sightline.families.patchify import patchify
-from sightline.families.protocol import TREE_PACKING, ImageLayout, PlacedSlot
+from sightline.families.protocol import TREE_PACKING, ImageLayout
 from sightline.media import MediaRef
-from sightline.wire import MediaItem
+from sightline.wire import MediaItem, Slot
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -139,15 +139,16 @@ class KimiK25Family:
         return values
 
     def positions(
-        self, num_tokens: int, slots: Sequence[PlacedSlot], start: int = 0
+        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
     ) -> tuple[np.ndarray, int]:
         """One axis: a visual token counts as a token of text does."""
         done = 0
         for slot in slots:
-            length = math.prod(slot.grid) // self.merge**2
+            length = math.prod(slot.item.grid) // self.merge**2
             if slot.length != length:
                 raise Misaligned(
-                    f"a slot of {slot.length} tokens for grid {slot.grid}, which fills {length}",
+                    f"a slot of {slot.length} tokens for grid {slot.item.grid}, "
+                    f"which fills {length}",
                     "make slots with the renderer of the family",
                 )
             if slot.offset < done or slot.offset + slot.length > num_tokens:

@@ -21,8 +21,6 @@ from sightline.message import ImageResolver
 
 IS_DEFAULT = True
 """Commands that are given no family take this one."""
-PEER_CONFIG = "Qwen3VLRendererConfig"
-"""What the released package `renderers` calls its configuration for this family."""
 CAN_NUMBER_IMAGES = True
 
 

@@ -11,19 +11,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from sightline.errors import Misaligned
-from sightline.families.protocol import PlacedSlot
+from sightline.wire import Slot
 
 NUM_AXES = 3
 
 
 def compute_mrope_positions(
-    num_tokens: int, slots: Sequence[PlacedSlot], merge: int, start: int = 0
+    num_tokens: int, slots: Sequence[Slot], merge: int, start: int = 0
 ) -> tuple[np.ndarray, int]:
     """int32 (3, num_tokens) from `start` on, and the position of the token that comes next."""
     placed = np.empty((NUM_AXES, num_tokens), dtype=np.int32)
     done, position = 0, start
     for slot in slots:
-        t, h, w = slot.grid[0], slot.grid[1] // merge, slot.grid[2] // merge
+        t, rows, columns = slot.item.grid
+        h, w = rows // merge, columns // merge
         _check_slot(slot, t * h * w, done, num_tokens)
         text = slot.offset - done
         placed[:, done : slot.offset] = np.arange(position, position + text, dtype=np.int32)
@@ -38,10 +39,10 @@ def compute_mrope_positions(
     return placed, position + text
 
 
-def _check_slot(slot: PlacedSlot, length: int, done: int, num_tokens: int) -> None:
+def _check_slot(slot: Slot, length: int, done: int, num_tokens: int) -> None:
     if slot.length != length:
         raise Misaligned(
-            f"a slot of {slot.length} tokens for grid {slot.grid}, which fills {length}",
+            f"a slot of {slot.length} tokens for grid {slot.item.grid}, which fills {length}",
             "make slots with the renderer of the family",
         )
     if slot.offset < done or slot.offset + slot.length > num_tokens:

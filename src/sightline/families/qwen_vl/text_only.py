@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from sightline.errors import FamilyError, Misaligned
-from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing, PlacedSlot
+from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing
 from sightline.families.qwen_vl.settings import compute_fingerprint
 from sightline.media import MediaRef
-from sightline.wire import MediaItem
+from sightline.wire import MediaItem, Slot
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -45,7 +45,7 @@ class QwenTextFamily:
         _refuse()
 
     def positions(
-        self, num_tokens: int, slots: Sequence[PlacedSlot], start: int = 0
+        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
     ) -> tuple[np.ndarray, int]:
         if slots:
             raise Misaligned("slots of a text-only checkpoint", "render with its own renderer")

@@ -18,7 +18,7 @@ import numpy as np
 from sightline.errors import MediaRefused, Misaligned
 from sightline.families.items import check_media_item
 from sightline.families.patchify import patchify
-from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing, PlacedSlot
+from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing
 from sightline.families.qwen_vl.positions import NUM_AXES, compute_mrope_positions
 from sightline.families.qwen_vl.settings import (
     ProcessorSettings,
@@ -27,7 +27,7 @@ from sightline.families.qwen_vl.settings import (
     read_processor_settings,
 )
 from sightline.media import MediaRef
-from sightline.wire import MediaItem
+from sightline.wire import MediaItem, Slot
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -133,7 +133,7 @@ class QwenVLFamily:
         return np.broadcast_to(values[:, :, None], shape).reshape(num, -1)
 
     def positions(
-        self, num_tokens: int, slots: Sequence[PlacedSlot], start: int = 0
+        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
     ) -> tuple[np.ndarray, int]:
         return compute_mrope_positions(num_tokens, slots, self.merge, start)
 

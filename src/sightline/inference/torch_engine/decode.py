@@ -6,20 +6,18 @@ them, and as many keys as the longest needs, both rounded up. Shapes repeat, so 
 when its shape comes again, and replayed from then on. A model whose pass cannot be captured (it
 looks at its values on the way) runs without a graph.
 
-Letters: R rows of the pass, W keys that it looks at, A position axes, H hidden size, K heads of
-keys, G heads that share one of them, D head size.
+Letters: R rows of the pass, A position axes, H hidden size.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 
-from sightline.compute.attention import attend
 from sightline.families import Forward
 from sightline.inference.torch_engine.kv_cache import KVCache
 from sightline.inference.torch_engine.row_table import RowTable
@@ -27,7 +25,7 @@ from sightline.inference.torch_engine.step_plan import StepPlan
 
 MAX_SHAPES = 48
 MIN_WIDTH = 256
-# Keys and values of idle rows that a pass may look at. To read more takes longer than Python does
+# KV cache of idle rows that a pass may look at. To read more takes longer than Python does
 # to launch the pass without a graph.
 MAX_IDLE_KV_BYTES = 16 * 2**30
 # Rows of the array that a pass is given; positions follow.
@@ -54,9 +52,10 @@ class CudaGraphDecoder:
         self._kv = kv
         self._rows = rows
         self._device = device
-        self._passes: OrderedDict[tuple[int, int], _ShapePass] = OrderedDict()
+        self._passes: LRUCache[tuple[int, int], _ShapePass] = LRUCache(MAX_SHAPES)
         self._generation = -1
         self._captures = device.type == "cuda"
+        self.num_passes = 0
         self.num_replayed = 0
 
     def hidden(self, plan: StepPlan) -> torch.Tensor | None:
@@ -75,6 +74,7 @@ class CudaGraphDecoder:
         found = self._get_pass(num_rows, width)
         found.inputs.copy_(torch.from_numpy(self._inputs(plan, num_rows)), non_blocking=True)
         hidden = self._run_pass(found)
+        self.num_passes += 1
         if len(plan.rows) == num_rows and bool((np.diff(plan.rows) == 1).all()):
             return hidden
         return hidden[torch.from_numpy(plan.rows).to(self._device)]
@@ -96,17 +96,12 @@ class CudaGraphDecoder:
         if self._generation != self._kv.generation:  # graphs know the tables by their addresses
             self._passes.clear()
             self._generation = self._kv.generation
-        key = (num_rows, width)
-        if key not in self._passes:
+        found = self._passes.get((num_rows, width))
+        if found is None:
             shape = (_FIRST_AXIS + self._rows.num_axes, num_rows)
             inputs = torch.zeros(shape, dtype=torch.int64, device=self._device)
-            self._passes[key] = _ShapePass(inputs, width)
-            if len(self._passes) > MAX_SHAPES:
-                self._passes.popitem(last=False)
-            return self._passes[key]
-        self._passes.move_to_end(key)
-        found = self._passes[key]
-        if self._captures and found.graph is None:
+            found = self._passes[num_rows, width] = _ShapePass(inputs, width)
+        elif self._captures and found.graph is None:
             self._capture(found)
         return found
 
@@ -119,8 +114,7 @@ class CudaGraphDecoder:
 
     def _compute(self, found: _ShapePass) -> torch.Tensor:
         inputs = found.inputs
-        mask = self._kv.mask(inputs[_SEEN, :, None], found.width)
-        pattern = DecodePattern(self._kv, inputs[_PLACE], mask)
+        pattern = self._kv.build_decode_pattern(inputs[_PLACE], inputs[_SEEN], found.width)
         token_ids, positions = inputs[_TOKEN, None], inputs[_FIRST_AXIS:, None]
         return self._forward.hidden(token_ids, positions, None, None, pattern)[0]
 
@@ -136,34 +130,6 @@ class CudaGraphDecoder:
             found.hidden = None
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own behind
             print(f"decoding without graphs: {str(error).splitlines()[0]}", file=sys.stderr)
-
-
-class DecodePattern:
-    """A `Pattern` of `sightline.compute.attention`: token i of the run belongs to row i."""
-
-    state = None
-
-    def __init__(self, kv: KVCache, places: torch.Tensor, mask: torch.Tensor) -> None:
-        self._kv = kv
-        self._places = places
-        self._mask = mask
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
-        keys, values = self._kv.layer(layer, run_k, run_v)
-        keys.flatten(0, 1).index_copy_(0, self._places, run_k)
-        values.flatten(0, 1).index_copy_(0, self._places, run_v)
-        num_rows, width = len(run_q), self._mask.shape[-1]
-        out = attend(
-            run_q.unflatten(1, (keys.shape[2], -1)),
-            keys[:num_rows, :width].transpose(1, 2),
-            values[:num_rows, :width].transpose(1, 2),
-            attn_mask=self._mask,
-            scale=scaling,
-        )
-        return out.flatten(1, 2).transpose(0, 1).unsqueeze(0)
 
 
 def round_up_shape(count: int) -> int:

@@ -12,37 +12,35 @@ Waits for: a submission, an update, a cancellation or pixels, and only when no r
 
 from __future__ import annotations
 
-import dataclasses
+import random
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 
 from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.lora_weights import AdapterBase
 from sightline.compute.weights import adopt_into, read_weights
-from sightline.errors import EngineError, SightlineError
+from sightline.errors import EngineError
 from sightline.families import Family, Forward
-from sightline.inference.busy_intervals import BusyIntervals
-from sightline.inference.engine import Deliver
-from sightline.inference.errors import build_engine_error, to_engine_error
-from sightline.inference.settings import ServeSettings
-from sightline.inference.torch_engine.counters import TorchCounters
+from sightline.inference.engine import Deliver, Engine
+from sightline.inference.errors import not_finite_error, stopping_error, to_engine_error
+from sightline.inference.server_spec import ServerSpec
 from sightline.inference.torch_engine.model_runner import ModelRunner
-from sightline.inference.torch_engine.prompt_scoring import score_prompts
 from sightline.inference.torch_engine.recurrent_runner import RecurrentModelRunner
-from sightline.inference.torch_engine.request import TorchRequest
+from sightline.inference.torch_engine.request import TorchCounters, TorchRequest
 from sightline.inference.torch_engine.row_table import RowTable
 from sightline.inference.torch_engine.scheduler import Scheduler
 from sightline.inference.torch_engine.step_plan import StepPlan, build_step_plan
 from sightline.pixels import Materializer
+from sightline.wire.generate import SamplingParams
 from sightline.wire.weights import Manifest
 
 
@@ -53,8 +51,11 @@ class _WeightSwap:
     done: Future[None]
 
 
-class TorchEngine:
+class TorchEngine(Engine):
     """The methods without an underscore are for other threads."""
+
+    request_class = TorchRequest
+    counters: TorchCounters
 
     def __init__(
         self,
@@ -62,19 +63,17 @@ class TorchEngine:
         family: Family,
         materializer: Materializer,
         banned: tuple[int, ...],
-        settings: ServeSettings,
+        spec: ServerSpec,
         manifest: Manifest,
         base: AdapterBase,
     ) -> None:
-        self.manifest = manifest
-        """Of the weights in use."""
+        super().__init__(spec, materializer, TorchCounters())
+        self._manifest = manifest
         self._base = base
-        self.counts = TorchCounters()
-        self.busy = BusyIntervals()
-        self.features = FeatureCache(settings.feature_cache_bytes)
-        self.materializer = materializer
-        self._settings = settings
-        rows = RowTable(settings.max_num_seqs, settings.max_model_len, family.num_axes)
+        self._seeds = random.SystemRandom()
+        self.features = FeatureCache(spec.feature_cache_bytes)
+        inference = spec.inference
+        rows = RowTable(inference.max_num_seqs, inference.max_model_len, family.num_axes)
         carries_state = family.packing.carries_state
         kind = RecurrentModelRunner if carries_state else ModelRunner
         self.runner = kind(forward, family, self.features, rows, banned)
@@ -84,8 +83,8 @@ class TorchEngine:
             family,
             materializer,
             self.features,
-            self.counts,
-            settings.enable_prefix_caching and not carries_state,
+            self.counters,
+            spec.enable_prefix_caching and not carries_state,
             self._event.set,
         )
         self._inbox: deque[TorchRequest] = deque()
@@ -94,10 +93,6 @@ class TorchEngine:
         self._pending_cancels: deque[TorchRequest] = deque()
         # Reentrant: a signal may call `stop` in the middle of `submit`, on the same thread.
         self._lock = threading.RLock()
-        self._is_stopping = False
-        self._deliver: Deliver = lambda requests: None
-        self.on_fatal_error: Callable[[], None] = lambda: None
-        """Called on the engine's thread when its loop has failed beyond repair."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, deliver: Deliver) -> None:
@@ -106,14 +101,17 @@ class TorchEngine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Refuses what is unfinished, and ends the loop."""
         self._is_stopping = True
         self._event.set()
 
     def join(self, timeout_s: float) -> None:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
-        self.materializer.close()
+        super().join(timeout_s)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
 
     @property
     def num_waiting(self) -> int:
@@ -127,84 +125,56 @@ class TorchEngine:
     def num_running(self) -> int:
         return len(self.scheduler.running)
 
+    def _prepare_params(self, params: SamplingParams) -> SamplingParams:
+        if params.seed is None:
+            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(64))
+        if params.prompt_logprobs is not None:
+            # Tokens that the KV cache holds are not computed, so they have no logprobs.
+            params = msgspec.structs.replace(params, skip_reading_prefix_cache=True)
+        return params
+
     def submit(self, requests: list[TorchRequest]) -> None:
-        self._check_capacity(requests)
         with self._lock:
-            if self._is_stopping:
-                raise _stopping_error()
+            self._check_accepts(requests)
             for request in requests:
                 request.waiting_bytes = request.nbytes
                 self._submitted_bytes += request.waiting_bytes
             self._inbox.extend(requests)
         self._event.set()
 
-    def _check_capacity(self, requests: list[TorchRequest]) -> None:
-        """A request that would wait alone is always taken."""
-        most, most_bytes = self._settings.max_waiting, self._settings.max_waiting_bytes
-        more = sum(request.nbytes for request in requests)
-        if self.num_waiting and self.num_waiting + len(requests) > most:
-            full = f"{self.num_waiting} requests wait, {most} may"
-        elif self.num_waiting and self.waiting_bytes + more > most_bytes:
-            full = f"requests of {self.waiting_bytes} bytes wait, {most_bytes} may"
-        else:
-            return
-        raise build_engine_error("overloaded", full, "try again, or send fewer at once")
-
     def cancel(self, request: TorchRequest) -> None:
         self._pending_cancels.append(request)
         self._event.set()
 
-    def adopt(self, path: Path) -> Manifest:
-        """Takes the weights of a manifest between two steps, and returns when it has.
+    def _read_update(self, path: Path) -> _WeightSwap:
+        manifest, tensors = read_weights(path)
+        return _WeightSwap(manifest, self._base.merge(manifest, tensors), Future())
 
-        What is torn or does not fit is refused, and the weights stay.
-        """
-        try:
-            manifest, tensors = read_weights(path)
-            if manifest == self.manifest:
-                return manifest
-            swap = _WeightSwap(manifest, self._base.merge(manifest, tensors), Future())
-            with self._lock:
-                if self._is_stopping:
-                    raise _stopping_error()
-                self._pending_swaps.append(swap)
-            self._event.set()
-            swap.done.result()
-        except EngineError:
-            raise
-        except SightlineError as error:
-            raise build_engine_error("weights", error.problem, error.fix) from error
-        except OSError as error:
-            raise build_engine_error(
-                "weights", str(error), "let the server read the weights"
-            ) from error
-        return manifest
+    def _take_update(self, update: _WeightSwap) -> None:
+        with self._lock:
+            if self._is_stopping:
+                raise stopping_error()
+            self._pending_swaps.append(update)
+        self._event.set()
+        update.done.result()
 
     def totals(self) -> dict[str, float]:
-        features = self.features
         return {
-            **dataclasses.asdict(self.counts),
-            "busy_seconds": self.busy.seconds,
+            **super().totals(),
             "steps_replayed": self.runner.num_replayed,
-            **self.materializer.counts.totals(),
-            "images_encoded": features.encoded,
-            "feature_cache_hits": features.hits,
-            "feature_cache_evicted": features.evicted,
+            "images_encoded": self.features.encoded,
+            "feature_cache_hits": self.features.hits,
+            "feature_cache_evicted": self.features.evicted,
         }
 
     def now(self) -> dict[str, float]:
         return {
-            "running": self.num_running,
-            "waiting": self.num_waiting,
-            "waiting_bytes": self.waiting_bytes,
+            **super().now(),
             "rows": self.scheduler.rows.num_rows,
             "rows_free": self.scheduler.rows.num_free,
             "rows_cached": len(self.scheduler.prefixes),
             "kv_bytes": self.runner.nbytes,
-            "pixel_cache_bytes": self.materializer.counts.bytes_held,
             "feature_cache_bytes": self.features.bytes_held,
-            "version": self.manifest.version,
-            "vision_version": self.manifest.vision_version,
         }
 
     # --- the loop
@@ -219,7 +189,7 @@ class TorchEngine:
             self.on_fatal_error()
 
     def _loop(self) -> None:
-        torch.set_num_threads(self._settings.threads)
+        torch.set_num_threads(self._spec.num_threads)
         with torch.inference_mode():
             while not self._is_stopping:
                 self._event.clear()
@@ -227,7 +197,6 @@ class TorchEngine:
                 try:
                     has_worked = self._run_once()
                 except Exception as error:  # a bug, or a full device, costs what was running
-                    traceback.print_exc()
                     self._fail(list(self.scheduler.running.values()), to_engine_error(error))
                     has_worked = True
                 self._deliver_done()
@@ -254,7 +223,7 @@ class TorchEngine:
         table = scheduler.rows
         self._step(
             build_step_plan(
-                active, table.length, table.computed, self._settings.prefill_chunk_tokens
+                active, table.length, table.computed, self._spec.inference.prefill_chunk_tokens
             )
         )
         return True
@@ -262,24 +231,24 @@ class TorchEngine:
     def _step(self, plan: StepPlan) -> None:
         table, running = self.scheduler.rows, self.scheduler.running
         hidden = self.runner.hidden(plan, running)
-        score_prompts(self.runner, plan, hidden, table, running)
+        self.runner.score_prompts(plan, hidden, running)
         is_prompt = plan.starts < table.prompt_length[plan.rows]
         table.computed[plan.rows] = plan.ends
-        self.counts.steps += 1
-        self.counts.computed_tokens += int(plan.counts[is_prompt].sum())
+        self.counters.steps += 1
+        self.counters.computed_tokens += int(plan.counts[is_prompt].sum())
         if not plan.samples.any():
             return
         rows = plan.rows[plan.samples]
         tokens, logprobs = self.runner.sample(plan, hidden)
         is_stopped = table.append(rows, tokens, logprobs)
-        self.counts.sampled_tokens += len(rows)
-        self.counts.tokens_on_old_kv += int(table.has_stale_kv[rows].sum())
+        self.counters.sampled_tokens += len(rows)
+        self.counters.tokens_on_old_kv += int(table.has_stale_kv[rows].sum())
         for row in plan.rows[is_prompt & plan.samples].tolist():
             running[row].features.clear()
             running[row].timeline.end("prefill")
         is_broken = ~np.isfinite(logprobs)
         if is_broken.any():
-            self._fail([running[row] for row in rows[is_broken].tolist()], _not_finite_error())
+            self._fail([running[row] for row in rows[is_broken].tolist()], not_finite_error())
         is_ended = (is_stopped | (table.length[rows] >= table.limit[rows])) & ~is_broken
         label = self.manifest.label
         for i in np.flatnonzero(is_ended).tolist():
@@ -306,12 +275,12 @@ class TorchEngine:
         except Exception as error:  # the caller hears of it, the weights stay
             swap.done.set_exception(error)
             return
-        self.manifest = new
-        self.counts.adopted += 1
+        self._manifest = new
+        self.counters.adopted += 1
         if is_vision_new:
             self.features.clear()
         self.scheduler.invalidate_after_update(
-            old.label, self._settings.keep_kv_over_updates, is_vision_new
+            old.label, self._spec.inference.keep_kv_over_updates, is_vision_new
         )
         swap.done.set_result(None)
 
@@ -331,22 +300,8 @@ class TorchEngine:
     def _refuse_unfinished(self) -> None:
         with self._lock:  # a submission that saw no end coming is in the inbox by now
             for request in [*self.scheduler.all_unfinished(), *self._inbox]:
-                self.scheduler.fail(request, _stopping_error())
+                self.scheduler.fail(request, stopping_error())
             for swap in self._pending_swaps:
-                swap.done.set_exception(_stopping_error())
+                swap.done.set_exception(stopping_error())
         self._deliver_done()
         self.runner.close()
-
-
-def _stopping_error() -> EngineError:
-    return build_engine_error(
-        "stopping", "the server is ending", "send the request to another server"
-    )
-
-
-def _not_finite_error() -> EngineError:
-    return build_engine_error(
-        "not_finite",
-        "the model's logits are not numbers",
-        "check the weights that were published last",
-    )

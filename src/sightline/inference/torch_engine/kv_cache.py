@@ -1,4 +1,4 @@
-"""Keys and values of the rows, and the attention over them.
+"""The KV cache: keys and values of the rows, and the attention over them.
 
 A forward pass gets its tokens in one flat run, so that the linear layers compute no padding.
 Attention writes the run's keys and values into their rows, then lets rows of like shape attend
@@ -72,14 +72,15 @@ class KVCache:
 
     @property
     def token_bytes(self) -> int:
-        """Of one token in all layers."""
-        held = [*self._keys.values(), *self._values.values()]
-        return sum(table.stride(1) * table.element_size() for table in held)
+        """Memory of one token in all layers."""
+        return sum(table.stride(1) * table.element_size() for table in self._tables())
 
     @property
     def nbytes(self) -> int:
-        held = [*self._keys.values(), *self._values.values()]
-        return sum(tensor.nbytes for tensor in held)
+        return sum(table.nbytes for table in self._tables())
+
+    def _tables(self) -> list[torch.Tensor]:
+        return [*self._keys.values(), *self._values.values()]
 
     def reserve(self, rows: int, length: int) -> None:
         """Room for `rows` rows of `length` tokens."""
@@ -88,9 +89,9 @@ class KVCache:
             grow_size(self._size[1], length, INITIAL_LEN, self._max[1]),
         )
         if size != self._size:
-            for held in (self._keys, self._values):
-                for layer, old in held.items():
-                    held[layer] = new = self._zeros(size, old.shape[2:])
+            for tables in (self._keys, self._values):
+                for layer, old in tables.items():
+                    tables[layer] = new = self._zeros(size, old.shape[2:])
                     new[: self._size[0], : self._size[1]] = old[:-1]
             self._size = size
             self.generation += 1
@@ -98,27 +99,39 @@ class KVCache:
     def zero_row(self, row: int) -> None:
         """Zeroes a row that holds something other than numbers: masked keys must be finite."""
         if row < self._size[0]:
-            for held in (*self._keys.values(), *self._values.values()):
-                held[row].zero_()
+            for table in self._tables():
+                table[row].zero_()
 
-    def layer(
-        self, index: int, k: torch.Tensor, v: torch.Tensor
+    def write(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows + 1, tokens, K, D) of keys and of values; made when a layer is first seen."""
-        if index not in self._keys:
-            self._keys[index] = self._zeros(self._size, k.shape[1:])
-            self._values[index] = self._zeros(self._size, v.shape[1:])
-        return self._keys[index], self._values[index]
+        """Writes a run to `places`; returns the layer's keys and values (rows+1, tokens, K, D)."""
+        if layer not in self._keys:
+            self._keys[layer] = self._zeros(self._size, k.shape[1:])
+            self._values[layer] = self._zeros(self._size, v.shape[1:])
+        keys, values = self._keys[layer], self._values[layer]
+        keys.flatten(0, 1).index_copy_(0, places, k)
+        values.flatten(0, 1).index_copy_(0, places, v)
+        return keys, values
 
     def _zeros(self, size: tuple[int, int], heads: torch.Size) -> torch.Tensor:
         return torch.zeros(size[0] + 1, size[1], *heads, device=self._device, dtype=self._dtype)
 
-    def pattern(self, plan: StepPlan) -> KVCachePattern:
+    def build_pattern(self, plan: StepPlan) -> KVCachePattern:
         self.reserve(int(plan.rows.max()) + 1, int(plan.ends.max()))
         rows, index = plan.flat()
-        slots = torch.from_numpy(rows * self._size[1] + index).to(self._device)
+        places = self._index(rows * self._size[1] + index)
         groups = [self._group(plan, part) for part in _group_by_length(plan)]
-        return KVCachePattern(self, slots, groups)
+        return KVCachePattern(self, places, groups)
+
+    def build_decode_pattern(
+        self, places: torch.Tensor, num_seen: torch.Tensor, width: int
+    ) -> KVCachePattern:
+        """Token i of the run belongs to row i, goes to `places` and sees `num_seen` keys (R,)."""
+        num_rows, mask = len(places), self.mask(num_seen[:, None], width)
+        rows = slice(0, num_rows)
+        group = _AttentionGroup(rows, num_rows, 1, width, mask, None, None, None)
+        return KVCachePattern(self, places, [group])
 
     def _group(self, plan: StepPlan, part: np.ndarray) -> _AttentionGroup:
         rows, starts, counts = plan.rows[part], plan.starts[part], plan.counts[part]
@@ -126,8 +139,7 @@ class KVCache:
         width = int(ends.max())
         column = np.arange(num_queries)
         within = np.minimum(column[None, :], counts[:, None] - 1)
-        first = (np.cumsum(plan.counts) - plan.counts)[part]
-        places = (first[:, None] + within).reshape(-1)
+        places = (plan.offsets[part, None] + within).reshape(-1)
         is_real = (column[None, :] < counts[:, None]).reshape(-1)
         in_order = len(places) == plan.num_tokens and bool(is_real.all())
         return _AttentionGroup(
@@ -162,9 +174,9 @@ class KVCachePattern:
 
     state = None
 
-    def __init__(self, kv: KVCache, slots: torch.Tensor, groups: list[_AttentionGroup]) -> None:
+    def __init__(self, kv: KVCache, places: torch.Tensor, groups: list[_AttentionGroup]) -> None:
         self._kv = kv
-        self._slots = slots
+        self._places = places
         self._groups = groups
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -172,9 +184,7 @@ class KVCachePattern:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
-        keys, values = self._kv.layer(layer, run_k, run_v)
-        keys.flatten(0, 1).index_copy_(0, self._slots, run_k)
-        values.flatten(0, 1).index_copy_(0, self._slots, run_v)
+        keys, values = self._kv.write(layer, run_k, run_v, self._places)
         if len(self._groups) == 1 and self._groups[0].places is None:
             out = self._attend(0, run_q, keys, values, scaling)
         else:
@@ -215,8 +225,8 @@ class KVCachePattern:
         return self._masks[i, shared]
 
 
-def _select_rows(held: torch.Tensor, group: _AttentionGroup) -> torch.Tensor:
-    part = held[:, : group.width]
+def _select_rows(table: torch.Tensor, group: _AttentionGroup) -> torch.Tensor:
+    part = table[:, : group.width]
     rows = part[group.rows] if isinstance(group.rows, slice) else part.index_select(0, group.rows)
     return rows.transpose(1, 2)
 

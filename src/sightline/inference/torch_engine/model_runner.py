@@ -1,6 +1,6 @@
 """One step on the device: encode the images that it shows, forward, sample.
 
-Letters: T tokens of the step, H hidden size.
+Letters: T tokens of the step, S scored tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from sightline.compute.attention import AttentionPattern
-from sightline.compute.feature_cache import FeatureCache
+from sightline.compute.feature_cache import FeatureCache, ImageFeatures
 from sightline.compute.logprobs import chosen_logprobs
 from sightline.families import Family, Forward
-from sightline.inference.torch_engine import sampling, vision
+from sightline.inference.torch_engine import sampling
 from sightline.inference.torch_engine.decode import CudaGraphDecoder
 from sightline.inference.torch_engine.kv_cache import KVCache
 from sightline.inference.torch_engine.request import TorchRequest
@@ -22,6 +22,7 @@ from sightline.inference.torch_engine.row_table import RowTable
 from sightline.inference.torch_engine.step_plan import StepPlan
 from sightline.pixels import Pixels
 from sightline.wire import MediaItem
+from sightline.wire.generate import SamplingParams
 
 # On ARM, oneDNN spends 60 microseconds on every matrix product, however small; below this many
 # rows OpenBLAS is faster.
@@ -52,15 +53,17 @@ class ModelRunner:
         self._banned = torch.tensor(banned, dtype=torch.long, device=self._device)
         self._picks_kernels = self._device.type == "cpu" and platform.machine() == "aarch64"
         self.kv = KVCache(rows.num_rows, rows.max_model_len, self._device, parameter.dtype)
-        self.decode: CudaGraphDecoder | None = None
+        self.decoder: CudaGraphDecoder | None = None
+        self._had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         if self._device.type == "cuda":
             # cuDNN plans anew for every shape of a prompt, which takes longer than to attend.
             torch.backends.cuda.enable_cudnn_sdp(False)
-            self.decode = CudaGraphDecoder(forward, self.kv, rows, self._device)
+            self.decoder = CudaGraphDecoder(forward, self.kv, rows, self._device)
 
     def close(self) -> None:
-        """Leaves torch's switches as other users of the process expect them."""
+        """Sets the switches of torch that this runner has used back to where they were."""
         self._pick_kernels(ONEDNN_MIN_ROWS)
+        torch.backends.cuda.enable_cudnn_sdp(self._had_cudnn)
 
     def _pick_kernels(self, num_rows: int) -> None:
         if self._picks_kernels:
@@ -68,19 +71,19 @@ class ModelRunner:
 
     @property
     def nbytes(self) -> int:
-        """Of what is kept of the rows."""
+        """Memory of what is kept of the rows."""
         return self.kv.nbytes
 
     @property
     def num_replayed(self) -> int:
-        """Steps that were a graph's."""
-        return 0 if self.decode is None else self.decode.num_replayed
+        """Steps that were replayed as a CUDA graph."""
+        return 0 if self.decoder is None else self.decoder.num_replayed
 
     def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> torch.Tensor:
-        """(T, H) of the plan's tokens; their keys and values are in their rows afterwards."""
-        if self.decode is not None and (hidden := self.decode.hidden(plan)) is not None:
+        """(T, H) of the plan's tokens, whose keys and values are in the KV cache afterwards."""
+        if self.decoder is not None and (hidden := self.decoder.hidden(plan)) is not None:
             return hidden
-        return self._forward(plan, running, self.kv.pattern(plan))
+        return self._forward(plan, running, self.kv.build_pattern(plan))
 
     def _forward(
         self,
@@ -120,10 +123,9 @@ class ModelRunner:
         self, plan: StepPlan, running: dict[int, TorchRequest]
     ) -> list[_ImagePart]:
         parts: list[_ImagePart] = []
-        first = np.cumsum(plan.counts) - plan.counts
         for i in np.flatnonzero(plan.starts < self._rows.prompt_length[plan.rows]).tolist():
             request = running[int(plan.rows[i])]
-            start, end, at = int(plan.starts[i]), int(plan.ends[i]), int(first[i])
+            start, end, at = int(plan.starts[i]), int(plan.ends[i]), int(plan.offsets[i])
             for slot, key in zip(request.slots, request.keys, strict=True):
                 low, high = max(slot.offset, start), min(slot.end, end)
                 if low < high:
@@ -140,26 +142,61 @@ class ModelRunner:
         if not missing:
             return
         self._pick_kernels(sum(len(pixels.patches) for _, pixels in missing.values()))
-        made = vision.encode_images(self.forward, self._family, missing, self._device)
-        for key, shown in made.items():
+        encoded = self._encode_images(missing)
+        for key, shown in encoded.items():
             self.features.put(key, shown)
         for request, key, *_ in parts:
             if key not in request.features:
-                request.features[key] = made[key].features
+                request.features[key] = encoded[key].features
                 del request.pixels[key]
 
-    def logprobs(
-        self,
-        hidden: torch.Tensor,
-        token_ids: np.ndarray,
-        temperature: float,
-        bans: tuple[int, ...] = (),
+    def _encode_images(
+        self, images: dict[str, tuple[MediaItem, Pixels]]
+    ) -> dict[str, ImageFeatures]:
+        """The features of all `images`, by key, in one pass of the vision tower."""
+        items = [item for item, _ in images.values()]
+        stacked = np.concatenate([pixels.patches for _, pixels in images.values()])
+        patches = torch.from_numpy(stacked).to(self._device)
+        features = self.forward.encode(patches, [item.grid for item in items])
+        parts = features.split([self._family.num_tokens(item) for item in items])
+        return {
+            # A copy: a view would keep the features of the whole batch alive.
+            key: ImageFeatures(part.clone() if len(items) > 1 else part, pixels.digest)
+            for (key, (_, pixels)), part in zip(images.items(), parts, strict=True)
+        }
+
+    def score_prompts(
+        self, plan: StepPlan, hidden: torch.Tensor, running: dict[int, TorchRequest]
+    ) -> None:
+        """Fills in the prompt logprobs that this step has computed, where they are asked for.
+
+        They are those of the distribution that a sampled token would come from: banned ids leave
+        the softmax, then the temperature divides (1 where it is 0). Filters have no part.
+        """
+        for i in np.flatnonzero(plan.starts < self._rows.prompt_length[plan.rows]).tolist():
+            row, start = int(plan.rows[i]), int(plan.starts[i])
+            request = running[row]
+            if request.params.prompt_logprobs is None:
+                continue
+            size = len(request.prompt)
+            if request.prompt_logprobs is None:
+                request.prompt_logprobs = np.full(size, np.nan, dtype=np.float32)
+            # A token predicts the next one; the last of the prompt predicts none of it.
+            count = min(int(plan.ends[i]), size - 1) - start
+            if count > 0:
+                at, scored = int(plan.offsets[i]), slice(start + 1, start + 1 + count)
+                tokens = self._rows.tokens[row, scored]
+                request.prompt_logprobs[scored] = self._logprobs(
+                    hidden[at : at + count], tokens, request.params
+                )
+
+    def _logprobs(
+        self, hidden: torch.Tensor, token_ids: np.ndarray, params: SamplingParams
     ) -> np.ndarray:
         """float32 (S,) of hidden (S, H) and the tokens that follow; -inf for banned ids."""
         chosen = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
-        banned = self._banned
-        if bans:
-            banned = torch.cat([banned, torch.tensor(bans, device=self._device)])
+        bans = torch.tensor(params.banned_token_ids, dtype=torch.long, device=self._device)
+        banned, temperature = torch.cat([self._banned, bans]), params.temperature or 1.0
         found = chosen_logprobs(self.forward, hidden, chosen, banned, temperature)
         on_host: np.ndarray = found.cpu().numpy()
         return on_host

@@ -1,13 +1,13 @@
 """Finished rows that wait for the next turn of their rollout.
 
-A row is found by a hash of the tokens and images whose keys and values it holds, and verified
-token by token. Hashes of all prefixes of a prompt come from one running sum, so a lookup costs
-one pass over the prompt and one dictionary access for each distinct length that is held.
+A row is found by a hash of the tokens and images that its KV cache holds, and verified token by
+token. Hashes of all prefixes of a prompt come from one running sum, so a lookup costs
+one pass over the prompt and one dictionary access for each distinct length.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,10 +21,10 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """What a waiting row holds."""
+    """What the KV cache of a finished row holds."""
 
     length: int
-    """Tokens with keys and values."""
+    """Number of tokens."""
     hash: int
     next_position: int
     places: tuple[tuple[int, str], ...]
@@ -64,15 +64,15 @@ class PrefixCache:
     def __init__(self) -> None:
         self._cached: OrderedDict[int, CachedPrefix] = OrderedDict()
         self._rows: dict[tuple[int, int], list[int]] = {}
-        self._lengths: dict[int, int] = {}
+        self._lengths: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._cached)
 
-    def put(self, row: int, held: CachedPrefix) -> None:
-        self._cached[row] = held
-        self._rows.setdefault((held.length, held.hash), []).append(row)
-        self._lengths[held.length] = self._lengths.get(held.length, 0) + 1
+    def put(self, row: int, prefix: CachedPrefix) -> None:
+        self._cached[row] = prefix
+        self._rows.setdefault((prefix.length, prefix.hash), []).append(row)
+        self._lengths[prefix.length] += 1
 
     def take(
         self,
@@ -85,11 +85,11 @@ class PrefixCache:
         fitting = sorted((n for n in self._lengths if n < len(tokens)), reverse=True)
         for length in fitting:
             for row in self._rows.get((length, int(hashes[length - 1])), ()):
-                held = self._cached[row]
+                prefix = self._cached[row]
                 before = tuple(place for place in places if place[0] < length)
-                if before == held.places and np.array_equal(table[row, :length], tokens[:length]):
+                if before == prefix.places and np.array_equal(table[row, :length], tokens[:length]):
                     self._drop(row)
-                    return row, held
+                    return row, prefix
         return None
 
     def evict(self) -> int | None:
@@ -108,11 +108,9 @@ class PrefixCache:
         return rows
 
     def _drop(self, row: int) -> None:
-        held = self._cached.pop(row)
-        key = (held.length, held.hash)
+        prefix = self._cached.pop(row)
+        key = (prefix.length, prefix.hash)
         self._rows[key].remove(row)
         if not self._rows[key]:
             del self._rows[key]
-        self._lengths[held.length] -= 1
-        if not self._lengths[held.length]:
-            del self._lengths[held.length]
+        self._lengths -= Counter([prefix.length])  # drops a length that no row has any more

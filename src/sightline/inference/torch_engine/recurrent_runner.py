@@ -34,19 +34,17 @@ class RecurrentModelRunner(ModelRunner):
         return super().nbytes + self._states.nbytes
 
     def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> torch.Tensor:
-        """(T, H) of the plan's tokens; their keys, values and states are kept afterwards."""
-        self._encode_missing(
-            self._find_image_parts(plan, running)
-        )  # together: an image goes through the tower once
-        first = np.cumsum(plan.counts) - plan.counts
+        """(T, H) of the plan's tokens; KV cache and states hold them afterwards."""
+        # Before the parts: an image goes through the tower once.
+        self._encode_missing(self._find_image_parts(plan, running))
         done, places = [], []
         for part in _group_equal_lengths(plan):
             picked = plan.select(part)
             state = self._states.take(picked.rows, is_new=not picked.starts[0])
-            pattern = BatchPattern(self.kv.pattern(picked), state)
+            pattern = BatchPattern(self.kv.build_pattern(picked), state)
             done.append(self._forward(picked, running, pattern, num_rows=len(part)))
             self._states.put(picked.rows, state)
-            places.append((first[part, None] + np.arange(picked.counts[0])).reshape(-1))
+            places.append((plan.offsets[part, None] + np.arange(picked.counts[0])).reshape(-1))
         if len(done) == 1:
             return done[0]
         order = torch.from_numpy(np.argsort(np.concatenate(places))).to(self._device)
@@ -111,7 +109,7 @@ class RecurrentStates:
     def put(self, rows: np.ndarray, state: RecurrentCache) -> None:
         index = torch.from_numpy(rows).to(self._device)
         for layer, carried in enumerate(state.layers):
-            if isinstance(carried, LinearAttentionLayer):  # the others keep keys and values
+            if isinstance(carried, LinearAttentionLayer):  # the others have a KV cache
                 new = (carried.conv_states[0], carried.recurrent_states[0])
                 old = self._tables.get(layer, (new[0][:0], new[1][:0]))
                 inputs, memory = (self._grow_table(table, int(rows.max()) + 1) for table in old)

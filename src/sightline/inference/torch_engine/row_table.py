@@ -1,5 +1,6 @@
 """The table of rows: what the loop needs of every sequence, as arrays, so that a step over a
-hundred sequences costs a handful of array operations.
+hundred sequences costs a handful of array operations. A sequence has a row while it runs, and keeps
+it for its next turn while nobody else needs it.
 
 Letters: R rows, L tokens of a row, A position axes, K stop ids.
 """
@@ -30,9 +31,9 @@ class RowTable:
         self.logprobs = np.zeros(shape, dtype=np.float32)
         self.positions = np.zeros((self.num_axes, *shape), dtype=np.int32)
         self.length = np.zeros(self.num_rows, dtype=np.int64)
-        """Tokens known: prompt and sampled."""
+        """Tokens that are known: prompt and sampled."""
         self.computed = np.zeros(self.num_rows, dtype=np.int64)
-        """Tokens whose keys and values are there."""
+        """Tokens that the KV cache holds."""
         self.prompt_length = np.zeros(self.num_rows, dtype=np.int64)
         self.limit = np.zeros(self.num_rows, dtype=np.int64)
         """The length at which the sequence ends."""
@@ -43,9 +44,9 @@ class RowTable:
         self.seed = np.zeros(self.num_rows, dtype=np.uint64)
         self.stops = np.full((self.num_rows, 2), NO_TOKEN, dtype=np.int32)
         self.banned: dict[int, tuple[int, ...]] = {}
-        """By row, what its request bans beside the pads; most rows ban nothing."""
+        """Ids that a request bans beside the pads, by row; most requests ban none."""
         self.has_stale_kv = np.zeros(self.num_rows, dtype=bool)
-        """Whether keys and values of an older version are in use."""
+        """Whether a KV cache of an older version is in use."""
         self._free = list(range(self.num_rows))
 
     def take_free(self) -> int | None:
@@ -77,6 +78,7 @@ class RowTable:
         self.top_k[row] = max(params.top_k, 0)
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
+        assert request.seed is not None
         self.seed[row] = splitmix64_int(request.seed)
         self._fill_stops(row, params.stop_token_ids)
         self.banned.pop(row, None)

@@ -25,7 +25,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """Of the rows that sample, in their order."""
+    """Sampling settings of the rows that sample, in their order."""
 
     temperature: np.ndarray
     top_k: np.ndarray
@@ -33,7 +33,7 @@ class SamplingMetadata:
     min_p: np.ndarray
     uniform: np.ndarray
     bans: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """Places among the rows, and the ids that each bans beside those that all do."""
+    """Places among the rows, each with the ids that its request bans itself."""
 
     @property
     def has_filters(self) -> bool:
@@ -49,7 +49,7 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
 
 
 def splitmix64_int(value: int) -> int:
-    """The same for one number, which Python does faster than an array."""
+    """The finalizer of splitmix64 on one number, which Python does faster than an array."""
     value = ((value ^ (value >> 30)) * int(_MIX_1)) % 2**64
     value = ((value ^ (value >> 27)) * int(_MIX_2)) % 2**64
     return value ^ (value >> 31)

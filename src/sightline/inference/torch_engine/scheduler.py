@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import numpy as np
 
 from sightline.compute.feature_cache import FeatureCache
 from sightline.errors import EngineError
-from sightline.families import Family, PlacedSlot
+from sightline.families import Family
 from sightline.inference.errors import to_engine_error
-from sightline.inference.torch_engine.counters import TorchCounters
 from sightline.inference.torch_engine.prefix_cache import CachedPrefix, PrefixCache, PrefixHash
-from sightline.inference.torch_engine.request import TorchRequest
+from sightline.inference.torch_engine.request import TorchCounters, TorchRequest
 from sightline.inference.torch_engine.row_table import RowTable
-from sightline.pixels import Materializer, Pixels
+from sightline.pixels import Materializer
 
 
 class Scheduler:
@@ -28,19 +26,19 @@ class Scheduler:
         family: Family,
         materializer: Materializer,
         features: FeatureCache,
-        counts: TorchCounters,
+        counters: TorchCounters,
         enable_prefix_caching: bool,
         wake: Callable[[], None],
     ) -> None:
         self.rows = rows
-        self.counts = counts
+        self.counters = counters
         self.waiting: deque[TorchRequest] = deque()
         self.loading: list[TorchRequest] = []
         self.running: dict[int, TorchRequest] = {}
-        """By row, in the order in which they began."""
+        """Requests that run, by row, in the order in which they began."""
         self.done: list[TorchRequest] = []
         self.started_bytes = 0
-        """Of requests that wait no more, since the start."""
+        """Bytes of the requests that have waited and wait no more, since the start."""
         self.prefixes = PrefixCache()
         self._hash = PrefixHash(rows.max_model_len)
         self._family = family
@@ -59,8 +57,8 @@ class Scheduler:
     # --- in
 
     def add(self, request: TorchRequest) -> None:
-        self.counts.requests += 1
-        self.counts.prompt_tokens += len(request.prompt)
+        self.counters.requests += 1
+        self.counters.prompt_tokens += len(request.prompt)
         self.waiting.append(request)
 
     def admit(self) -> None:
@@ -76,11 +74,11 @@ class Scheduler:
                 continue
             self.waiting.popleft()
             request.timeline.end("queue")
-            self.counts.cached_tokens += request.cached_tokens
+            self.counters.cached_tokens += request.cached_tokens
             self._load_images(request)
 
     def _assign_row(self, request: TorchRequest) -> bool:
-        """Finds a row: one that holds the prompt's beginning, a free one, or the oldest kept."""
+        """Finds a row: one that holds the prompt's beginning, a free one, or the oldest cached."""
         hashes = self._hash.prefixes(request.prompt, request.slots, request.keys)
         request.prompt_hash = int(hashes[-1])
         start = next_position = 0
@@ -89,19 +87,15 @@ class Scheduler:
             places = _find_image_places(request)
             found = self.prefixes.take(request.prompt, hashes, places, self.rows.tokens)
         if found is not None:
-            request.row, held = found
-            start, next_position = held.length, held.next_position
-            request.digests.update(held.digests)
+            request.row, prefix = found
+            start, next_position = prefix.length, prefix.next_position
+            request.digests.update(prefix.digests)
         elif (row := self._find_free_row()) is not None:
             request.row = row
         else:
             return False
         request.cached_tokens = start
-        placed = [
-            PlacedSlot(slot.offset - start, slot.length, slot.item.grid)
-            for slot in request.slots
-            if slot.offset >= start
-        ]
+        placed = [slot.shift(-start) for slot in request.slots if slot.offset >= start]
         positions, request.next_position = self._family.positions(
             len(request.prompt) - start, placed, next_position
         )
@@ -112,7 +106,7 @@ class Scheduler:
         row = self.rows.take_free()
         if row is None:
             row = self.prefixes.evict()
-            self.counts.rows_evicted += row is not None
+            self.counters.rows_evicted += row is not None
         return row
 
     def _load_images(self, request: TorchRequest) -> None:
@@ -135,10 +129,7 @@ class Scheduler:
             return
         self.loading.append(request)
         for flight in list(request.pending.values()):
-            flight.add_done_callback(self._on_pixels_ready)
-
-    def _on_pixels_ready(self, _: Future[Pixels]) -> None:
-        self._wake_engine()
+            flight.add_done_callback(lambda _: self._wake_engine())
 
     def start_loaded(self) -> None:
         """Lets those run whose pixels are all there."""
@@ -172,7 +163,7 @@ class Scheduler:
         request.finish_reason = reason
         request.timeline.end("decode")
         request.close_span(version, len(request.tokens))
-        self.counts.finished += 1
+        self.counters.finished += 1
         if self._enable_prefix_caching:
             self.prefixes.put(row, self._build_cached_prefix(request))
             self._remove(request)
@@ -181,20 +172,20 @@ class Scheduler:
         self.done.append(request)
 
     def _build_cached_prefix(self, request: TorchRequest) -> CachedPrefix:
-        """The last sampled token has no keys and values yet: nothing has followed it."""
-        said = np.array(request.tokens[:-1], dtype=np.int32)
+        """The last sampled token is not in the KV cache yet: nothing has followed it."""
+        sampled = np.array(request.tokens[:-1], dtype=np.int32)
         size = len(request.prompt)
         return CachedPrefix(
-            length=size + len(said),
-            hash=self._hash.extend(request.prompt_hash, said, size),
-            next_position=request.next_position + len(said),
+            length=size + len(sampled),
+            hash=self._hash.extend(request.prompt_hash, sampled, size),
+            next_position=request.next_position + len(sampled),
             places=_find_image_places(request),
             digests=request.digests,
         )
 
     def fail(self, request: TorchRequest, error: EngineError) -> None:
         request.error = error
-        self.counts.failed += 1
+        self.counters.failed += 1
         self._release(request)
         self.done.append(request)
 
@@ -203,7 +194,7 @@ class Scheduler:
         if request.finish_reason or request.error is not None:
             return
         request.finish_reason = "abort"
-        self.counts.cancelled += 1
+        self.counters.cancelled += 1
         if request in self.waiting:
             self.waiting.remove(request)
         self._release(request)
@@ -234,8 +225,8 @@ class Scheduler:
     # --- new weights
 
     def invalidate_after_update(self, old_version: str, keep_kv: bool, is_vision_new: bool) -> None:
-        """After an update: what was computed under the old weights goes, unless it is kept."""
-        held = [*self.running.values(), *self.loading]
+        """After a weight update: drops what the old weights computed, unless `keep_kv`."""
+        unfinished = [*self.running.values(), *self.loading]
         self.running, self.loading, self._active = {}, [], None
         if keep_kv:
             # A row that has computed nothing yet has nothing old in it, and one that is filled from
@@ -244,13 +235,13 @@ class Scheduler:
         else:
             for row in self.prefixes.clear():
                 self.rows.release(row)
-        for request in held:
+        for request in unfinished:
             num_sampled = self.rows.num_sampled(request.row)
             reached = "decode" if num_sampled else "prefill"
             request.timeline.end("materialize" if request.pending else reached)
             request.close_span(old_version, num_sampled)
             if not keep_kv:
-                self.counts.prefilled_again += bool(self.rows.computed[request.row])
+                self.counters.prefilled_again += bool(self.rows.computed[request.row])
                 self.rows.computed[request.row] = 0
                 request.cached_tokens = 0
             if is_vision_new:

@@ -30,12 +30,16 @@ class StepPlan:
         """Keys that the last token of each row sees."""
         return self.starts + self.counts
 
+    @property
+    def offsets(self) -> np.ndarray:
+        """Place in the flat run of the first token of each row."""
+        return np.cumsum(self.counts) - self.counts
+
     def flat(self) -> tuple[np.ndarray, np.ndarray]:
         """Row and index in the row of every token."""
         if len(self.rows) == self.num_tokens:
             return self.rows, self.starts
-        first = np.cumsum(self.counts) - self.counts
-        index = np.arange(self.num_tokens) - np.repeat(first - self.starts, self.counts)
+        index = np.arange(self.num_tokens) - np.repeat(self.offsets - self.starts, self.counts)
         return np.repeat(self.rows, self.counts), index
 
     def select(self, part: np.ndarray) -> StepPlan:
@@ -60,6 +64,6 @@ def build_step_plan(
     left = np.maximum(chunk * CHUNKS_PER_STEP - before, 0)
     counts = np.where(need > 1, np.minimum(counts, left), counts)
     if (counts == 0).any():
-        kept = counts > 0
-        rows, starts, counts, need = rows[kept], starts[kept], counts[kept], need[kept]
+        computes = counts > 0
+        rows, starts, counts, need = (x[computes] for x in (rows, starts, counts, need))
     return StepPlan(rows, starts, counts, counts == need)

@@ -1,8 +1,8 @@
 """vLLM as the engine behind the generate protocol, through vLLM's own extension points.
 
     vLLM's API server (process 0)                         vLLM's engine process
-      middleware: our server answers every path             weights: reads published files
-        door -> pixels in a pool -> items                   ban: pads out of the logits
+      middleware: our server answers every path             weight_transfer: reads weight files
+        validator -> pixels in a pool -> multimodal_items   logits_processor: bans pads
         engine: EngineClient.generate, pause, resume
       register: the entry point of vllm.general_plugins, in both
 
@@ -12,17 +12,6 @@ stand in `symbols`; no other file imports vllm.
 
 from __future__ import annotations
 
-WEIGHT_TRANSFER_BACKEND = "sightline"
-"""What `--weight-transfer-config` calls our weight transfer."""
-LOAD_FORMAT = "sightline"
-"""What `--load-format` calls our loader, for checkpoints whose layout vLLM does not read."""
-MIDDLEWARE = "sightline.inference.vllm_plugin.middleware.Middleware"
-LOGITS_PROCESSOR = "sightline.inference.vllm_plugin.logits_processor:BannedIdsProcessor"
-CONFIG_KEY = "sightline"
-"""The key of our settings in vLLM's `--additional-config`."""
-BANNED_IDS_KEY = "sightline_banned"
-"""The key of what a request bans, in the `extra_args` of vLLM's sampling parameters."""
-
 
 def register() -> None:
     """Called by vLLM in each of its processes, and in those of others who have us installed.
@@ -30,6 +19,7 @@ def register() -> None:
     It only adds names, so that a vLLM that is not ours runs as if we were not there.
     """
     from sightline.inference.vllm_plugin.loader import LayoutLoader
+    from sightline.inference.vllm_plugin.names import LOAD_FORMAT, WEIGHT_TRANSFER_BACKEND
     from sightline.inference.vllm_plugin.parent_death import end_with_parent, is_child_of_our_server
     from sightline.inference.vllm_plugin.symbols import (
         WeightTransferEngineFactory,

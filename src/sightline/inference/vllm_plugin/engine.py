@@ -9,24 +9,25 @@ Waits for: pixels; the gate, while weights change; vLLM.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import math
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sightline.errors import EngineError
-from sightline.inference.busy_intervals import BusyIntervals
-from sightline.inference.engine import Deliver
-from sightline.inference.errors import build_engine_error, to_engine_error
-from sightline.inference.settings import ServeSettings
-from sightline.inference.vllm_plugin.conversion import read_output, to_vllm_params
+from sightline.inference.engine import Deliver, Engine, EngineCounters
+from sightline.inference.errors import (
+    build_engine_error,
+    not_finite_error,
+    stopping_error,
+    to_engine_error,
+)
+from sightline.inference.server_spec import ServerSpec
 from sightline.inference.vllm_plugin.multimodal_items import MultiModalItems, engine_key
-from sightline.inference.vllm_plugin.request import VllmRequest
+from sightline.inference.vllm_plugin.request import VllmRequest, read_output, to_vllm_params
 from sightline.inference.vllm_plugin.symbols import (
     MIN_TEMPERATURE,
     EngineDeadError,
@@ -37,58 +38,46 @@ from sightline.inference.vllm_plugin.symbols import (
     mm_input,
     tokens_input,
 )
-from sightline.inference.vllm_plugin.weight_updater import PartialUpdateError, WeightUpdater
+from sightline.inference.vllm_plugin.weight_updater import (
+    CheckedWeights,
+    PartialUpdateError,
+    WeightUpdater,
+)
 from sightline.wire.weights import Manifest
 
 MAX_ATTEMPTS = 3
 
 
-@dataclass
-class VllmCounters:
-    """Since the start; written on the event loop alone."""
+class VllmEngine(Engine):
+    request_class = VllmRequest
 
-    requests: int = 0
-    finished: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    tokens_on_old_kv: int = 0
-    adopted: int = 0
-    prefilled_again: int = 0
-
-
-class VllmEngine:
     def __init__(
         self,
         client: Any,
         items: MultiModalItems,
         updater: WeightUpdater,
-        settings: ServeSettings,
+        spec: ServerSpec,
         max_image_tokens: int,
         sampled_tokens: Callable[[], float],
     ) -> None:
         """`client` is vLLM's EngineClient; `sampled_tokens` counts those of its engine."""
-        self.busy = BusyIntervals()
-        self.counts = VllmCounters()
-        self.on_fatal_error: Callable[[], None] = lambda: None
+        super().__init__(spec, items.materializer, EngineCounters())
         self._client = client
         self._items = items
         self._updater = updater
-        self._settings = settings
         self._max_image_tokens = max_image_tokens
         self._sampled_tokens = sampled_tokens
         self._live: set[VllmRequest] = set()
         self._request_numbers = itertools.count()
-        self._is_stopping = False
-        self._deliver: Deliver = lambda requests: None
-        self._began = 0.0
+        self._num_handed_over = 0
+        self._busy_since = 0.0
 
     @property
     def manifest(self) -> Manifest:
         return self._updater.manifest
 
     def start(self, deliver: Deliver) -> None:
+        """On the event loop, on which `deliver` is called too."""
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._gate = asyncio.Event()
@@ -98,71 +87,57 @@ class VllmEngine:
         """Refuses what is unfinished. On the event loop."""
         self._is_stopping = True
         for request in list(self._live):
-            self._cancel_request(request, _stopping_error())
+            self._cancel_request(request, stopping_error())
 
     def join(self, timeout_s: float) -> None:
-        self._items.materializer.close()
+        super().join(timeout_s)
+        self._items.pool.shutdown(wait=False)
 
     @property
     def num_running(self) -> int:
-        return min(self._settings.max_num_seqs, sum(request.is_running for request in self._live))
+        """Requests that vLLM has, as many as it computes at once; which of them it has queued or
+        preempted itself is not known here."""
+        running = sum(request.is_running for request in self._live)
+        return min(self._spec.inference.max_num_seqs, running)
 
     @property
     def num_waiting(self) -> int:
         return len(self._live) - self.num_running
 
-    def submit(self, requests: list[VllmRequest]) -> None:
-        if self._is_stopping:
-            raise _stopping_error()
-        self._check_capacity(requests)
-        if not self._live:
-            self._began = time.time()
-        for request in requests:
-            self._live.add(request)
-            self.counts.requests += 1
-            self.counts.prompt_tokens += len(request.prompt)
-            request.task = self._loop.create_task(self._run(request))
-
-    def _check_capacity(self, requests: list[VllmRequest]) -> None:
-        """A request that would wait alone is always taken."""
-        most, most_bytes = self._settings.max_waiting, self._settings.max_waiting_bytes
-        more = sum(request.nbytes for request in requests)
-        if (
-            self.num_waiting
-            and len(self._live) + len(requests) > self._settings.max_num_seqs + most
-        ):
-            full = f"{self.num_waiting} requests wait, {most} may"
-        elif self.num_waiting and self.waiting_bytes + more > most_bytes:
-            full = f"requests of {self.waiting_bytes} bytes wait, {most_bytes} may"
-        else:
-            return
-        raise build_engine_error("overloaded", full, "try again, or send fewer at once")
-
     @property
     def waiting_bytes(self) -> int:
         return sum(request.nbytes for request in self._live if not request.is_running)
 
+    def _count_waiting_with(self, num_more: int) -> int:
+        # vLLM has room for as many as it computes at once, also while pixels are made for them.
+        return len(self._live) + num_more - self._spec.inference.max_num_seqs
+
+    def submit(self, requests: list[VllmRequest]) -> None:
+        self._check_accepts(requests)
+        for request in requests:
+            self._live.add(request)
+            self.counters.requests += 1
+            self.counters.prompt_tokens += len(request.prompt)
+            request.task = self._loop.create_task(self._run(request))
+
     def cancel(self, request: VllmRequest) -> None:
         self._loop.call_soon_threadsafe(self._cancel_request, request, None)
 
-    def adopt(self, path: Path) -> Manifest:
-        """On a thread that is not the event loop's."""
-        wanted = self._updater.read(path)
-        if wanted.manifest == self.manifest:
-            return wanted.manifest
-        if self._is_stopping:
-            raise _stopping_error()
-        asyncio.run_coroutine_threadsafe(self._adopt(wanted), self._loop).result()
-        return wanted.manifest
+    def _read_update(self, path: Path) -> CheckedWeights:
+        return self._updater.read(path)
 
-    async def _adopt(self, wanted: Any) -> None:
+    def _take_update(self, update: CheckedWeights) -> None:
+        asyncio.run_coroutine_threadsafe(self._adopt(update), self._loop).result()
+
+    async def _adopt(self, update: CheckedWeights) -> None:
+        keep_kv = self._spec.inference.keep_kv_over_updates
         self._gate.clear()
         try:
             running = [request for request in self._live if request.is_running]
-            await self._updater.apply(wanted, self._settings.keep_kv_over_updates)
-            self.counts.adopted += 1
-            if not self._settings.keep_kv_over_updates:
-                self.counts.prefilled_again += len(running)
+            await self._updater.apply(update, keep_kv)
+            self.counters.adopted += 1
+            if not keep_kv:
+                self.counters.prefilled_again += len(running)
         except (EngineDeadError, PartialUpdateError):
             self._fail_for_good()
             raise
@@ -170,23 +145,19 @@ class VllmEngine:
             self._gate.set()
 
     def totals(self) -> dict[str, float]:
+        self._note_busy(0)
         return {
-            **dataclasses.asdict(self.counts),
+            **super().totals(),
             "sampled_tokens": self._sampled_tokens(),
-            "busy_seconds": self.busy.seconds,
-            **self._items.materializer.counts.totals(),
             "engine_cache_missed": self._items.num_cache_misses,
         }
 
-    def now(self) -> dict[str, float]:
-        return {
-            "running": self.num_running,
-            "waiting": self.num_waiting,
-            "waiting_bytes": self.waiting_bytes,
-            "pixel_cache_bytes": self._items.materializer.counts.bytes_held,
-            "version": self.manifest.version,
-            "vision_version": self.manifest.vision_version,
-        }
+    def _note_busy(self, change: int) -> None:
+        """Counts vLLM as busy up to now if it has requests; their number changes by `change`."""
+        if self._num_handed_over:
+            self.busy.add(self._busy_since)
+        self._busy_since = time.time()
+        self._num_handed_over += change
 
     # --- one request
 
@@ -206,15 +177,13 @@ class VllmEngine:
         except VLLMClientError as refused:
             error = _refused_parameter_error(refused)
         except asyncio.CancelledError:
-            # `_cancel_request` has delivered what it cancels; anything else must not leave a client waiting.
+            # `_cancel_request` has delivered what it cancels; no other client may be left waiting.
             self._finish(
                 request, build_engine_error("engine", "the request was cancelled", "send it again")
             )
             raise
-        except Exception as failed:  # a server's door: what fails costs its own request
+        except Exception as failed:  # what fails costs its own request
             error = to_engine_error(failed)
-            if error.status == 500:
-                traceback.print_exc()
         self._finish(request, error)
 
     def _check_request(self, request: VllmRequest) -> None:
@@ -238,7 +207,7 @@ class VllmEngine:
                     "too_long",
                     f"{place}[{i}]: {slot.length} tokens, vLLM computes {self._max_image_tokens} "
                     "of an image at once",
-                    "serve with a smaller max_pixels, or a larger max_len",
+                    "serve with a smaller max_pixels, or a larger max_model_len",
                 )
 
     async def _attempt(self, request: VllmRequest, bypass_cache: bool) -> bool:
@@ -250,22 +219,27 @@ class VllmEngine:
             await self._gate.wait()
             prompt = self._prompt(request, keys, prepared.made, bypass_cache)
             makes_all = True  # a second time nothing may hang on what vLLM lets go of
-        request.digests, request.submitted_at = prepared.digests, time.monotonic()
+        request.digests = dict(zip(request.keys, prepared.digests, strict=True))
+        request.submitted_at = time.monotonic()
         params = to_vllm_params(request.params, request.seed)
         request.is_running = True
+        self._note_busy(1)
         request.timeline.end("materialize")
         final: Any = None
-        async for output in self._client.generate(
-            prompt, params, f"sl-{next(self._request_numbers)}"
-        ):
-            final = output
-        request.is_running = False
+        try:
+            async for output in self._client.generate(
+                prompt, params, f"sl-{next(self._request_numbers)}"
+            ):
+                final = output
+        finally:
+            request.is_running = False
+            self._note_busy(-1)
         request.timeline.end("vllm")
         if final is None or final.outputs[0].finish_reason == "error":
             return False
         read_output(request, final)
         if any(not math.isfinite(value) for value in request.logprobs):
-            raise _not_finite_error()
+            raise not_finite_error()
         return True
 
     def _prompt(
@@ -307,18 +281,16 @@ class VllmEngine:
         self._live.discard(request)
         request.error = error
         if error is not None:
-            self.counts.failed += 1
+            self.counters.failed += 1
         elif request.finish_reason == "abort":
-            self.counts.cancelled += 1
+            self.counters.cancelled += 1
         else:
-            self.counts.finished += 1
-            self.counts.cached_tokens += request.cached_tokens
-            if self._settings.keep_kv_over_updates:
-                self.counts.tokens_on_old_kv += request.count_tokens_on_old_kv(
+            self.counters.finished += 1
+            self.counters.cached_tokens += request.cached_tokens
+            if self._spec.inference.keep_kv_over_updates:
+                self.counters.tokens_on_old_kv += request.count_tokens_on_old_kv(
                     self._updater.update_times
                 )
-        if not self._live:
-            self.busy.add(self._began)
         self._deliver([request])
 
     def _fail_for_good(self) -> None:
@@ -333,18 +305,4 @@ def _refused_parameter_error(error: Exception) -> EngineError:
     path = f"sampling_params.{name}" if name else "sampling_params"
     return build_engine_error(
         "sampling", f"{path}: {error}", "stay within what vLLM takes: see docs/vllm.md"
-    )
-
-
-def _stopping_error() -> EngineError:
-    return build_engine_error(
-        "stopping", "the server is ending", "send the request to another server"
-    )
-
-
-def _not_finite_error() -> EngineError:
-    return build_engine_error(
-        "not_finite",
-        "the model's logits are not numbers",
-        "check the weights that were published last",
     )

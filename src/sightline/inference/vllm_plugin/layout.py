@@ -17,7 +17,7 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 def vllm_layout(model: Path, opened: TensorFiles) -> dict[str, list[ParameterSlice]]:
-    """Of the parameters in `opened`: those of the checkpoint `model`, or made of it."""
+    """How vLLM stores the parameters in `opened`, which are those of the checkpoint `model`."""
     shapes = {name: opened.shape(name) for name in opened}
     return _load_serving(model).stored(read_config(model), shapes)
 
@@ -28,8 +28,8 @@ def read_checkpoint(model: Path) -> NamedTensors:
 
 
 def read_unpublished(model: Path, layout: Mapping[str, list[ParameterSlice]]) -> NamedTensors:
-    """Of the checkpoint, what an update with `layout` lacks: a trainer publishes parameters, and
-    vLLM, which builds a layer anew for them, wants the numbers that stay as well."""
+    """What an update with `layout` lacks of the checkpoint: a trainer publishes parameters, and
+    vLLM, which builds a layer anew for them, wants the buffers that stay as well."""
     if _load_serving(model).HF_OVERRIDES:
         opened = open_checkpoint(model)
         stored = vllm_layout(model, opened)

@@ -1,5 +1,4 @@
-"""Keeps ids out of what is sampled: pads for every request, since a policy cannot say an image, and
-for each what it bans itself."""
+"""Keeps ids out of what is sampled: pads, which stand for images, and what a request bans."""
 
 from __future__ import annotations
 
@@ -7,20 +6,20 @@ from typing import Any
 
 import torch
 
-from sightline.inference.vllm_plugin import BANNED_IDS_KEY, CONFIG_KEY
+from sightline.inference.vllm_plugin.names import BANNED_IDS_KEY, CONFIG_KEY
 from sightline.inference.vllm_plugin.parent_death import end_with_parent
 from sightline.inference.vllm_plugin.symbols import LogitsProcessor, process_dict_updates
 
 
 class BannedIdsProcessor(LogitsProcessor):
-    """Before the temperature and the cuts, as the trainer leaves the same ids out."""
+    """Masks ids before temperature and filters, as the trainer leaves the same ids out."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         end_with_parent()
         banned = vllm_config.additional_config[CONFIG_KEY]["banned"]
         self._banned = torch.tensor(banned, dtype=torch.long, device=device)
         self._own: dict[int, list[int]] = {}
-        """By row of the batch, what its request bans; most ban nothing."""
+        """Ids that a request bans itself, by its row of the batch; most ban nothing."""
         self._rows = self._ids = self._banned[:0]
 
     def is_argmax_invariant(self) -> bool:
@@ -39,5 +38,5 @@ class BannedIdsProcessor(LogitsProcessor):
         return logits
 
 
-def _find_banned_ids(params: Any, prompt: Any, said: Any) -> list[int] | None:
+def _find_banned_ids(params: Any, prompt: Any, output: Any) -> list[int] | None:
     return (params.extra_args or {}).get(BANNED_IDS_KEY)

@@ -15,7 +15,7 @@ from typing import Any
 
 from sightline.inference.serve import ENGINE_DIED_EXIT_CODE
 from sightline.inference.server import InferenceServer
-from sightline.inference.settings import describe_prefix_reuse
+from sightline.inference.server_spec import describe_prefix_reuse
 from sightline.inference.vllm_plugin.build import VllmServerComponents, build
 
 Message = MutableMapping[str, Any]
@@ -91,13 +91,13 @@ class Middleware:
 
 async def announce(components: VllmServerComponents) -> None:
     """Says where the server listens, once it does."""
-    settings = components.settings
+    host, port = components.spec.inference.host, components.spec.inference.port
     while True:
         try:
-            _, writer = await asyncio.open_connection(settings.host, settings.port)
+            _, writer = await asyncio.open_connection(host, port)
             break
         except OSError:
             await asyncio.sleep(0.05)
     writer.close()
-    print(f"serving {settings.model} at http://{settings.host}:{settings.port}", flush=True)
+    print(f"serving {components.spec.model.path} at http://{host}:{port}", flush=True)
     print(describe_prefix_reuse(components.family, components.keeps_kv), flush=True)

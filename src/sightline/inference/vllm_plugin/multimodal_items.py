@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from cachetools import LRUCache
 
 from sightline.families import Family
 from sightline.families.protocol import EngineField, ServingSpec
@@ -59,14 +59,14 @@ class MultiModalItems:
     cache: Any
     """vLLM's own processor cache, which knows what its engine holds; None when it is off."""
     num_cache_misses: int = 0
-    """Times that vLLM's engine did not hold what its cache said."""
-    _digests: OrderedDict[str, str] = field(default_factory=OrderedDict)
-    """By engine key, which binds all that a digest rests on."""
+    """Times that vLLM's engine lacked an image which its cache had promised."""
+    _digests: LRUCache[str, str] = field(default_factory=lambda: LRUCache(MAX_DIGESTS))
+    """Pixel digests by engine key, which binds all that a digest rests on."""
 
     async def prepare(
         self, slots: list[Slot], keys: list[str], bypass_cache: bool
     ) -> PreparedItems:
-        """The items of a request, under engine keys `keys`; `bypass_cache` trusts no cache of vLLM's."""
+        """The items of a request, under engine keys; `bypass_cache` trusts no cache of vLLM's."""
         made: dict[str, MultiModalKwargsItem] = {}
         while lacking := {
             key: slot.item
@@ -80,7 +80,7 @@ class MultiModalItems:
                 made[key] = await asyncio.get_running_loop().run_in_executor(
                     self.pool, self._build_item, item, found
                 )
-                self._remember_digest(key, found.digest)
+                self._digests[key] = found.digest
         return PreparedItems(made, [self._digests[key] for key in keys])
 
     def hand_over(
@@ -112,18 +112,12 @@ class MultiModalItems:
         return handed
 
     def _is_cached(self, key: str) -> bool:
-        held = self.cache is not None and self.cache.is_cached_item(key)
-        return held and key in self._digests
+        is_held = self.cache is not None and self.cache.is_cached_item(key)
+        return is_held and key in self._digests
 
     def _build_item(self, item: MediaItem, pixels: Pixels) -> MultiModalKwargsItem:
         fields = self.serving.fields(self.family, item, pixels.patches, self.normalizes)
         return build_mm_item(self.family.modality, fields)
-
-    def _remember_digest(self, key: str, digest: str) -> None:
-        self._digests[key] = digest
-        self._digests.move_to_end(key)
-        while len(self._digests) > MAX_DIGESTS:
-            self._digests.popitem(last=False)
 
 
 @dataclass(frozen=True)

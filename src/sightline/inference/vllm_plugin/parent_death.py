@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
-import signal
 from pathlib import Path
 
-from sightline.inference.vllm_plugin import MIDDLEWARE
-
-PR_SET_PDEATHSIG = 1
+from sightline.inference.vllm_plugin.names import MIDDLEWARE
+from sightline.run.parent_death import die_with_parent
 
 
 def end_with_parent() -> None:
-    """A server that is killed cannot end its children; the kernel does it then (Linux)."""
+    """A server that is killed cannot end the processes of its engine; the kernel does it then."""
     if multiprocessing.parent_process() is not None:
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
 
 
 def is_child_of_our_server() -> bool:

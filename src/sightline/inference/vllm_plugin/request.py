@@ -1,65 +1,75 @@
-"""One request on its way through vLLM."""
+"""One request on its way through vLLM: its parameters in vLLM's form, and vLLM's output in ours."""
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from sightline.errors import EngineError
-from sightline.inference.engine import RequestTimeline
-from sightline.wire import Slot
+from sightline.inference.engine import EngineRequest
+from sightline.inference.vllm_plugin.names import BANNED_IDS_KEY
+from sightline.inference.vllm_plugin.symbols import RequestOutputKind
+from sightline.inference.vllm_plugin.symbols import SamplingParams as VllmParams
 from sightline.wire.generate import SamplingParams, VersionSpan
+
+MAX_VLLM_SEED = 2**63
+"""vLLM's seeds are below this: seeds of ours that differ by it draw alike there."""
 
 
 @dataclass(slots=True, eq=False)
-class VllmRequest:
-    """The caller fills the first part and reads the last."""
-
-    prompt: np.ndarray
-    slots: list[Slot]
-    keys: list[str]
-    """Of each slot's item: what its pixels are a function of."""
-    params: SamplingParams
-    seed: int | None
-    owner: Any = None
-
+class VllmRequest(EngineRequest):
     task: asyncio.Task[None] | None = None
     is_running: bool = False
-    """Whether vLLM has it."""
+    """Whether vLLM has the request."""
     submitted_at: float = 0.0
-    """When vLLM got it; this and the next two by the monotonic clock of the machine."""
+    """When vLLM got the request; this and the next two by the monotonic clock of the machine."""
     scheduled_at: float = 0.0
-    """When vLLM first computed something of it."""
+    """When vLLM first computed something of the request."""
     first_token_at: float = 0.0
 
-    digests: list[str] = field(default_factory=list)
-    cached_tokens: int = 0
-    prompt_logprobs: np.ndarray | None = None
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
-    finish_reason: str = ""
-    error: EngineError | None = None
-    timeline: RequestTimeline = field(default_factory=RequestTimeline)
-
-    @property
-    def nbytes(self) -> int:
-        """What it holds in memory while it waits: its ids, and its images once decoded."""
-        shown = {slot.item.ref.digest: slot.item.ref for slot in self.slots}
-        return self.prompt.nbytes + sum(3 * ref.width * ref.height for ref in shown.values())
-
-    def pixel_digests(self) -> list[str]:
-        return self.digests
-
     def count_tokens_on_old_kv(self, updates: list[float]) -> int:
-        """Tokens sampled over keys and values of older weights, which `updates` have replaced at
-        these moments. Found ones are of the weights that it was handed over under."""
+        """Tokens sampled over a KV cache of older weights, which `updates` have replaced at these
+        moments. Cached tokens are of the weights under which vLLM got the request."""
         if not self.spans:
             return 0
         began_at = self.submitted_at if self.cached_tokens else self.scheduled_at
         is_old = bisect(updates, began_at) < bisect(updates, self.first_token_at)
         return len(self.tokens) - (0 if is_old else self.spans[0].end)
+
+
+def to_vllm_params(params: SamplingParams, seed: int | None) -> VllmParams:
+    return VllmParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(0, params.top_k),
+        min_p=params.min_p,
+        seed=None if seed is None else seed % MAX_VLLM_SEED,
+        stop_token_ids=list(params.stop_token_ids),
+        # Only what the request names may end an answer, not what the checkpoint adds to it.
+        ignore_eos=True,
+        max_tokens=params.max_tokens,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_reading_prefix_cache=params.skip_reading_prefix_cache,
+        extra_args={BANNED_IDS_KEY: list(params.banned_token_ids)}
+        if params.banned_token_ids
+        else None,
+    )
+
+
+def read_output(request: VllmRequest, final: Any) -> None:
+    output = final.outputs[0]
+    request.tokens = list(output.token_ids)
+    request.logprobs = [
+        entry[token].logprob
+        for token, entry in zip(request.tokens, output.logprobs or [], strict=True)
+    ]
+    request.spans = [
+        VersionSpan(span.version, span.start, span.end) for span in output.weight_versions or []
+    ]
+    request.finish_reason = output.finish_reason
+    request.cached_tokens = final.num_cached_tokens or 0
+    request.scheduled_at = final.metrics.scheduled_ts
+    request.first_token_at = final.metrics.first_token_ts

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 from prometheus_client import REGISTRY
@@ -201,10 +202,10 @@ def _raise_if_moved(moved: list[str]) -> None:
 
 
 def _has_path(thing: Any, path: str) -> bool:
-    for name in path.split("."):
-        if not hasattr(thing, name):
-            return False
-        thing = getattr(thing, name)
+    try:
+        attrgetter(path)(thing)
+    except AttributeError:
+        return False
     return True
 
 

@@ -34,12 +34,12 @@ class EmptyInitInfo(WeightTransferInitInfo):
 class FileUpdateInfo(WeightTransferUpdateInfo):
     paths: list[str]
     """safetensors files whose checksums, names and shapes the server has checked."""
-    turned: list[str] = field(default_factory=list)
-    """Parameters that vLLM reads the other way round than the trainer writes them."""
+    transposed: list[str] = field(default_factory=list)
+    """Parameters that vLLM reads transposed, as its checkpoint stores them."""
     base: list[str] = field(default_factory=list)
-    """Of adapters: the files of the checkpoint that they are added to."""
+    """Files of the checkpoint that adapters are added to; empty where the update has none."""
     scales: dict[str, float] = field(default_factory=dict)
-    """Of adapters: how much each counts."""
+    """The scale of each adapter, by the name of its parameter."""
 
 
 class FileWeightTransfer(WeightTransferEngine):
@@ -79,8 +79,8 @@ def _read_tensors(
 
     def read(name: str) -> torch.Tensor:
         tensor = resolve_parameter(name, base, update_info.scales, given)
-        is_turned = name in update_info.turned and name in given
-        return tensor.transpose(-1, -2) if is_turned else tensor
+        is_transposed = name in update_info.transposed and name in given
+        return tensor.transpose(-1, -2) if is_transposed else tensor
 
     layout = vllm_layout(model, base or given)
     yield from apply_layout(layout, read)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,26 +15,25 @@ from sightline.compute.checkpoint_files import (
     find_transposed,
     open_checkpoint,
 )
-from sightline.compute.lora_weights import AdapterBase, resolve_parameter
+from sightline.compute.lora_weights import AdapterBase, digest_tensors, resolve_parameter
 from sightline.compute.weights import check_parameters, read_manifest, read_weights
-from sightline.errors import EngineError, SightlineError
-from sightline.inference.errors import build_engine_error
+from sightline.errors import EngineError, WeightsError
 from sightline.inference.vllm_plugin.symbols import WeightTransferUpdateRequest
 from sightline.inference.vllm_plugin.weight_transfer import WEIGHTS_UNCHANGED
 from sightline.wire.weights import Manifest
 
 
-class PartialUpdateError(Exception):
-    """vLLM holds neither the old weights nor the new ones whole."""
+class PartialUpdateError(EngineError):
+    """vLLM holds some of the old weights and some of the new ones: it cannot go on."""
 
 
 @dataclass(frozen=True)
 class CheckedWeights:
-    """Weights that were found whole and fitting."""
+    """Weights that were found complete, and fit the model."""
 
     manifest: Manifest
     info: dict[str, Any]
-    """What the worker is told: the fields of its `Files`."""
+    """What the worker is told: the fields of its `FileUpdateInfo`."""
     vision_digest: str
 
 
@@ -49,7 +47,7 @@ class WeightUpdater:
     parameters: Mapping[str, torch.Tensor]
     """Names and shapes that published weights must have; on no device."""
     vision: tuple[str, ...]
-    """What the names of the vision tower's parameters begin with."""
+    """Prefixes of the names of the vision tower's parameters."""
     manifest: Manifest
     vision_digest: str
     count: int = 0
@@ -64,34 +62,24 @@ class WeightUpdater:
 
     @property
     def vision_label(self) -> str:
-        """Of the vision weights in use: their version, and which of this server's they are."""
+        """Label of the vision weights in use: their version, and how often they changed here."""
         return f"{self.manifest.vision_version}.{self.vision_count}"
 
     @property
     def salt(self) -> str:
-        """Keeps keys and values of one version from a prompt of another in vLLM's prefix cache."""
+        """Keeps the KV cache of one version from a prompt of another in vLLM's prefix cache."""
         return f"{self.manifest.label}.{self.count}"
 
     def read(self, path: Path) -> CheckedWeights:
         """Reads and checks the weights of a manifest; refuses what is torn or does not fit."""
-        try:
-            if read_manifest(path).broadcast is not None:
-                raise build_engine_error(
-                    "weights",
-                    f"{path} names weights that are sent, and vLLM's worker reads files",
-                    'set [trainer] publish = "files"',
-                )
-            manifest, tensors = read_weights(path)
-            info = {"paths": [str(path.parent / file.name) for file in manifest.files]}
-            return self._check_weights(manifest, tensors, info | {"turned": self._transposed})
-        except EngineError:
-            raise
-        except SightlineError as error:
-            raise build_engine_error("weights", error.problem, error.fix) from error
-        except OSError as error:
-            raise build_engine_error(
-                "weights", str(error), "let the server read the weights"
-            ) from error
+        if read_manifest(path).broadcast is not None:
+            raise WeightsError(
+                f"{path} names weights that are sent, and vLLM's worker reads files",
+                'set [trainer] publish = "files"',
+            )
+        manifest, tensors = read_weights(path)
+        info = {"paths": [str(path.parent / file.name) for file in manifest.files]}
+        return self._check_weights(manifest, tensors, info | {"transposed": self._transposed})
 
     def _check_weights(
         self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], info: dict[str, Any]
@@ -113,7 +101,7 @@ class WeightUpdater:
     async def apply(self, wanted: CheckedWeights, keep_kv: bool) -> None:
         """Requests in flight stand still meanwhile, and go on under the new weights.
 
-        Their keys and values are computed again unless `keep_kv`. Their images are too where the
+        Their KV cache is computed again unless `keep_kv`. Their images are too where the
         vision tower is new: they go on under the engine keys with which they came.
         """
         is_vision_new = wanted.vision_digest != self.vision_digest
@@ -125,9 +113,8 @@ class WeightUpdater:
                 await self.client.update_weights(request)
             except Exception as error:  # vLLM's own class, with our worker's words in it
                 if WEIGHTS_UNCHANGED in str(error):
-                    fix = "publish the version again"
-                    raise build_engine_error("weights", str(error), fix) from error
-                raise PartialUpdateError(str(error)) from error
+                    raise WeightsError(str(error), "publish the version again") from error
+                raise PartialUpdateError(str(error), "start the server again") from error
             await self.client.finish_weight_update(wanted.manifest.label)
             if not keep_kv:
                 await self.client.reset_prefix_cache(reset_running_requests=True)
@@ -143,10 +130,6 @@ class WeightUpdater:
 
 
 def vision_digest(tensors: Mapping[str, torch.Tensor], prefixes: tuple[str, ...]) -> str:
-    """Of the bits of the vision tower. A version made again may have the same number."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in sorted(name for name in tensors if name.startswith(prefixes)):
-        tensor = tensors[name].contiguous()
-        digest.update(f"{name}:{tensor.dtype}:{tuple(tensor.shape)}".encode())
-        digest.update(tensor.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    """Digest of the vision tower's bits: a version made again may have the same number."""
+    names = (name for name in tensors if name.startswith(prefixes))
+    return digest_tensors((name, tensors[name]) for name in names)

@@ -12,9 +12,11 @@ from sightline.errors import EngineError
 
 
 class RequestBody:
+    """The bytes of one request, from its first chunk until they are parsed."""
+
     def __init__(self) -> None:
         self.num_bytes = 0
-        """Received so far; also once they are taken, as what they were parsed into is as large."""
+        """Bytes received; they count on once taken, as what they are parsed into is as large."""
         self._parts: list[bytes] = []
 
     async def receive(self, http: web.Request, max_bytes: int) -> None:

@@ -18,9 +18,9 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -31,7 +31,6 @@ from sightline.media import MediaRef, UrlRefCache
 from sightline.message import ImageResolver, Message
 from sightline.rollout.chat import CompletedTurn, RolloutChat
 from sightline.rollout.intercept.body import RequestBody
-from sightline.rollout.intercept.receive_meter import MeteredProtocol, ReceiveMeter
 from sightline.rollout.openai_api.completion import (
     ChatChoice,
     ChatCompletion,
@@ -47,7 +46,6 @@ from sightline.rollout.openai_api.error_response import (
 from sightline.rollout.openai_api.images import resolve_images
 from sightline.rollout.openai_api.request import ChatRequest, read_chat_request
 from sightline.trace.history_match import make_call_id
-from sightline.wire.prometheus import CONTENT_TYPE, LabelledMetric, format_prometheus
 
 MAX_BODY_BYTES = 1 << 28
 """A history of hundreds of screenshots, each in base64."""
@@ -57,7 +55,7 @@ _CLOSE_S = 1.0
 _BACKLOG = 1024
 
 _Reply = tuple[ChatRequest, CompletedTurn] | OpenAIErrorResponse
-"""What an agent asked for and was told."""
+"""What an agent asked for, and the turn that answers it; or why there is none."""
 
 
 @dataclass
@@ -65,8 +63,10 @@ class _AgentSession:
     """A rollout in play, and the requests of its agent that are under way."""
 
     chat: RolloutChat
+    api_key: str
+    open_base_url: Callable[[], str]
     urls: UrlRefCache
-    """What its agent has shown: a history comes with every request."""
+    """Images that its agent has shown: a history comes with every request."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
@@ -77,33 +77,26 @@ class AgentCounts:
     agent_requests: int = 0
     agent_sent_bytes: int = 0
     agent_received_bytes: int = 0
-    agent_receive_cpu_us: int = 0
-    """CPU time of receiving requests, in the kernel and the HTTP library."""
-    agent_cpu_us: int = 0
-    """CPU time of reading them: JSON, one hash over each url, and new images."""
 
 
 class InterceptionServer:
-    """Listens from the first use of `base_url` on. `resolver` takes the images of requests in."""
+    """Listens from the first `open_base_url` on. `resolver` takes the images of requests in."""
 
     def __init__(self, resolver: ImageResolver) -> None:
         self.max_body_bytes = MAX_BODY_BYTES
         self._resolver = resolver
         self._bodies: set[RequestBody] = set()
-        self._counts = AgentCounts()
-        self._receive_meter = ReceiveMeter()
+        self.counts = AgentCounts()
+        """Requests and bytes since the start, of all rollouts."""
         self._sessions: dict[str, _AgentSession] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: socket.socket | None = None
         self._start_lock = threading.Lock()
-        self._counts_lock = threading.Lock()
         self._serve_task: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
-        self._listening: asyncio.Server | None = None
 
-    @property
-    def base_url(self) -> str:
-        """May be asked for in any thread, while a rollout is in play."""
+    def open_base_url(self) -> str:
+        """The address; starts to listen at the first call, in any thread, of a rollout in play."""
         with self._start_lock:
             if self._socket is None:
                 if self._loop is None:
@@ -116,26 +109,26 @@ class InterceptionServer:
             return f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
 
     @property
-    def counts(self) -> AgentCounts:
-        """All since the start, of all rollouts."""
-        return replace(self._counts, agent_receive_cpu_us=self._receive_meter.cpu_ns // 1000)
-
-    @property
-    def held_bytes(self) -> int:
-        """Of requests that were not turned into messages with refs yet."""
+    def memory_bytes(self) -> int:
+        """Bytes of requests that were not turned into messages with refs yet."""
         return sum(body.num_bytes for body in self._bodies)
 
     @asynccontextmanager
     async def serve_rollout(self, chat: RolloutChat) -> AsyncIterator[None]:
         """Requests with `chat.api_key` reach `chat` while this lasts, and none afterwards."""
         self._loop = asyncio.get_running_loop()
-        chat.api_key, chat.interception = f"sk-{secrets.token_urlsafe(24)}", self
-        urls = UrlRefCache(self._resolver.resolve, chat.store)
-        session = self._sessions[chat.api_key] = _AgentSession(chat, urls)
+        session = _AgentSession(
+            chat,
+            f"sk-{secrets.token_urlsafe(24)}",
+            self.open_base_url,
+            UrlRefCache(self._resolver.resolve, chat.store),
+        )
+        self._sessions[session.api_key] = session
+        chat.agent_endpoint = session
         try:
             yield
         finally:
-            del self._sessions[chat.api_key]
+            del self._sessions[session.api_key]
             if session.requests:
                 for request in session.requests:
                     request.cancel()
@@ -144,8 +137,6 @@ class InterceptionServer:
     async def close(self) -> None:
         if self._serve_task is not None:
             await self._serve_task
-        if self._listening is not None:
-            self._listening.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -156,35 +147,19 @@ class InterceptionServer:
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._complete)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/metrics", self._metrics)
         app.router.add_route("*", "/{path:.*}", self._unknown)
         # An agent that hangs up never sees the answer, so that it is not sampled to the end.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_S
         )
         await self._runner.setup()
-        serve = self._runner.server
-        assert self._socket is not None and serve is not None
-        self._listening = await asyncio.get_running_loop().create_server(
-            lambda: MeteredProtocol(serve(), self._receive_meter),
-            sock=self._socket,
-            backlog=_BACKLOG,
-        )
+        assert self._socket is not None
+        await web.SockSite(self._runner, self._socket, backlog=_BACKLOG).start()
 
     # -- routes
 
     async def _unknown(self, http: web.Request) -> web.Response:
         return _error_response(NO_SUCH_ROUTE)
-
-    async def _metrics(self, http: web.Request) -> web.Response:
-        """Counts only, so that no key is asked for."""
-        counts: list[LabelledMetric] = [
-            ("counter", name, {}, float(n)) for name, n in asdict(self.counts).items()
-        ]
-        text = format_prometheus(
-            [*counts, ("gauge", "agent_rollouts", {}, float(len(self._sessions)))]
-        )
-        return web.Response(body=text.encode(), headers={"content-type": CONTENT_TYPE})
 
     async def _models(self, http: web.Request) -> web.Response:
         if self._find_session(http) is None:
@@ -199,21 +174,21 @@ class InterceptionServer:
         done = await _run_until_over(session, self._receive_request(session, http))
         if isinstance(done, OpenAIErrorResponse):
             return _error_response(done)
-        asked, answered = done
-        name = f"chatcmpl-{session.chat.trace.id}-{answered.node.id}"
-        answer = _build_completion(answered, name, asked.model or MODEL_NAME)
-        if not asked.stream:
-            whole = _json_response(completion_body(answer))
-            self._counts.agent_received_bytes += len(whole.body)  # type: ignore[arg-type]
-            return whole
+        request, turn = done
+        name = f"chatcmpl-{session.chat.trace.id}-{turn.node.id}"
+        answer = _build_completion(turn, name, request.model or MODEL_NAME)
+        if not request.stream:
+            response = _json_response(completion_body(answer))
+            self.counts.agent_received_bytes += len(response.body)  # type: ignore[arg-type]
+            return response
         stream = web.StreamResponse(
             headers={"content-type": "text/event-stream", "cache-control": "no-cache"}
         )
         # The turn is in the trace: an agent that hangs up now has the rest of its rollout for it.
         with suppress(ConnectionError):
             await stream.prepare(http)
-            for chunk in stream_events(answer, asked.include_usage):
-                self._counts.agent_received_bytes += len(chunk)
+            for chunk in stream_events(answer, request.include_usage):
+                self.counts.agent_received_bytes += len(chunk)
                 await stream.write(chunk)
             await stream.write_eof()
         return stream
@@ -229,8 +204,8 @@ class InterceptionServer:
         self._bodies.add(body)
         try:
             await body.receive(http, self.max_body_bytes)
-            self._counts.agent_requests += 1
-            self._counts.agent_sent_bytes += body.num_bytes
+            self.counts.agent_requests += 1
+            self.counts.agent_sent_bytes += body.num_bytes
             return await self._answer_request(session, body)
         except EngineError as error:
             session.chat.record_refusal(error)
@@ -239,17 +214,17 @@ class InterceptionServer:
             self._bodies.discard(body)
 
     async def _answer_request(self, session: _AgentSession, body: RequestBody) -> _Reply:
-        """What an agent asked for and was told; whatever goes wrong is answered, and kept."""
+        """Answers a request; whatever goes wrong is answered too, and kept on the trace."""
         chat = session.chat
         try:
-            asked, messages = await chat.run_in_pool(self._read_request, session, body)
+            request, messages = await chat.run_in_pool(self._read_request, session, body)
         except SightlineError as error:
             chat.record_refusal(error)
             return OpenAIErrorResponse.of(error)
         self._bodies.discard(body)
         try:
-            max_tokens = asked.max_tokens if asked.max_tokens is not None else chat.max_tokens
-            return asked, await chat.answer(messages, asked.tools, max_tokens)
+            max_tokens = request.max_tokens if request.max_tokens is not None else chat.max_tokens
+            return request, await chat.answer(messages, request.tools, max_tokens)
         except SightlineError as error:
             refusal = OpenAIErrorResponse.of(error)
             if refusal.status == 500:
@@ -258,7 +233,7 @@ class InterceptionServer:
             elif isinstance(error, EngineError):
                 chat.record_refusal(error)
             return refusal
-        except Exception as error:  # a server's door: the agent is told, and the rollout ends
+        except Exception as error:  # an endpoint: the agent is told, and the rollout ends
             chat.failure = chat.failure or EnvironmentFailed(
                 f"a request of the agent failed: {traceback.format_exc()}",
                 "this is a bug of the endpoint; report it",
@@ -269,17 +244,13 @@ class InterceptionServer:
         self, session: _AgentSession, body: RequestBody
     ) -> tuple[ChatRequest, list[Message]]:
         """In a thread: base64 is decoded, images are written, and the body is let go."""
-        began = time.thread_time_ns()
-        asked = read_chat_request(body.take())
+        request = read_chat_request(body.take())
 
         def take(url: str, path: str) -> MediaRef:
             return session.chat.substitute_image(url, session.urls.resolve(url, path))
 
-        messages = session.chat.renderer.read(resolve_images(asked.messages, take))
-        asked = replace(asked, messages=[])
-        with self._counts_lock:
-            self._counts.agent_cpu_us += (time.thread_time_ns() - began) // 1000
-        return asked, messages
+        messages = session.chat.renderer.read(resolve_images(request.messages, take))
+        return replace(request, messages=[]), messages
 
 
 async def _run_until_over(session: _AgentSession, work: Coroutine[Any, Any, Any]) -> Any:
@@ -297,9 +268,9 @@ async def _run_until_over(session: _AgentSession, work: Coroutine[Any, Any, Any]
         session.requests.discard(task)
 
 
-def _build_completion(answered: CompletedTurn, name: str, model: str) -> ChatCompletion:
-    node, message = answered.node, answered.message
-    said = ChatChoice(
+def _build_completion(turn: CompletedTurn, name: str, model: str) -> ChatCompletion:
+    node, message = turn.node, turn.message
+    choice = ChatChoice(
         message,
         call_ids=[make_call_id(node.id, k) for k in range(len(message.tool_calls))],
         stopped=node.finish_reason == "stop",
@@ -309,20 +280,22 @@ def _build_completion(answered: CompletedTurn, name: str, model: str) -> ChatCom
         name,
         model,
         int(time.time()),
-        [said],
-        answered.num_prompt_tokens,
-        answered.num_cached_tokens,
+        [choice],
+        turn.num_prompt_tokens,
+        turn.num_cached_tokens,
     )
 
 
-def _json_response(body: dict[str, Any]) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
-
-
-def _error_response(refusal: OpenAIErrorResponse) -> web.Response:
+def _json_response(
+    body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
     return web.Response(
-        body=msgspec.json.encode(refusal.body),
-        status=refusal.status,
-        headers=refusal.headers,
+        body=msgspec.json.encode(body),
+        status=status,
+        headers=headers,
         content_type="application/json",
     )
+
+
+def _error_response(error: OpenAIErrorResponse) -> web.Response:
+    return _json_response(error.body, error.status, error.headers)

@@ -1,9 +1,9 @@
-"""OpenAI's chat completions as a dialect: read, answered and refused in one way at every door.
+"""OpenAI's chat completions: read, answered and refused in one way at every endpoint of ours.
 
-asked.py      a request: what is honoured, set aside, refused
-images.py     images into the store, before anything else looks at the messages
-answer.py     an answer, whole or as a stream
-refusal.py    an error
+request.py          a request: what is honoured, ignored, refused
+images.py           its images, put into the store
+completion.py       an answer, as one object or as a stream
+error_response.py   an error
 
-The interception server of rollouts and the chat door of inference servers both speak it.
+The interception server of rollouts and the chat endpoint of inference servers both speak it.
 """

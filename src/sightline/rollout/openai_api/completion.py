@@ -20,18 +20,18 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True, slots=True)
 class ChatChoice:
-    """One choice."""
+    """One answer to a request, which may ask for several."""
 
     message: AssistantMessage
     call_ids: Sequence[str]
     """Names its calls to the program, where the model itself gave them none."""
     stopped: bool
-    """False: it was cut off."""
+    """Whether the model ended its turn itself; False where it was cut off."""
     num_tokens: int
     logprobs: list[dict[str, Any]] | None = None
-    """One entry a token, where they are asked for."""
+    """One entry for each token; None where the request does not ask for them."""
     token_ids: list[int] | None = None
-    """Where they are asked for."""
+    """The sampled ids; None where the request does not ask for them."""
 
     @property
     def finish_reason(self) -> str:
@@ -53,16 +53,17 @@ class ChatChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChatCompletion:
+    """The answer to one request."""
+
     name: str
     model: str
     created: int
     choices: list[ChatChoice]
     num_prompt_tokens: int
-    """Tokens of the prompt."""
     num_cached_tokens: int
-    """Of these, what the engine still knew."""
+    """Tokens of the prompt that the engine still had in its KV cache."""
     prompt_token_ids: list[int] | None = None
-    """Where they are asked for."""
+    """Ids of the prompt; None where the request does not ask for them."""
 
     def head(self, kind: str) -> dict[str, Any]:
         found = {"id": self.name, "object": kind, "created": self.created, "model": self.model}
@@ -72,11 +73,11 @@ class ChatCompletion:
 
     @property
     def usage(self) -> dict[str, Any]:
-        said = sum(choice.num_tokens for choice in self.choices)
+        num_sampled = sum(choice.num_tokens for choice in self.choices)
         return {
             "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": said,
-            "total_tokens": self.num_prompt_tokens + said,
+            "completion_tokens": num_sampled,
+            "total_tokens": self.num_prompt_tokens + num_sampled,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
 
@@ -84,37 +85,37 @@ class ChatCompletion:
 def completion_body(answer: ChatCompletion) -> dict[str, Any]:
     return {
         **answer.head("chat.completion"),
-        "choices": [_choice_body(i, said) for i, said in enumerate(answer.choices)],
+        "choices": [_choice_body(i, choice) for i, choice in enumerate(answer.choices)],
         "usage": answer.usage,
     }
 
 
-def _choice_body(index: int, said: ChatChoice) -> dict[str, Any]:
+def _choice_body(index: int, choice: ChatChoice) -> dict[str, Any]:
     message: dict[str, Any] = {
         "role": "assistant",
         # Null beside calls is the dialect's own way; elsewhere programs expect text.
-        "content": said.message.text or (None if said.message.tool_calls else ""),
+        "content": choice.message.text or (None if choice.message.tool_calls else ""),
         "refusal": None,
     }
-    if said.message.reasoning is not None:
-        message["reasoning_content"] = said.message.reasoning
-    if said.message.tool_calls:
-        message["tool_calls"] = said.calls
+    if choice.message.reasoning is not None:
+        message["reasoning_content"] = choice.message.reasoning
+    if choice.message.tool_calls:
+        message["tool_calls"] = choice.calls
     return {
         "index": index,
         "message": message,
-        "finish_reason": said.finish_reason,
-        "logprobs": _logprobs_body(said),
-        **_token_ids_body(said),
+        "finish_reason": choice.finish_reason,
+        "logprobs": _logprobs_body(choice),
+        **_token_ids_body(choice),
     }
 
 
-def _logprobs_body(said: ChatChoice) -> dict[str, Any] | None:
-    return None if said.logprobs is None else {"content": said.logprobs, "refusal": None}
+def _logprobs_body(choice: ChatChoice) -> dict[str, Any] | None:
+    return None if choice.logprobs is None else {"content": choice.logprobs, "refusal": None}
 
 
-def _token_ids_body(said: ChatChoice) -> dict[str, Any]:
-    return {} if said.token_ids is None else {"token_ids": said.token_ids}
+def _token_ids_body(choice: ChatChoice) -> dict[str, Any]:
+    return {} if choice.token_ids is None else {"token_ids": choice.token_ids}
 
 
 def stream_events(answer: ChatCompletion, include_usage: bool) -> Iterator[bytes]:
@@ -127,26 +128,26 @@ def stream_events(answer: ChatCompletion, include_usage: bool) -> Iterator[bytes
             body["usage"] = used
         return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
-    for i, said in enumerate(answer.choices):
-        for delta in _deltas(said):
+    for i, choice in enumerate(answer.choices):
+        for delta in _deltas(choice):
             yield event([{"index": i, "delta": delta, "finish_reason": None}])
-        ending: dict[str, Any] = {"index": i, "delta": {}, "finish_reason": said.finish_reason}
-        if said.logprobs is not None:
-            ending["logprobs"] = _logprobs_body(said)
-        yield event([{**ending, **_token_ids_body(said)}])
+        ending: dict[str, Any] = {"index": i, "delta": {}, "finish_reason": choice.finish_reason}
+        if choice.logprobs is not None:
+            ending["logprobs"] = _logprobs_body(choice)
+        yield event([{**ending, **_token_ids_body(choice)}])
     if include_usage:
         yield event([], answer.usage)
     yield DONE
 
 
-def _deltas(said: ChatChoice) -> Iterator[dict[str, Any]]:
-    message = said.message
+def _deltas(choice: ChatChoice) -> Iterator[dict[str, Any]]:
+    message = choice.message
     yield {"role": "assistant", "content": None if message.tool_calls else ""}
     for piece in _split_text(message.reasoning or ""):
         yield {"reasoning_content": piece}
     for piece in _split_text(message.text):
         yield {"content": piece}
-    for k, call in enumerate(said.calls):
+    for k, call in enumerate(choice.calls):
         arguments = call["function"].pop("arguments")
         call["function"]["arguments"] = ""
         yield {"tool_calls": [{"index": k, **call}]}

@@ -1,7 +1,7 @@
 """A chat completion as it is asked for: every field is honoured, set aside or refused.
 
-Which is which, a door says by its `FieldRules`. Fields whose absence leaves the answer what was asked
-for are set aside; the others are refused, unless they ask for nothing.
+Which is which, an endpoint says by its `FieldRules`. Fields whose absence leaves the answer what
+was asked for are set aside; the others are refused, unless they ask for nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _COMMON_FIELDS = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class FieldRules:
-    """What a door does with fields beyond those that every door honours."""
+    """What an endpoint does with fields beyond those that every endpoint honours."""
 
     accepted: frozenset[str]
-    """Read by the door itself, from `ChatRequest.more`."""
+    """Fields that the endpoint reads itself, from `ChatRequest.extra`."""
     ignored: frozenset[str]
     refusal_reason: str
     """What is said about a field that cannot be honoured."""
@@ -75,15 +75,17 @@ _FIXES = {
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
+    """What a client asks for, checked but for its messages."""
+
     model: str | None
     messages: list[Any]
-    """As they came: not looked into yet."""
+    """Messages as they came: not looked into yet."""
     tools: Tools | None
     max_tokens: int | None
     stream: bool
     include_usage: bool
     extra: dict[str, Any]
-    """What else the door honours, as it came; a null is left out."""
+    """Fields that only this endpoint honours, as they came; a null is left out."""
 
 
 def read_chat_request(body: bytes, rules: FieldRules = ROLLOUT_RULES) -> ChatRequest:

@@ -10,8 +10,12 @@ from typing import Any
 from sightline.run.events import EventTail
 from sightline.wire.event import Event
 
-STEP_EVENT_KINDS = ("step", "train", "probe", "sft")
+STEP_EVENT_KINDS = ("step", "train", "probe", "sft", "sft_eval")
 """The kinds of event that give one row of numbers a step."""
+NOTE_KINDS = (
+    "state", "lost", "dropped", "sink", "totals", "bad_media", "checkpoint_refused", "eval_skipped",
+)  # fmt: skip
+"""The kinds of event that say what happened, beside the numbers."""
 _MOST_NOTES = 200
 
 
@@ -22,14 +26,14 @@ class MetricsHistory:
         self._changes: list[tuple[str, int]] = []
         self.evals: list[dict[str, Any]] = []
         self.notes: list[Event] = []
-        """States, losses, drops and sinks that failed, the newest."""
+        """The newest events of `NOTE_KINDS`."""
         self.dropped: Counter[str] = Counter()
         self.last_seen: dict[str, float] = {}
         """When each process wrote its last event."""
         self.first_time = self.last_time = 0.0
         self.phase = ""
         self.probe: Event | None = None
-        """The newest."""
+        """The newest event of the probe that exchanges images."""
 
     def problems(self, is_live: bool) -> list[str]:
         """What of the file is no event. While a run is live its last line may be half written."""
@@ -53,7 +57,9 @@ class MetricsHistory:
         self.last_seen[event.process] = event.time
         if event.kind in STEP_EVENT_KINDS:
             key = (event.kind, event.step)
-            self.rows[key] = flatten_numbers(event.values)
+            # Its loss has the name that the loss of a training step has.
+            prefix = "sft_eval." if event.kind == "sft_eval" else ""
+            self.rows[key] = flatten_numbers(event.values, prefix)
             self._changes.append(key)
             if event.kind == "probe":
                 self.probe = event
@@ -61,7 +67,7 @@ class MetricsHistory:
             self.evals.append(
                 {"step": event.step, "time": event.time, **_replace_infinities(event.values)}
             )
-        elif event.kind in ("state", "lost", "dropped", "sink", "totals"):
+        elif event.kind in NOTE_KINDS:
             if event.kind == "state":
                 self.phase = str(event.values.get("phase", ""))
             if event.kind == "totals":

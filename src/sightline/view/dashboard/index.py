@@ -25,9 +25,9 @@ import msgspec
 from sightline.errors import SightlineError
 from sightline.run.run_dir import RunDir
 from sightline.trace import Trace
-from sightline.view.dashboard import schema
-from sightline.view.dashboard import trace_files as reading
+from sightline.view.dashboard import schema, trace_files
 from sightline.view.dashboard.mismatch import StepMismatch, measure_mismatch
+from sightline.view.verdicts import parse_verdicts
 from sightline.wire.score import StepScores
 
 BUSY_TIMEOUT_S = 30.0
@@ -132,7 +132,7 @@ class RolloutIndex:
             return RefreshResult(changed, max(0, len(stale) - max_files))
 
     def _index_verdicts(self) -> bool:
-        """The whole lines that were appended to the list of verdicts."""
+        """Takes in the complete lines that were appended to the list of verdicts."""
         with self.connect_readonly() as connection:
             seen = int(_find_note(connection, "verdicts") or 0)
         try:
@@ -143,21 +143,17 @@ class RolloutIndex:
                 data = file.read()
         except OSError:
             return False
-        whole = data[: data.rfind(b"\n") + 1]
-        if not whole:
+        lines = data[: data.rfind(b"\n") + 1]
+        if not lines:
             return False
         with self._transaction() as connection:
-            for line in whole.splitlines():
-                try:
-                    found = json.loads(line)
-                    table = {name: v for v, names in found["verdicts"].items() for name in names}
-                    step = int(found["step"])
-                except (ValueError, TypeError, KeyError, AttributeError):
-                    continue
-                connection.execute(
-                    "INSERT OR REPLACE INTO judged VALUES (?, ?)", (step, json.dumps(table))
-                )
-            _set_note(connection, "verdicts", str(seen + len(whole)))
+            for parsed in map(parse_verdicts, lines.splitlines()):
+                if parsed is not None:
+                    step, verdicts = parsed
+                    connection.execute(
+                        "INSERT OR REPLACE INTO judged VALUES (?, ?)", (step, json.dumps(verdicts))
+                    )
+            _set_note(connection, "verdicts", str(seen + len(lines)))
         return True
 
     def _stale_files(self) -> list[tuple[str, os.stat_result]]:
@@ -189,10 +185,10 @@ class RolloutIndex:
         traces: IndexedTraces = {}
         with self._transaction() as connection:
             _remove_file(connection, name)
-            judged = _find_verdicts(connection, reading.find_step(name))
+            judged = _find_verdicts(connection, trace_files.find_step(name))
             texts: dict[bytes, int] = {}
             try:
-                for found in reading.read_records(self._run_dir.traces / name):
+                for found in trace_files.read_records(self._run_dir.traces / name):
                     if isinstance(found, str):
                         problems.append(found)
                         continue
@@ -206,7 +202,7 @@ class RolloutIndex:
                 "INSERT INTO files VALUES (?, ?, ?, ?, ?)",
                 (name, stat.st_size, stat.st_mtime_ns, len(traces), "; ".join(problems[:3])),
             )
-            # While the traces are at hand: most often the step has been trained long ago.
+            # While the traces are in memory: most often the step has been trained long ago.
             scores = _find_stat(self._run_dir.scores / name)
             if scores is not None:
                 stamp = _format_stamp(scores, stat.st_size, stat.st_mtime_ns)
@@ -222,7 +218,7 @@ class RolloutIndex:
             files = {row["name"]: row for row in connection.execute("SELECT * FROM files")}
         changed = False
         for name, stat in _list_msgpack_files(self._run_dir.scores):
-            step = reading.find_step(name)
+            step = trace_files.find_step(name)
             if step is None or name not in files:
                 continue
             # Of both files: a step that is played again is measured again.
@@ -238,7 +234,7 @@ class RolloutIndex:
         self, connection: sqlite3.Connection, name: str, stamp: str, traces: IndexedTraces
     ) -> None:
         problem = ""
-        step = reading.find_step(name)
+        step = trace_files.find_step(name)
         assert step is not None
         measured = StepMismatch()
         try:
@@ -257,14 +253,14 @@ class RolloutIndex:
             ids = {row["number"]: row["id"] for row in rows}
         return {
             found.trace.id: (ids[found.number], found.trace)
-            for found in reading.read_records(self._run_dir.traces / name)
+            for found in trace_files.read_records(self._run_dir.traces / name)
             if not isinstance(found, str) and found.number in ids
         }
 
 
 def _find_stat(path: Path) -> os.stat_result | None:
     try:
-        return path.stat() if reading.find_step(path.name) is not None else None
+        return path.stat() if trace_files.find_step(path.name) is not None else None
     except OSError:
         return None
 
@@ -289,7 +285,7 @@ def _list_msgpack_files(folder: Path) -> list[tuple[str, os.stat_result]]:
 
 
 def _sort_key(name: str) -> tuple[int, str]:
-    step = reading.find_step(name)
+    step = trace_files.find_step(name)
     return (-1 if step is None else step, name)
 
 
@@ -310,7 +306,7 @@ def _find_verdicts(connection: sqlite3.Connection, step: int | None) -> dict[str
 
 
 def _remove_file(connection: sqlite3.Connection, name: str) -> None:
-    step = reading.find_step(name)
+    step = trace_files.find_step(name)
     inside = "rollout IN (SELECT id FROM rollouts WHERE file = ?)"
     counts = f"SELECT digest, count(*) AS num FROM shows WHERE {inside} GROUP BY digest"
     for row in connection.execute(counts, (name,)).fetchall():
@@ -330,19 +326,19 @@ def _remove_file(connection: sqlite3.Connection, name: str) -> None:
 
 def _add_rollout(
     connection: sqlite3.Connection,
-    record: reading.TraceRecord,
+    record: trace_files.TraceRecord,
     file: str,
     verdict: str | None,
     texts: dict[bytes, int],
 ) -> int:
     """Adds a rollout and returns its id; `texts` remembers those of the same file."""
-    row = reading.build_row(record, file, verdict)
+    row = trace_files.build_row(record, file, verdict)
     marks = ", ".join(f":{name}" for name in row)
     rollout = connection.execute(
         f"INSERT INTO rollouts ({', '.join(row)}) VALUES ({marks})", row
     ).lastrowid
     assert rollout is not None
-    found = reading.collect_texts(record.trace)
+    found = trace_files.collect_texts(record.trace)
     for digest, text in found.items():
         if digest not in texts:
             connection.execute(
@@ -353,7 +349,7 @@ def _add_rollout(
     connection.executemany(
         "INSERT OR IGNORE INTO says VALUES (?, ?)", [(texts[digest], rollout) for digest in found]
     )
-    images = reading.collect_images(record.trace)
+    images = trace_files.collect_images(record.trace)
     connection.executemany(
         "INSERT INTO images VALUES (?, ?, ?, ?, ?, 1)"
         " ON CONFLICT (digest) DO UPDATE SET num_shown = num_shown + 1",

@@ -41,7 +41,7 @@ class WorstToken:
     rollout: int
     node: int
     place: int
-    """Of the token, among those that the node sampled."""
+    """Index of the token among those that the node sampled."""
     token_id: int
     lag: int
     kl: float
@@ -49,7 +49,7 @@ class WorstToken:
     sampler: float
     trainer: float
     digest: str
-    """Of the last image before it; empty without one."""
+    """Digest of the last image before the token; empty without one."""
     distance: int
 
 
@@ -58,7 +58,7 @@ class StepMismatch:
     """What one step tells, in numbers that add up over steps."""
 
     cells: dict[tuple[str, int, bool], MismatchCell] = field(default_factory=dict)
-    """By dimension, bucket, and whether the trainer's own version sampled the tokens."""
+    """Sums by dimension, bucket, and whether the trainer's own version sampled the tokens."""
     worst: list[WorstToken] = field(default_factory=list)
     by_rollout: dict[int, tuple[float, float, float]] = field(default_factory=dict)
     """Mean KL, the ratio farthest from 1, mean advantage."""
@@ -188,7 +188,7 @@ def _versions(nodes: Sequence[Node], lengths: Sequence[int]) -> np.ndarray:
 
 
 def floor_log2(value: int) -> int:
-    """Of the largest power of two that is not above `value`."""
+    """The bucket of the largest power of two that is not above `value`."""
     return max(0, value.bit_length() - 1)
 
 

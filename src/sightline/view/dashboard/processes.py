@@ -10,7 +10,7 @@ from typing import Any
 from sightline.view.dashboard.run_view import RunView
 
 LOG_BYTES = 65_536
-"""Of a log in one answer."""
+"""The most bytes of a log in one answer."""
 _QUEUES = ("groups_ahead", "in_flight", "waiting", "bytes_in_flight")
 
 
@@ -28,8 +28,8 @@ def describe_processes(run: RunView) -> dict[str, Any]:
             {
                 "name": name,
                 "last": signs[name],
-                "log_bytes": logs[f"{name}.log"].stat().st_size if f"{name}.log" in logs else None,
-                "last_line": _read_last_line(run, f"{name}.log") if f"{name}.log" in logs else "",
+                "log_bytes": _find_size(logs.get(f"{name}.log")),
+                "last_line": _read_last_line(run, f"{name}.log"),
             }
             for name in sorted(names)
         ],
@@ -51,12 +51,19 @@ def describe_processes(run: RunView) -> dict[str, Any]:
 
 
 def _last_activity(run: RunView, name: str) -> float | None:
-    """Its last event, beat or line of its log, whichever came last; seconds since 1970."""
+    """When a process last wrote an event, a heartbeat or a log line, in seconds since 1970."""
     signs = [run.history.last_seen.get(name)]
     for file in (run.run_dir.beat(name), run.run_dir.logs / f"{name}.log"):
         with contextlib.suppress(OSError):
             signs.append(file.stat().st_mtime)
     return max((sign for sign in signs if sign is not None), default=None)
+
+
+def _find_size(log: os.DirEntry[str] | None) -> int | None:
+    try:
+        return None if log is None else log.stat().st_size
+    except OSError:  # it has just been removed
+        return None
 
 
 def _table(row: dict[str, float], prefix: str) -> dict[str, float]:
@@ -86,12 +93,15 @@ def find_log(run: RunView, name: str, before: int | None) -> dict[str, Any] | No
     entry = next((entry for entry in _list_logs(run) if entry.name == f"{name}.log"), None)
     if entry is None:
         return None
-    with open(entry.path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        end = size if before is None else max(0, min(before, size))
-        start = max(0, end - LOG_BYTES)
-        file.seek(start)
-        data = file.read(end - start)
+    try:
+        with open(entry.path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            end = size if before is None else max(0, min(before, size))
+            start = max(0, end - LOG_BYTES)
+            file.seek(start)
+            data = file.read(end - start)
+    except OSError:  # it has just been removed
+        return None
     if start > 0 and b"\n" in data:
         # From the first whole line on.
         skipped = data.index(b"\n") + 1
@@ -103,8 +113,12 @@ def find_log(run: RunView, name: str, before: int | None) -> dict[str, Any] | No
 
 
 def _read_last_line(run: RunView, file: str) -> str:
-    with open(run.run_dir.logs / file, "rb") as log:
-        size = os.fstat(log.fileno()).st_size
-        log.seek(max(0, size - 2000))
-        lines = log.read().decode("utf-8", errors="replace").splitlines()
+    """The last line of a log that is not empty; an empty text where there is none."""
+    try:
+        with open(run.run_dir.logs / file, "rb") as log:
+            size = os.fstat(log.fileno()).st_size
+            log.seek(max(0, size - 2000))
+            lines = log.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")

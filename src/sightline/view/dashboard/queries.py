@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from dataclasses import dataclass
 from typing import Any
+
+from pydantic import BaseModel
 
 MAX_ROWS = 200
 NUM_WORST = 50
@@ -24,8 +25,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutFilter:
+class RolloutFilter(BaseModel, frozen=True, extra="forbid"):
     """Which rollouts, in which order. What is None or empty does not matter."""
 
     step_from: int | None = None
@@ -38,9 +38,9 @@ class RolloutFilter:
     group: str = ""
     file: str = ""
     text: str = ""
-    """Anywhere in what was said, in a tool call or in the name of the rollout."""
+    """A text to look for in messages, in tool calls and in the name of the rollout."""
     image: str = ""
-    """A digest."""
+    """Digest of an image that the rollout shows."""
     sort: str = "newest"
 
     def where(self) -> tuple[str, list[Any]]:

@@ -11,16 +11,16 @@ import numpy as np
 
 from sightline.errors import SightlineError
 from sightline.message import ImagePart
-from sightline.trace import Node, NodeSlot, Trace
-from sightline.view.dashboard import queries
-from sightline.view.dashboard import trace_files as reading
+from sightline.trace import Node, Trace
+from sightline.view.dashboard import queries, trace_files
 from sightline.view.dashboard.run_view import RunView
+from sightline.wire import Slot
 from sightline.wire.score import StepScores
 
 MAX_TOKENS = 4096
-"""Of one node, in one answer."""
+"""The most tokens of a node in one answer."""
 MAX_CHARS = 200_000
-"""Of one text."""
+"""The most characters of a text in one answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def find_trace(run: RunView, file: str, number: int) -> tuple[dict[str, Any], Tr
         row = queries.find_rollout(connection, file, number)
     if row is None:
         return None
-    return row, reading.read_trace(run.run_dir.traces / row["file"], row["start"], row["size"])
+    return row, trace_files.read_trace(run.run_dir.traces / row["file"], row["start"], row["size"])
 
 
 def describe_rollout(run: RunView, file: str, number: int) -> dict[str, Any] | None:
@@ -112,7 +112,7 @@ def _describe_node(
     }
 
 
-def _describe_image(run: RunView, part: ImagePart, slot: NodeSlot | None) -> dict[str, Any]:
+def _describe_image(run: RunView, part: ImagePart, slot: Slot | None) -> dict[str, Any]:
     ref = part.ref
     found: dict[str, Any] = {
         "image": ref.digest,
@@ -135,7 +135,7 @@ def _describe_image(run: RunView, part: ImagePart, slot: NodeSlot | None) -> dic
     return found
 
 
-def find_image_cover(run: RunView, slot: NodeSlot) -> tuple[float, float]:
+def find_image_cover(run: RunView, slot: Slot) -> tuple[float, float]:
     """The shares of the patches' width and height that the picture fills: a family may pad."""
     family, ref = run.family, slot.item.ref
     patch = None if family is None else family.settings.get("patch")
@@ -147,7 +147,7 @@ def find_image_cover(run: RunView, slot: NodeSlot) -> tuple[float, float]:
 
 
 def read_node_scores(run: RunView, step: int | None, trace: Trace) -> dict[int, NodeScores]:
-    """By node; empty while the step has not trained, and where its scores do not line up."""
+    """Scores by node; empty while the step has not trained, and where they do not align."""
     if step is None:
         return {}
     try:
@@ -169,7 +169,7 @@ def read_node_scores(run: RunView, step: int | None, trace: Trace) -> dict[int, 
 
 
 def _pad_with_nan(values: np.ndarray, cut: int) -> np.ndarray:
-    """With no number for the last `cut` tokens, which the trainer cut off."""
+    """The values, and NaN for the last `cut` tokens, which the trainer cut off."""
     return np.concatenate([values, np.full(cut, np.nan, values.dtype)])
 
 

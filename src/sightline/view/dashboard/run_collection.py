@@ -9,10 +9,7 @@ from pathlib import Path
 from sightline.errors import ConfigError
 from sightline.run.run_dir import RunDir
 from sightline.view.dashboard.run_view import RunView
-
-
-def is_viewable_run(path: Path) -> bool:
-    return (path / "config.toml").is_file() or (path / "metrics.jsonl").is_file()
+from sightline.view.run_files import is_run
 
 
 class RunCollection:
@@ -29,7 +26,7 @@ class RunCollection:
         self._views: dict[Path, RunView] = {}
         self._lock = threading.Lock()
         self.discover()
-        if not self._views and all(is_viewable_run(path) for path in self._given):
+        if not self._views and all(is_run(path) for path in self._given):
             raise ConfigError("no run to show", "name at least one run directory")
 
     def discover(self) -> bool:
@@ -37,11 +34,7 @@ class RunCollection:
         found = [
             run
             for path in self._given
-            for run in (
-                [path]
-                if is_viewable_run(path)
-                else sorted(p for p in path.iterdir() if is_viewable_run(p))
-            )
+            for run in ([path] if is_run(path) else sorted(p for p in path.iterdir() if is_run(p)))
         ]
         with self._lock:
             new = [path for path in dict.fromkeys(found) if path not in self._views]

@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import math
 import time
-import tomllib
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from sightline.families import Family, load_family
-from sightline.media import MediaStore
-from sightline.render import Tokenizer
 from sightline.run.run_dir import RunDir
 from sightline.view.dashboard import queries
 from sightline.view.dashboard.history import MetricsHistory
 from sightline.view.dashboard.index import RefreshResult, RolloutIndex
+from sightline.view.run_files import RunFiles
 
 SILENT_AFTER_S = 120.0
-"""A run that has written nothing for so long, and has not finished, is said to be silent."""
+"""A run that has not finished, and has written nothing for so long, is shown as silent."""
 _FILES_PER_REFRESH = 8
-_IMAGES_PER_REFRESH = 5000
+IMAGES_PER_REFRESH = 5000
 
 
-class RunView:
-    def __init__(self, key: str, run_dir: RunDir) -> None:
+class RunView(RunFiles):
+    """A run with its metrics and its index of rollouts, taken in as far as it was written."""
+
+    def __init__(
+        self, key: str, run_dir: RunDir, images_per_refresh: int = IMAGES_PER_REFRESH
+    ) -> None:
+        super().__init__(run_dir)
         self.key = key
-        self.run_dir = run_dir
+        self.store = self.open_store()
+        self._images_per_refresh = images_per_refresh
         self.history = MetricsHistory(run_dir.metrics)
         self.index = RolloutIndex(run_dir)
         self.revision = 0
         """Grows with whatever the run has written."""
         self.files_left = 0
-        """Of traces, that the index has yet to read."""
+        """Trace files that the index has yet to read."""
         self._last_signature: tuple[Any, ...] = ()
         self._present: set[str] = set()
         self.missing: dict[str, None] = {}
@@ -50,7 +50,7 @@ class RunView:
         self.files_left = indexed.files_left
         if indexed.changed:
             changed = True
-            self.__dict__.pop("store", None)
+            self.store = self.open_store()
         changed |= self._look_for_images()
         # What the run says without an event: that it ended, and how.
         before, self._last_signature = (
@@ -62,7 +62,7 @@ class RunView:
         return changed
 
     def refresh_all(self) -> None:
-        """Until the index lacks nothing."""
+        """Refreshes until the index lacks nothing."""
         self.refresh()
         while self.files_left:
             self.refresh()
@@ -75,7 +75,7 @@ class RunView:
             rows = connection.execute("SELECT digest FROM images").fetchall()
         unseen = [row["digest"] for row in rows if row["digest"] not in self._present]
         new = [digest for digest in unseen if digest not in self.missing]
-        for digest in [*new, *self.missing][:_IMAGES_PER_REFRESH]:
+        for digest in [*new, *self.missing][: self._images_per_refresh]:
             self.missing.pop(digest, None)
             if self.store.has(digest):
                 self._present.add(digest)
@@ -83,70 +83,12 @@ class RunView:
                 self.missing[digest] = None
         return len(self.missing) != before
 
-    # --- settings, and what they name
-
-    @property
-    def settings_text(self) -> str:
-        try:
-            return self.run_dir.config.read_text(errors="replace")
-        except OSError:
-            return ""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Sections of the run file; empty where it is missing or damaged."""
-        try:
-            return tomllib.loads(self.settings_text)
-        except tomllib.TOMLDecodeError:
-            return {}
-
-    def _setting(self, section: str, name: str) -> str:
-        table = self.settings.get(section)
-        return str(table.get(name) or "") if isinstance(table, dict) else ""
-
-    @cached_property
-    def store(self) -> MediaStore:
-        root = self._setting("media", "root")
-        return MediaStore(self.run_dir.media, fallback_roots=[root] if root else [])
-
-    @cached_property
-    def checkpoint(self) -> Path | None:
-        """Where the tokenizer is: what the run started from, or what it left."""
-        named = self._setting("model", "path")
-        around = [Path(named), self.run_dir.path.resolve().parent.parent / named] if named else []
-        for path in (*around, self.run_dir.checkpoints / "final"):
-            if (path / "tokenizer.json").is_file():
-                return path
-        return None
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        """None where the checkpoint is not at hand: tokens then show as their ids."""
-        if self.checkpoint is None:
-            return None
-        try:
-            return Tokenizer(self.checkpoint)
-        except Exception:  # the library raises this very class for a file that it cannot read
-            return None
-
-    @cached_property
-    def family(self) -> Family | None:
-        """None where the checkpoint is not at hand, or is of a family that is not installed."""
-        if self.checkpoint is None:
-            return None
-        table = self.settings.get("model") or {}
-        named = {k: table[k] for k in ("min_pixels", "max_pixels") if table.get(k) is not None}
-        try:
-            return load_family(self.checkpoint, **named)
-        except Exception:  # a family outside this package may raise anything
-            return None
-
     # --- what it is, in a few words
 
     @property
     def state(self) -> str:
         """live, finished, stopped or silent."""
-        summary = self._summary()
+        summary = self.find_summary()
         if summary is not None:
             return "stopped" if summary.get("stopped_by") else "finished"
         sft = self.history.newest("sft")
@@ -156,15 +98,6 @@ class RunView:
             return "live"
         return "silent"
 
-    def _summary(self) -> dict[str, Any] | None:
-        """The written one, unless the run has gone on since."""
-        try:
-            if self.run_dir.summary.stat().st_mtime >= self.run_dir.metrics.stat().st_mtime:
-                return msgspec.json.decode(self.run_dir.summary.read_bytes(), type=dict[str, Any])
-        except (OSError, msgspec.MsgspecError):
-            pass
-        return None
-
     def _last_write_time(self) -> float:
         try:
             return self.run_dir.metrics.stat().st_mtime
@@ -172,7 +105,7 @@ class RunView:
             return 0.0
 
     def problems(self) -> list[str]:
-        found = [] if self.settings else ["config.toml is missing, or cannot be read"]
+        found = [] if self.settings else ["config.toml is missing, empty, or cannot be read"]
         if not self.run_dir.metrics.is_file():
             found.append("metrics.jsonl is missing")
         found += self.history.problems(self.state == "live")
@@ -181,7 +114,7 @@ class RunView:
         if self.missing:
             found.append(f"{len(self.missing)} images are in no store")
         if self.checkpoint is None:
-            found.append("the checkpoint is not at hand: tokens show as their ids")
+            found.append("the checkpoint was not found: tokens show as their ids")
         return found
 
     def overview(self) -> dict[str, Any]:
@@ -212,13 +145,13 @@ class RunView:
             "evals": self.history.evals,
             "dropped": dict(self.history.dropped),
             "probe": None if probe is None else {"step": probe.step, **probe.values},
-            "env": self._setting("env", "name"),
+            "env": self.get_setting("env", "name"),
             "problems": self.problems(),
         }
 
 
 def _log_sizes(folder: Path) -> tuple[tuple[str, int], ...]:
-    """Of the logs in it."""
+    """Name and size of each log in the folder."""
     try:
         return tuple(sorted((log.name, log.stat().st_size) for log in folder.glob("*.log")))
     except OSError:  # one has just gone

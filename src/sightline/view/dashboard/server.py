@@ -10,16 +10,13 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import FastAPI, Query
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
 from sightline.errors import MediaError, MediaMissing, SightlineError
 from sightline.media.ref import is_digest
-from sightline.view.dashboard import processes, queries
-from sightline.view.dashboard import rollout_page as rollout
-from sightline.view.dashboard import thumbnails as pictures
+from sightline.view.dashboard import processes, queries, rollout_page, thumbnails
 from sightline.view.dashboard.access import AccessMiddleware
 from sightline.view.dashboard.live_updates import RunWatcher
 from sightline.view.dashboard.run_collection import RunCollection
@@ -38,24 +35,12 @@ CACHE_FOREVER = "private, max-age=31536000, immutable"
 """What is named by its digest never changes."""
 
 
-class RolloutQuery(BaseModel, extra="forbid"):
-    """A page of rollouts, as an address asks for it; the filters are those of `queries`."""
+class RolloutQuery(queries.RolloutFilter):
+    """A page of rollouts, as an address asks for it."""
 
     run: str
     offset: int = 0
     limit: int = 50
-    step_from: int | None = None
-    step_to: int | None = None
-    reward_from: float | None = None
-    reward_to: float | None = None
-    verdict: str = ""
-    env: str = ""
-    split: str = ""
-    group: str = ""
-    file: str = ""
-    text: str = ""
-    image: str = ""
-    sort: str = "newest"
 
 
 def build_app(runs: RunCollection, token: str | None = None) -> FastAPI:
@@ -95,7 +80,7 @@ class Dashboard:
 
     def __init__(self, runs: RunCollection) -> None:
         self._runs = runs
-        self._thumbs = pictures.ThumbnailCache()
+        self._thumbs = thumbnails.ThumbnailCache()
         self._watch: RunWatcher | None = None
         static = resources.files("sightline.view.dashboard").joinpath("static")
         self._files = {file.name: file for file in static.iterdir()} if static.is_dir() else {}
@@ -178,17 +163,13 @@ class Dashboard:
             return _json_response(queries.count_facets(connection))
 
     def rollouts(self, wanted: Annotated[RolloutQuery, Query()]) -> Response:
-        filters = wanted.model_dump(exclude={"run", "offset", "limit"})
         with self._run(wanted.run).index.connect_readonly() as connection:
-            return _json_response(
-                queries.list_rollouts(
-                    connection, queries.RolloutFilter(**filters), wanted.offset, wanted.limit
-                )
-            )
+            found = queries.list_rollouts(connection, wanted, wanted.offset, wanted.limit)
+        return _json_response(found)
 
     def rollout(self, run: str, file: str, number: int) -> Response:
         view = self._run(run)
-        found = rollout.describe_rollout(view, file, number)
+        found = rollout_page.describe_rollout(view, file, number)
         if found is None:
             left = f": {view.files_left} files are yet to be read" if view.files_left else ""
             raise HTTPException(404, f"there is no such rollout{left}")
@@ -197,7 +178,7 @@ class Dashboard:
     def tokens(
         self, run: str, file: str, number: int, node: int, start: Annotated[int, Query(ge=0)] = 0
     ) -> Response:
-        found = rollout.describe_tokens(self._run(run), file, number, node, start)
+        found = rollout_page.describe_tokens(self._run(run), file, number, node, start)
         if found is None:
             raise HTTPException(404, "there is no such node")
         return _json_response(found)
@@ -224,7 +205,7 @@ class Dashboard:
 
     def media(self, run: str, digest: str) -> Response:
         store = self._run(run).store
-        return _image_response(*pictures.read_image(store, _check_digest(digest)))
+        return _image_response(*thumbnails.read_image(store, _check_digest(digest)))
 
     def thumb(self, run: str, digest: str, side: int = 96) -> Response:
         store = self._run(run).store

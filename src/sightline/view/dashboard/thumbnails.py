@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import threading
+
+from cachetools import LRUCache
 
 from sightline.errors import MediaError
 from sightline.media import MediaStore, decode
-from sightline.media.lru import LruCache
 
 MAX_SIDE = 512
 _MAX_THUMBNAILS = 4096
@@ -14,7 +16,7 @@ _MAX_THUMBNAILS = 4096
 
 def read_image(store: MediaStore, digest: str) -> tuple[bytes, str]:
     """The stored bytes and their type, which is read from them and nowhere else."""
-    ref = store.find(digest)
+    ref = store.get_ref(digest)
     data = store.get(ref)
     return data, decode.inspect_image(data).mime
 
@@ -23,20 +25,23 @@ class ThumbnailCache:
     """Small copies, each made once while it is remembered."""
 
     def __init__(self) -> None:
-        self._made: LruCache[tuple[str, int], tuple[bytes, str]] = LruCache(_MAX_THUMBNAILS)
+        self._made: LRUCache[tuple[str, int], tuple[bytes, str]] = LRUCache(_MAX_THUMBNAILS)
+        self._lock = threading.Lock()
 
     def get(self, store: MediaStore, digest: str, side: int) -> tuple[bytes, str]:
         side = max(16, min(side, MAX_SIDE))
-        found = self._made.find((digest, side))
+        with self._lock:
+            found = self._made.get((digest, side))
         if found is None:
             found = make_thumbnail(store, digest, side)
-            self._made.set((digest, side), found)
+            with self._lock:
+                self._made[digest, side] = found
         return found
 
 
 def make_png_thumbnail(store: MediaStore, digest: str, side: int) -> tuple[bytes, int, int]:
     """A copy of at most `side` pixels along each side, with its width and height."""
-    image = store.image(store.find(digest)).convert("RGB")
+    image = store.image(store.get_ref(digest)).convert("RGB")
     image.thumbnail((side, side))
     made = io.BytesIO()
     image.save(made, format="PNG")
@@ -46,7 +51,7 @@ def make_png_thumbnail(store: MediaStore, digest: str, side: int) -> tuple[bytes
 def make_thumbnail(store: MediaStore, digest: str, side: int) -> tuple[bytes, str]:
     """A copy of at most `side` pixels along each side; small files as they are."""
     data, mime = read_image(store, digest)
-    ref = store.find(digest)
+    ref = store.get_ref(digest)
     if max(ref.width, ref.height) <= side and len(data) <= 16_384:
         return data, mime
     image = store.image(ref).convert("RGB")

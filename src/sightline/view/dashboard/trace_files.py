@@ -23,11 +23,11 @@ UNKNOWN = ""
 
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
-    """One trace in its file."""
+    """One trace and its place in its file."""
 
     number: int
     start: int
-    """Of its bytes, behind their length."""
+    """Offset of its bytes, behind their length."""
     size: int
     trace: Trace
 
@@ -106,11 +106,11 @@ def build_row(record: TraceRecord, file: str, verdict: str | None) -> dict[str, 
 
 
 def _answer(message: Message) -> str:
-    said = message.text.strip()
-    if not said and message.tool_calls:
+    answer = message.text.strip()
+    if not answer and message.tool_calls:
         call = message.tool_calls[0]
-        said = f"{call.name}({call.arguments})"
-    return said[:MAX_ANSWER_CHARS]
+        answer = f"{call.name}({call.arguments})"
+    return answer[:MAX_ANSWER_CHARS]
 
 
 def collect_texts(trace: Trace) -> dict[bytes, str]:

@@ -8,7 +8,6 @@ reading never waits for a sink: a full queue loses its oldest entry, which is co
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import queue
 import threading
 import time
@@ -16,29 +15,24 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from sightline.errors import ConfigError, MediaError, SightlineError
+from sightline.errors import MediaError, SightlineError
 from sightline.media import MediaStore
 from sightline.run.events import EventTail
 from sightline.run.run_dir import RunDir
-from sightline.view.dashboard import thumbnails as pictures
-from sightline.view.dashboard import trace_files as reading
+from sightline.view.dashboard import thumbnails, trace_files
 from sightline.view.dashboard.history import STEP_EVENT_KINDS, flatten_numbers
-from sightline.view.dashboard.run_view import RunView
-from sightline.view.sinks.protocol import SINKS, RolloutRow, Sink, Thumbnail
+from sightline.view.run_files import RunFiles
+from sightline.view.sinks.protocol import CLOSE_TIMEOUT_S, RolloutRow, Sink, Thumbnail
 from sightline.view.verdicts import read_verdicts
 
 QUEUE_SIZE = 1000
 NUM_SAMPLES = 8
 """Rollouts in a table."""
 NUM_THUMBNAILS = 4
-"""Images of one of them."""
+"""Images of one rollout."""
 THUMBNAIL_SIDE = 192
 MAX_CHARS = 2000
 POLL_INTERVAL_S = 1.0
-CLOSE_TIMEOUT_S = 20.0
-"""How long a sink may take to finish once the run is over."""
-STATUS_PREFIX, STATUS_OK = "sink ", "fed"
-"""The last lines of the process that feeds sinks: `sink NAME: fed`, or what went wrong."""
 
 SinkEntry = tuple[int, dict[str, float] | list[RolloutRow]]
 
@@ -96,25 +90,14 @@ class SinkFeeder:
                     sink.numbers(step, what)
                 else:
                     sink.samples(step, what)
-            except Exception as error:  # likewise
+            except Exception as error:  # a sink may fail, and costs only itself
                 self.lost += 1
                 self.problem = f"{type(error).__name__}: {error}"
         if sink is not None:
             try:
                 sink.close()
-            except Exception as error:  # likewise
+            except Exception as error:  # a sink may fail, and costs only itself
                 self.problem = f"{type(error).__name__}: {error}"
-
-
-def check_sinks(names: Sequence[str]) -> None:
-    """Refuses a name that is none, and one whose package is not installed."""
-    for name in names:
-        if name not in SINKS:
-            raise ConfigError(f"there is no sink {name!r}", f"choose from {', '.join(SINKS)}")
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"the sink {name!r} needs the package {name}", f"pip install 'sightline[{name}]'"
-            )
 
 
 def build_sink_factories(
@@ -139,17 +122,18 @@ def feed_sinks(
     sinks: dict[str, Callable[[], Sink]],
     samples_every: int,
     is_over: Callable[[], bool],
+    close_timeout_s: float = CLOSE_TIMEOUT_S,
 ) -> list[SinkFeeder]:
     """Feeds the sinks until the run is over and all of its lines are read."""
     feeders = [SinkFeeder(name, build) for name, build in sinks.items()]
     tail = EventTail(run_dir.metrics)
-    store = RunView("sinks", run_dir).store
+    store = RunFiles(run_dir).open_store()
     while True:
         # Looked at before reading: what was written until then is read.
         over = is_over()
         for event in tail.read():
             if event.kind in STEP_EVENT_KINDS or event.kind == "eval":
-                prefix = f"{event.kind}." if event.kind in ("eval", "probe") else ""
+                prefix = f"{event.kind}." if event.kind in ("eval", "probe", "sft_eval") else ""
                 for feeder in feeders:
                     feeder.enqueue((event.step, flatten_numbers(event.values, prefix)))
             if event.kind == "step" and samples_every and event.step % samples_every == 0:
@@ -159,7 +143,7 @@ def feed_sinks(
         if over:
             break
         time.sleep(POLL_INTERVAL_S)
-    deadline = time.monotonic() + CLOSE_TIMEOUT_S
+    deadline = time.monotonic() + close_timeout_s
     for feeder in feeders:
         if not feeder.finish(max(0.1, deadline - time.monotonic())):
             feeder.problem = feeder.problem or "did not end in time"
@@ -173,12 +157,12 @@ def build_sample_table(run_dir: RunDir, store: MediaStore, step: int) -> list[Ro
     file = run_dir.traces_of(step)
     verdicts = read_verdicts(run_dir, file.stem)
     try:
-        for record in reading.read_records(file):
+        for record in trace_files.read_records(file):
             if isinstance(record, str) or record.trace.group_id in groups:
                 continue
             trace = record.trace
             groups.add(trace.group_id)
-            said = "\n".join(f"{node.message.role}: {node.message.text}" for node in trace.nodes)
+            text = "\n".join(f"{node.message.role}: {node.message.text}" for node in trace.nodes)
             digests = dict.fromkeys(
                 slot.item.ref.digest for node in trace.nodes for slot in node.slots
             )
@@ -189,7 +173,7 @@ def build_sample_table(run_dir: RunDir, store: MediaStore, step: int) -> list[Ro
             ]
             found.append(
                 RolloutRow(
-                    trace.id, verdicts.get(trace.id, ""), trace.reward, said[:MAX_CHARS],
+                    trace.id, verdicts.get(trace.id, ""), trace.reward, text[:MAX_CHARS],
                     tuple(thumbs),
                 )
             )  # fmt: skip
@@ -202,6 +186,6 @@ def build_sample_table(run_dir: RunDir, store: MediaStore, step: int) -> list[Ro
 
 def _find_thumbnail(store: MediaStore, digest: str) -> Thumbnail | None:
     try:
-        return Thumbnail(*pictures.make_png_thumbnail(store, digest, THUMBNAIL_SIDE))
+        return Thumbnail(*thumbnails.make_png_thumbnail(store, digest, THUMBNAIL_SIDE))
     except MediaError:
         return None

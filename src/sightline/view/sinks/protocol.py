@@ -1,12 +1,20 @@
-"""What a sink is given."""
+"""What a sink is given, and what its feeding process tells the launcher."""
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from sightline.errors import ConfigError
+
 SINKS = ("tensorboard", "wandb", "trackio")
 """Each is a module of this folder, and an extra of the package."""
+CLOSE_TIMEOUT_S = 20.0
+"""How long a sink may take to finish once the run is over."""
+STATUS_PREFIX, STATUS_OK = "sink ", "fed"
+"""The last lines of the process that feeds sinks: `sink NAME: fed`, or what went wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +28,7 @@ class Thumbnail:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRow:
-    """One rollout, for a table."""
+    """One rollout, as a row of a table."""
 
     trace_id: str
     verdict: str
@@ -30,10 +38,21 @@ class RolloutRow:
 
 
 class Sink(Protocol):
-    """Its methods are called by one thread, and may take as long as they like."""
+    """Somewhere that numbers go to. One thread calls it; a method may take as long as it likes."""
 
     def numbers(self, step: int, values: dict[str, float]) -> None: ...
 
     def samples(self, step: int, samples: list[RolloutRow]) -> None: ...
 
     def close(self) -> None: ...
+
+
+def check_sinks(names: Sequence[str]) -> None:
+    """Refuses a name that is no sink, and one whose package is not installed."""
+    for name in names:
+        if name not in SINKS:
+            raise ConfigError(f"there is no sink {name!r}", f"choose from {', '.join(SINKS)}")
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"the sink {name!r} needs the package {name}", f"pip install 'sightline-rl[{name}]'"
+            )

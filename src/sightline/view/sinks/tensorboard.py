@@ -51,7 +51,7 @@ class TensorBoard:
 
 
 def _cell(text: str) -> str:
-    """In a code span, where neither Markdown nor HTML means anything."""
+    """The text in a code span, where neither Markdown nor HTML means anything."""
     plain = text.replace("`", "'").replace("|", "¦").replace("\n", " ")
     return f"`{plain}`" if plain else ""
 

@@ -33,14 +33,14 @@ class Wandb:
         from PIL import Image
 
         table = self._wandb.Table(columns=["rollout", "verdict", "reward", "text"])
-        pictures = []
+        images = []
         for s in samples:
             table.add_data(s.trace_id, s.verdict, s.reward, s.text)
             for thumb in s.thumbs:
                 shown = Image.open(io.BytesIO(thumb.data))
-                pictures.append(self._wandb.Image(shown, caption=f"{s.trace_id}, {s.reward}"))
+                images.append(self._wandb.Image(shown, caption=f"{s.trace_id}, {s.reward}"))
         # Beside the table: inside one an offline run keeps only their names.
-        self._run.log({"samples": table, "images": pictures, "step": step})
+        self._run.log({"samples": table, "images": images, "step": step})
 
     def close(self) -> None:
         self._run.finish()

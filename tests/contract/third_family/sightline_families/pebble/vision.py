@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sightline.errors import FamilyError, FingerprintMismatch, MediaRefused, Misaligned
-from sightline.families.protocol import TREE_PACKING, ImageLayout, PlacedSlot
+from sightline.families.protocol import TREE_PACKING, ImageLayout
 from sightline.media import MediaRef
-from sightline.wire import MediaItem
+from sightline.wire import MediaItem, Slot
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -150,16 +150,16 @@ class Pebble:
         return np.ascontiguousarray(cut).reshape(rows * columns, -1)
 
     def positions(
-        self, num_tokens: int, slots: Sequence[PlacedSlot], start: int = 0
+        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
     ) -> tuple[np.ndarray, int]:
         """A token of text takes a position, and so does a whole row of patches."""
         steps = np.ones(num_tokens, dtype=np.int32)
         done = 0
         for slot in slots:
-            _, rows, columns = slot.grid
+            _, rows, columns = slot.item.grid
             if slot.length != rows * columns:
                 raise Misaligned(
-                    f"a slot of {slot.length} tokens for grid {slot.grid}",
+                    f"a slot of {slot.length} tokens for grid {slot.item.grid}",
                     "make slots with the renderer of the family",
                 )
             if slot.offset < done or slot.offset + slot.length > num_tokens:

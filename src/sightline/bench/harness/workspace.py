@@ -1,0 +1,73 @@
+"""Where a benchmark works: its folder, its checkpoint, its store, its server."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sightline.errors import ConfigError
+from sightline.families import load_renderer, registry
+from sightline.launch.temporary_server import temporary_server
+from sightline.media import MediaStore
+from sightline.render import Renderer
+
+
+@contextlib.contextmanager
+def work_folder(kept: Path | None) -> Iterator[Path]:
+    """`kept`, which must be new or empty, or a temporary folder."""
+    if kept is not None:
+        if kept.exists() and any(kept.iterdir()):
+            raise ConfigError(f"{kept} is not empty", "name a new folder")
+        kept.mkdir(parents=True, exist_ok=True)
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
+        yield Path(folder)
+
+
+def write_tiny(folder: Path, size: str = "tiny") -> Path:
+    """Writes a checkpoint of random weights."""
+    registry.write_tiny(registry.get_default_family(), folder, seed=0, size=size)
+    return folder
+
+
+def check_at_least(args: argparse.Namespace, least: int, *names: str) -> None:
+    """Refuses options that are below `least`."""
+    for name in names:
+        if (value := getattr(args, name)) < least:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}", f"take {least} or more")
+
+
+def open_renderer(model: Path, media: Path) -> tuple[MediaStore, Renderer]:
+    store = MediaStore(media)
+    return store, load_renderer(model, store)
+
+
+def start_server(
+    args: argparse.Namespace, media: Path, max_model_len: int, more: Sequence[str] = ()
+) -> contextlib.AbstractContextManager[str]:
+    """The address of an inference server in a process of its own."""
+    words = ["--max-model-len", str(max_model_len), "--device", args.device, "--dtype", args.dtype]
+    return temporary_server(args.model, media, [*words, *more], args.threads)
+
+
+def draw_noise(rng: random.Random, side: int) -> bytes:
+    """A PNG of random pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        checked = kind + data
+        return len(data).to_bytes(4, "big") + checked + zlib.crc32(checked).to_bytes(4, "big")
+
+    size = side.to_bytes(4, "big")
+    rows = b"".join(b"\0" + rng.randbytes(3 * side) for _ in range(side))
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", size + size + bytes([8, 2, 0, 0, 0]))
+        + chunk(b"IDAT", zlib.compress(rows, 1))
+        + chunk(b"IEND", b"")
+    )

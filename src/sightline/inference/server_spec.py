@@ -1,0 +1,109 @@
+"""What a server process is built from: two sections of a run file, and what the process adds.
+
+A run passes its own `[model]` and `[inference]`; `sightline serve` makes the same two from options
+that carry the names of the settings.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from sightline.config import InferenceConfig, ModelConfig
+from sightline.config.load import validate_config
+from sightline.config.section import ConfigSection
+from sightline.families import Family
+
+MEBIBYTE = 2**20
+SECTIONS: dict[str, type[ConfigSection]] = {"model": ModelConfig, "inference": InferenceConfig}
+
+
+class ServerSpec(ConfigSection):
+    model: ModelConfig
+    inference: InferenceConfig = InferenceConfig()
+    media_roots: tuple[Path, ...] = Field(
+        ..., min_length=1, description="Roots of the store, in the order in which they are asked."
+    )
+    weights: Path | None = Field(
+        None, description="Manifest of the weights to begin with, in place of the checkpoint's own."
+    )
+    enable_prefix_caching: bool = Field(
+        True,
+        description="Whether a finished sequence keeps its KV cache for the next turn, where its "
+        "model has no other state.",
+    )
+    max_waiting: int = Field(
+        4096, ge=0, description="Requests that may wait; one more is answered with 503."
+    )
+    max_waiting_mb: float = Field(
+        4096,
+        ge=0,
+        description="Memory for prompts and decoded images of requests that wait; a request for "
+        "which there is none is answered with 503.",
+    )
+    max_body_bytes: int = Field(
+        64 * MEBIBYTE, ge=1, description="Size of the largest body that a request may have."
+    )
+    otel: str = Field(
+        "",
+        description="Where stages go as OpenTelemetry spans: the address of an OTLP/HTTP "
+        "collector, or the path of a file; nowhere if empty.",
+    )
+    name: str = Field("server", description="What the spans call this process.")
+
+    @classmethod
+    def of(cls, path: str | Path, **values: Any) -> ServerSpec:
+        """The spec of a checkpoint with flat `values`, each of which goes to the section that has a
+        setting of its name."""
+        values["path"] = str(path)
+        sections = {
+            section: {key: values.pop(key) for key in kind.model_fields if key in values}
+            for section, kind in SECTIONS.items()
+        }
+        return validate_config(cls, {**values, **sections}, "the server's settings")
+
+    def replace(self, **values: Any) -> ServerSpec:
+        """A copy with other flat `values`, checked as those of a new one are."""
+        flat = self.model_dump()
+        return ServerSpec.of(**{**flat.pop("model"), **flat.pop("inference"), **flat, **values})
+
+    @property
+    def model_path(self) -> Path:
+        return Path(self.model.path)
+
+    @property
+    def num_threads(self) -> int:
+        """Compute threads; one where the setting leaves them to a launcher and there is none."""
+        return self.inference.threads or 1
+
+    @property
+    def num_pixel_threads(self) -> int:
+        """Threads that decode images; by default half of the cores, to keep up with a device."""
+        return self.inference.pixel_threads or max(1, min(8, (os.cpu_count() or 1) // 2))
+
+    @property
+    def pixel_cache_bytes(self) -> int:
+        return self.inference.pixel_cache_mb * MEBIBYTE
+
+    @property
+    def feature_cache_bytes(self) -> int:
+        return self.inference.feature_cache_mb * MEBIBYTE
+
+    @property
+    def max_waiting_bytes(self) -> int:
+        return int(self.max_waiting_mb * MEBIBYTE)
+
+
+def describe_prefix_reuse(family: Family, keeps_kv: bool = True) -> str:
+    """What a turn finds of the one before it, and why."""
+    if not keeps_kv:
+        return "turns: each prefilled anew (the engine keeps no KV cache between requests)"
+    if family.packing.carries_state:
+        return (
+            "turns: each prefilled anew (a state that layers carry along a sequence cannot be cut "
+            "back to what two prompts share)"
+        )
+    return "turns: continued (the KV cache stays for a prompt that begins with its tokens)"

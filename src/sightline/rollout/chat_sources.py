@@ -1,0 +1,201 @@
+"""Where the chats of rollouts come from: a policy that trains, or anybody's OpenAI endpoint.
+
+A player knows neither; what a rollout is given beyond the conversation (threads, limits, images)
+is the same for both.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sightline.config import InferenceConfig, MediaConfig, ModelConfig, RolloutConfig
+from sightline.families import load_family, load_renderer
+from sightline.media import ImageIngestor, MediaStore
+from sightline.message import ImageResolver
+from sightline.render import Renderer
+from sightline.rollout.chat import RolloutChat
+from sightline.rollout.client import GenerateClient
+from sightline.rollout.intercept import InterceptionServer
+from sightline.rollout.model_chat import ModelChat
+from sightline.rollout.openai_chat import OpenAIChat
+from sightline.rollout.openai_client import OpenAIClient
+from sightline.rollout.put_pool import PendingPuts, PutPool
+from sightline.rollout.stock_vllm_client import StockVLLMClient
+from sightline.run.stages import Stage
+from sightline.trace import Trace
+from sightline.wire.control import RolloutRequest
+
+
+@dataclass(kw_only=True)
+class ChatSource(ABC):
+    """What the rollouts of a process share, whoever samples."""
+
+    store: MediaStore
+    max_tokens: int
+    """Most tokens that a turn may sample."""
+    max_turns: int = 0
+    """Model calls that a rollout may make; 0 is any number."""
+    resolver: ImageResolver | None = None
+    """Takes images of messages in; left out, one that knows data: and media: only."""
+
+    def __post_init__(self) -> None:
+        self.put_pool = PutPool(self.store)
+        # Not the loop's own executor, which is user code's: what hangs there holds up nobody else.
+        self._pool = ThreadPoolExecutor(thread_name_prefix="chat")
+        self._resolver = self.resolver or ImageIngestor(self.store)
+
+    @abstractmethod
+    def build(self, request: RolloutRequest, trace: Trace, stage: Stage) -> ModelChat:
+        """The chat of one rollout."""
+
+    def serve_agent(self, chat: ModelChat) -> AbstractAsyncContextManager[None]:
+        """While it lasts, an agent of the environment's own may ask at `chat.base_url`."""
+        return nullcontext()
+
+    @property
+    def memory_bytes(self) -> int:
+        """What is held for rollouts under way, beside their chats."""
+        return 0
+
+    @property
+    def wire_counts(self) -> dict[str, int]:
+        """Requests and bytes so far, to all servers and from all agents."""
+        return {}
+
+    async def close(self) -> None:
+        self.put_pool.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _shared(self, request: RolloutRequest, trace: Trace, stage: Stage) -> dict[str, Any]:
+        return {
+            "trace": trace,
+            "store": self.store,
+            "pending": PendingPuts(self.put_pool),
+            "rng": random.Random(request.seed),
+            "seed": request.seed,
+            "temperature": request.temperature,
+            "max_tokens": self.max_tokens,
+            "max_turns": self.max_turns,
+            "swapped_images": request.exchanged,
+            "pool": self._pool,
+            "stage": stage,
+        }
+
+
+@dataclass(kw_only=True)
+class PolicyChats(ChatSource):
+    """Chats whose every token ends up in the trace: they train, and evaluate a checkpoint."""
+
+    renderer: Renderer
+    client: GenerateClient
+    modality: str
+    servers: tuple[str, ...] = ()
+    """Addresses where there are several servers; `client` speaks to the first of them."""
+    max_model_len: int = 0
+    """Longest sequence that the servers take, prompt and answer; 0 is not known."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.interception = InterceptionServer(self._resolver)
+        self._clients = {self.client.base_url: self.client}
+
+    def build(self, request: RolloutRequest, trace: Trace, stage: Stage) -> RolloutChat:
+        return RolloutChat(
+            **self._shared(request, trace, stage),
+            renderer=self.renderer,
+            client=self._get_client(request),
+            modality=self.modality,
+            max_model_len=self.max_model_len,
+        )
+
+    def serve_agent(self, chat: ModelChat) -> AbstractAsyncContextManager[None]:
+        assert isinstance(chat, RolloutChat)
+        return self.interception.serve_rollout(chat)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.interception.memory_bytes
+
+    @property
+    def wire_counts(self) -> dict[str, int]:
+        total: Counter[str] = Counter(asdict(self.interception.counts))
+        for client in self._clients.values():
+            total.update(asdict(client.counts))
+        return dict(total)
+
+    async def close(self) -> None:
+        await self.interception.close()
+        for client in self._clients.values():
+            await client.close()
+        await super().close()
+
+    def _get_client(self, request: RolloutRequest) -> GenerateClient:
+        """A rollout stays with one server, which keeps what it has computed of it."""
+        servers = self.servers or (self.client.base_url,)
+        server = request.server or servers[zlib.crc32(request.rollout_id.encode()) % len(servers)]
+        if server not in self._clients:
+            self._clients[server] = self.client.for_server(server)
+        return self._clients[server]
+
+
+@dataclass(kw_only=True)
+class OpenAIChats(ChatSource):
+    """Chats with somebody's endpoint, which evaluate; nothing of them is committed to a trace."""
+
+    client: OpenAIClient
+    shares_store: bool = False
+    """Whether the endpoint reads the same store."""
+
+    def build(self, request: RolloutRequest, trace: Trace, stage: Stage) -> OpenAIChat:
+        return OpenAIChat(
+            **self._shared(request, trace, stage),
+            client=self.client,
+            resolver=self._resolver,
+            shares_store=self.shares_store,
+            agent_endpoint=self.client,
+        )
+
+    async def close(self) -> None:
+        await self.client.close()
+        await super().close()
+
+
+def build_policy_chats(
+    model: ModelConfig,
+    media: MediaConfig,
+    inference: InferenceConfig,
+    rollout: RolloutConfig,
+    servers: Sequence[str],
+    store: MediaStore,
+) -> PolicyChats:
+    """Chats as the sections of a run file describe them, for workers and for `sightline eval`."""
+    family = load_family(model.path, **model.overrides())
+    resolver = ImageIngestor(store, media.file_roots, media.http_hosts)
+    renderer = load_renderer(model.path, store, family, resolver, model.number_images)
+    client = GenerateClient(servers[0], settings=family.settings)
+    if inference.engine == "stock_vllm":
+        client = StockVLLMClient(
+            servers[0],
+            store=store,
+            banned_token_ids=renderer.pad_token_ids,
+            shares_store=not inference.inline_images,
+        )
+    return PolicyChats(
+        store=store,
+        max_tokens=rollout.max_tokens,
+        max_turns=rollout.max_turns,
+        resolver=resolver,
+        renderer=renderer,
+        client=client,
+        modality=family.modality,
+        servers=tuple(servers),
+        max_model_len=inference.max_model_len,
+    )

@@ -1,0 +1,116 @@
+"""Plays held-out tasks and sums them up, for a run's own evaluation and for `sightline eval`."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TypeVar
+
+from sightline.media import MediaRef
+from sightline.run.confidence import confidence_interval
+from sightline.trace import Trace
+from sightline.wire.control import RolloutRequest
+
+EVAL_SPLIT = "eval"
+T = TypeVar("T")
+
+
+def derive_seed(seed: int, rollout_id: str) -> int:
+    """The seed of one rollout of a run that has `seed`."""
+    digest = hashlib.blake2b(f"{seed}:{rollout_id}".encode(), digest_size=6)
+    return int.from_bytes(digest.digest(), "big")
+
+
+def build_eval_request(
+    task: int,
+    split: str,
+    seed: int,
+    temperature: float,
+    swapped_images: tuple[MediaRef, ...] = (),
+    server: str = "",
+) -> RolloutRequest:
+    """One rollout outside any group; `seed` is the run's, and the task draws its own from it."""
+    rollout_id = f"{split}{'.exchanged' if swapped_images else ''}.{task}"
+    return RolloutRequest(
+        rollout_id=rollout_id,
+        group_id="",
+        task=task,
+        split=split,
+        seed=derive_seed(seed, rollout_id),
+        temperature=temperature,
+        exchanged=swapped_images,
+        server=server,
+    )
+
+
+async def play_tasks(
+    play: Callable[[int], Awaitable[T]], tasks: Iterable[int], max_concurrent: int
+) -> list[T]:
+    """Plays each task once, at most `max_concurrent` at a time; the results in their order."""
+    gate = asyncio.Semaphore(max_concurrent)
+
+    async def play_one(task: int) -> T:
+        async with gate:
+            return await play(task)
+
+    return await asyncio.gather(*map(play_one, tasks))
+
+
+@dataclass(frozen=True)
+class EvalSummary:
+    """What evaluation rollouts earned; those that broke count in no mean."""
+
+    traces: list[Trace]
+
+    @property
+    def scored(self) -> list[Trace]:
+        """Rollouts that came to a reward."""
+        return [trace for trace in self.traces if trace.reward is not None]
+
+    @property
+    def metric(self) -> float:
+        """The mean of the metrics of all rollouts."""
+        return _mean([get_metric(trace) for trace in self.scored])
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95% confidence interval of `metric`."""
+        return confidence_interval([get_metric(trace) for trace in self.scored])
+
+    @property
+    def reward(self) -> float:
+        return _mean(self.rewards)
+
+    @property
+    def rewards(self) -> list[float]:
+        return [trace.reward or 0.0 for trace in self.scored]
+
+    @property
+    def parts(self) -> dict[str, list[float]]:
+        """By the name of a part, its value in each rollout that has it."""
+        names = dict.fromkeys(part for trace in self.scored for part in trace.rewards)
+        return {
+            name: [trace.rewards[name] for trace in self.scored if name in trace.rewards]
+            for name in names
+        }
+
+    @property
+    def by_env(self) -> dict[str, EvalSummary]:
+        """The rollouts of each environment apart, where several were played."""
+        names = sorted({trace.env for trace in self.scored})
+        return {
+            name: EvalSummary([trace for trace in self.traces if trace.env == name])
+            for name in names
+        }
+
+
+def get_metric(trace: Trace) -> float:
+    """The first named part, by which an environment measures itself without penalties."""
+    return next(iter(trace.rewards.values()), trace.reward or 0.0)
+
+
+def _mean(values: list[float]) -> float:
+    return fmean(values) if values else 0.0

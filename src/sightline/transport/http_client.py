@@ -1,0 +1,157 @@
+"""Asks one HTTP server, and again where that may heal: the one retry loop of all clients.
+
+request --> server --answer--> bytes
+              |--refusal that may heal, or no answer--> pause --> request
+  a request waits for: the answer, for as long as it takes      unblocked by: the server
+  a retry waits for: its pause, or what the server asks for     unblocked by: a clock
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+
+import aiohttp
+
+from sightline.errors import EngineError
+
+UNREACHABLE = "unreachable"
+"""The kind of an EngineError where nothing answered."""
+NUM_SHOWN_CHARS = 200
+"""Characters of an answer that an error shows."""
+
+
+@dataclass
+class RequestCounts:
+    """Requests to one server, and the bytes of their bodies."""
+
+    requests: int = 0
+    retries: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+@dataclass
+class RetryingClient:
+    """One for each server. Subclasses say what an answer means that is not 200."""
+
+    base_url: str
+    _: KW_ONLY
+    deadline_s: float = 60.0
+    """Bounds retries, from the first failure on."""
+    max_tries: float = math.inf
+    timeout_s: float | None = None
+    """Longest time of one try; None lets an answer take as long as it does."""
+    first_retry_s: float = 0.05
+    """Pause before the second try; it doubles from there, up to `longest_retry_s`."""
+    longest_retry_s: float = 5.0
+    retry_statuses: tuple[int, ...] = (503,)
+    """Statuses after which the same request may be answered."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers of every request."""
+    counts: RequestCounts = field(default_factory=RequestCounts)
+
+    def __post_init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    def read_error(self, status: int, data: bytes) -> EngineError:
+        """What an answer other than 200 says."""
+        text = data[:NUM_SHOWN_CHARS].decode(errors="replace")
+        return EngineError(
+            f"{self.base_url} answered {status} {text}",
+            "look at the server's log",
+            kind="foreign",
+            status=status,
+        )
+
+    def unreachable_error(self, error: Exception) -> EngineError:
+        """What is said where nothing answers."""
+        return EngineError(
+            f"the server at {self.base_url} does not answer: {type(error).__name__} {error}",
+            "check the address, and that the server runs",
+            kind=UNREACHABLE,
+            status=503,
+        )
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        on_retry: Callable[[int], None] = lambda num_tries: None,
+    ) -> bytes:
+        """The body of the answer; raises EngineError for one that does not come, or is not 200."""
+        give_up, wait_s, num_tries = math.inf, self.first_retry_s, 0
+        while True:
+            num_tries += 1
+            found = await self._try(method, path, body, headers or {})
+            if isinstance(found, bytes):
+                return found
+            error, retry_after_s = found
+            # From the first failure on: the answer that it is about may have been long under way.
+            give_up = min(give_up, time.monotonic() + self.deadline_s)
+            # Spread out, so that many who were refused together do not come back together.
+            pause_s = max(wait_s, retry_after_s) * (0.75 + 0.5 * random.random())
+            is_over = num_tries >= self.max_tries or time.monotonic() + pause_s > give_up
+            if is_over or not self._may_heal(error):
+                raise error
+            self.counts.retries += 1
+            on_retry(num_tries)
+            await asyncio.sleep(pause_s)
+            wait_s = min(wait_s * 2, self.longest_retry_s)
+
+    async def wait_reachable(self, path: str, timeout_s: float = math.inf) -> None:
+        """Returns when the server answers a GET of `path`, were it with a refusal for good."""
+        give_up = time.monotonic() + timeout_s
+        while True:
+            found = await self._try("GET", path, None, {})
+            if isinstance(found, bytes) or not self._may_heal(found[0]):
+                return
+            if time.monotonic() > give_up:
+                raise found[0]
+            await asyncio.sleep(0.1)
+
+    async def get(self, path: str) -> bytes:
+        """One look, whatever the status; raises OSError or a TimeoutError where nothing answers."""
+        async with self._get_session().get(self.base_url + path) as answer:
+            return await answer.read()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def _may_heal(self, error: EngineError) -> bool:
+        return error.kind == UNREACHABLE or error.status in self.retry_statuses
+
+    def _get_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=10),
+                headers={"content-type": "application/json", **self.headers},
+            )
+        return self._session
+
+    async def _try(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+    ) -> bytes | tuple[EngineError, float]:
+        """The answer; or what went wrong, and the seconds for which the server asks."""
+        self.counts.requests += 1
+        self.counts.sent_bytes += len(body or b"")
+        try:
+            async with self._get_session().request(
+                method, self.base_url.rstrip("/") + path, data=body, headers=headers
+            ) as answer:
+                data = await answer.read()
+                self.counts.received_bytes += len(data)
+                if answer.status == 200:
+                    return data
+                after = answer.headers.get("retry-after", "")
+                return self.read_error(answer.status, data), float(after) if after.isdigit() else 0
+        except (aiohttp.ClientError, TimeoutError) as error:
+            return self.unreachable_error(error), 0.0

@@ -1,0 +1,34 @@
+"""`sightline bench`: which benchmarks there are, and what listing them costs."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import sightline.bench
+from sightline.bench import BENCHMARKS
+
+PROGRAM = """
+import sys
+from sightline.cli.main import main
+try:
+    main(["bench", "--help"])
+except SystemExit:
+    print([name for name in ("torch", "transformers", "PIL", "zmq") if name in sys.modules])
+"""
+
+
+def test_every_module_of_the_room_is_a_benchmark() -> None:
+    found = [one.name for one in pkgutil.iter_modules(sightline.bench.__path__) if not one.ispkg]
+    assert sorted(found) == list(BENCHMARKS)
+    for name in found:
+        module = importlib.import_module(f"sightline.bench.{name}")
+        assert callable(module.add_arguments) and callable(module.run)
+
+
+def test_listing_the_benchmarks_loads_no_heavy_library() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert all(words in done.stdout for words in BENCHMARKS.values())
