@@ -1,4 +1,5 @@
-"""Families that each break one promise: copies of the third family with a few words changed.
+"""Families that each break one promise: copies of the third family, and of what
+it builds on, with a few words changed.
 
 `broken_families/` holds them, a file for each suite. This is a plugin of pytest too: it leaves, of
 each broken family, the tests that must fail on it.
@@ -15,8 +16,15 @@ from typing import Any
 from hypothesis import Phase, settings
 
 from tests.contract.case import Case
-from tests.contract.suites import THIRD_FAMILY
+from tests.contract.suites import ROOT, THIRD_FAMILY
 
+SHARED = {
+    "sightline.families.renderer": "base_renderer",
+    "sightline.families.vision_family": "base_vision",
+    "sightline.families.processor_settings": "base_settings",
+    "sightline.render.bridge": "base_bridge",
+}
+"""Modules that a family builds on: each broken one has copies, which can be broken too."""
 HERE = Path(__file__).with_name("broken_families")
 FAMILY = "pebble"
 
@@ -63,6 +71,14 @@ class Broken:
             folder,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
+        for module, name in SHARED.items():
+            source = ROOT.joinpath("src", *module.split(".")).with_suffix(".py")
+            shutil.copy(source, folder / f"{name}.py")
+        for file in folder.glob("*.py"):
+            source = file.read_text()
+            for module, name in SHARED.items():
+                source = source.replace(f"from {module} import", f"from .{name} import")
+            file.write_text(source)
         for edit in self.edits:
             edit.apply(folder)
         for file in THIRD_FAMILY.glob(f"{FAMILY}_*"):

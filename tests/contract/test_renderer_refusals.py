@@ -130,5 +130,5 @@ def test_what_a_tool_says_is_read_by_itself_too(checkpoint: Any) -> None:
     """New messages of a conversation come without the question that began it."""
     if checkpoint.case.takes_tools:
         new = [{"role": "tool", "tool_call_id": "c", "content": "b"}]
-        (read,) = checkpoint.renderer.messages(new)
+        (read,) = checkpoint.renderer.read_conversation(new)
         assert read.role == "tool"

@@ -17,10 +17,10 @@ def copy_to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """
     tensor = torch.from_numpy(array)
     if device.type == "cuda" and not tensor.is_pinned():
-        held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         # By one thread: to wake torch's others takes longer than such arrays do.
-        np.copyto(held.numpy(), array)
-        tensor = held
+        np.copyto(pinned.numpy(), array)
+        tensor = pinned
     return tensor.to(device, non_blocking=True)
 
 

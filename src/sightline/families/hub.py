@@ -41,7 +41,7 @@ def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
         problem = f"{found} lacks {', '.join(missing)}"
     files = (*CONFIG_FILES, *WEIGHT_FILES) if with_weights else CONFIG_FILES
     raise FamilyError(
-        f"{str(model)!r} is no folder, and as a model of the hub it is not to be had: {problem}",
+        f"{str(model)!r} is no folder, and as a model of the hub it cannot be fetched: {problem}",
         "make one with `sightline model tiny DIR`, name a folder, or put the files of the model "
         f"into the cache: {', '.join(files)}",
     )

@@ -1,8 +1,9 @@
 """One gather from an image to its patches: no floats, and no copy of the pixels on the way.
 
 Pillow keeps RGB as four bytes a pixel; `split` writes each channel to a plane of its own, which
-numpy then reads in place. The rows of a patch are copied as units of `patch` bytes: copied byte by
-byte, the same patches take about three times as long.
+numpy then reads in place, by Arrow's C interface. `np.asarray` would copy the plane once more: an
+image of 1920x1088 then took 11.1 ms instead of 8.1. The rows of a patch are copied as units of
+`patch` bytes: copied byte by byte, the same patches take about three times as long.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from sightline.media import MediaRef
-from sightline.message import ImageResolver
-from sightline.render import Renderer
 from sightline.wire import MediaItem, Slot
 
 if TYPE_CHECKING:
@@ -31,8 +29,9 @@ class ImageLayout:
     """Patches along time, height and width."""
     num_tokens: int
     height: int
-    """Pixels after resizing."""
+    """Pixels after resizing, before padding."""
     width: int
+    """Pixels after resizing, before padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +56,7 @@ class Family(Protocol):
     name: str
     """The name of its folder."""
     fingerprint: str
+    """The hash of `settings`, by which items of other settings are refused."""
     settings: dict[str, Any]
     """What the fingerprint hashes: every setting that changes a pixel or a token count."""
     num_axes: int
@@ -125,25 +125,14 @@ class Forward(Protocol):
         """Last hidden states (B, T, H) of token_ids (B, T) with positions (A, B, T).
 
         `features` (N, F) replace the embeddings at `feature_indices` (N,), indices into the
-        flattened B*T tokens. `attention` is an attention pattern of `sightline.compute`.
+        flattened B*T tokens. `attention` attends, by its `attend`, and has
+        the `state` that recurrent layers carry along a row, or None.
         """
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(N, vocabulary) of (N, H)."""
         ...
-
-
-class FamilyFolder(Protocol):
-    """What `families/<name>/__init__.py` offers; it imports neither torch nor transformers."""
-
-    def claims(self, config: dict[str, Any]) -> bool:
-        """Whether a checkpoint with this config.json is of the family."""
-        ...
-
-    def load_family(self, path: Path, overrides: dict[str, int]) -> Family: ...
-
-    def load_renderer(self, path: Path, family: Family, resolver: ImageResolver) -> Renderer: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +143,7 @@ class EngineField:
     is_flat: bool
     """Whether the arrays of several images are laid end to end; else they are stacked."""
     stays_on_host: bool = False
+    """Whether the engine reads the array on the CPU, such as the grid of an image."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +152,9 @@ class ParameterSlice:
 
     name: str
     index: int | None = None
-    """Along the first axis, which then falls away; None is all of it."""
+    """The index along the first axis, which then falls away; None is all of it."""
     rows: np.ndarray | None = None
-    """Along the first axis that is left, in this order; None is all of them."""
+    """The indices along the first axis that is left, in this order; None is all of them."""
 
 
 class ServingSpec(Protocol):
@@ -181,7 +171,7 @@ class ServingSpec(Protocol):
     """Arguments that the engine needs on a CPU, where its kernels know less."""
     HF_OVERRIDES: dict[str, Any]
     """What the engine must be told in place of what config.json says. With any, it reads the
-    checkpoint as `stored` says; without, by itself."""
+    checkpoint as `map_parameters` says; without, by itself."""
 
     def check_servable(self, folder: Path, takes_updates: bool) -> None:
         """Raises FamilyError for a checkpoint that the engine cannot serve.
@@ -190,14 +180,14 @@ class ServingSpec(Protocol):
         """
         ...
 
-    def stored(
+    def map_parameters(
         self, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, list[ParameterSlice]]:
         """The parameters of `shapes` as the engine's checkpoints store them, by their names there:
         parts of ours, laid end to end."""
         ...
 
-    def fields(
+    def build_fields(
         self, family: Any, item: MediaItem, patches: np.ndarray, normalizes: bool
     ) -> dict[str, EngineField]:
         """The arrays of one image; `normalizes` says that the engine takes uint8 values."""

@@ -1,21 +1,26 @@
 """Finds the family of a checkpoint. It looks at folders and names none.
 
 A family is a folder of this package, or of `sightline_families`: a namespace that every folder on
-the Python path can add to.
+the Python path can add to. Its `__init__.py`, which imports neither torch nor transformers, offers
+
+    claims(config)                          whether a checkpoint with this config.json is its own
+    load_family(path, overrides)            its `Family`
+    load_renderer(path, family, resolver)   its `Renderer`; with `number_images` as a keyword where
+                                            it has CAN_NUMBER_IMAGES = True
+    IS_DEFAULT = True                       where commands that are given no family take it
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import pkgutil
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-import sightline.families as families_package
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import read_json
 from sightline.families.hub import resolve_checkpoint
 from sightline.families.protocol import Family, Forward, ServingSpec
 from sightline.media import ImageIngestor, MediaStore
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 
-FAMILY_PACKAGES = (families_package.__name__, "sightline_families")
+FAMILY_PACKAGES = (__name__.rpartition(".")[0], "sightline_families")
 """The packages whose folders are families: our own, and the one of others."""
 
 
@@ -57,8 +62,8 @@ def family_names() -> list[str]:
 def get_default_family() -> str:
     """The family that commands take when none is named: the folder that says so of itself."""
     folders = _import_folders()
-    said = [name for name, folder in folders.items() if getattr(folder, "IS_DEFAULT", False)]
-    return [*said, *folders][0]
+    chosen = [name for name, folder in folders.items() if getattr(folder, "IS_DEFAULT", False)]
+    return [*chosen, *folders][0]
 
 
 def _import_family_file(name: str, file: str) -> ModuleType:
@@ -91,7 +96,7 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path} is no checkpoint: it has no config.json",
             "make one with `sightline model tiny DIR`, or point [model] path at a checkpoint",
         )
-    return cast(dict[str, Any], json.loads(file.read_text()))
+    return read_json(file)
 
 
 def load_family(model: str | Path, **overrides: int) -> Family:
@@ -122,7 +127,7 @@ def load_renderer(
         return cast(Renderer, folder.load_renderer(path, family, resolver))
     if not getattr(folder, "CAN_NUMBER_IMAGES", False):
         raise FamilyError(
-            f"the chat format of {path} does not number pictures",
+            f"the chat format of {path} does not number images",
             "remove [model] number_images from the run file",
         )
     return cast(Renderer, folder.load_renderer(path, family, resolver, number_images=True))
@@ -141,6 +146,8 @@ def load_serving(model: str | Path, family: Family, takes_updates: bool = True) 
     try:
         serving = cast(ServingSpec, _import_family_file(family.name, "serving"))
     except ModuleNotFoundError as error:
+        if error.name != f"{_find_modules()[family.name]}.serving":
+            raise  # the file is there, and what it imports is not
         raise FamilyError(
             f"the family {family.name} does not say how vLLM names its images",
             'set engine = "torch", or add serving.py to its folder: see docs/adding_a_family.md',

@@ -48,15 +48,19 @@ class Refused:
 class Renderer(Protocol):
     stop_token_ids: tuple[int, ...]
     pad_token_ids: tuple[int, ...]
-    """Ids that stand for media; banned in sampling by every engine and in the trainer's softmax."""
+    """Ids of media and of the marks around them; banned in sampling by every engine and in the
+    trainer's softmax. The first fills slots."""
     vocab_size: int
 
-    def messages(self, messages: Messages) -> list[Message]:
-        """A whole conversation in our form, with its images taken into the store."""
+    def read_conversation(self, messages: Messages) -> list[Message]:
+        """A whole conversation in our form, with its images taken into the store.
+
+        Raises MessageError for what the chat format cannot express, an empty list included.
+        """
         ...
 
-    def read(self, messages: Messages) -> list[Message]:
-        """The same for a part of a conversation: what only the whole can break is not checked."""
+    def read_messages(self, messages: Messages) -> list[Message]:
+        """A part of a conversation in our form: what only the whole can break is not checked."""
         ...
 
     def render(

@@ -71,7 +71,7 @@ class RolloutChat(ModelChat):
     async def messages(self, messages: Messages) -> list[Message]:
         """The messages in our form, with their images taken into the store."""
         await self.pending.settle()
-        return await self.run_in_pool(self.renderer.read, unwrap_refs(messages))
+        return await self.run_in_pool(self.renderer.read_messages, unwrap_refs(messages))
 
     async def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         with self._begin_turn() as stage:

@@ -21,6 +21,8 @@ _NODE_FIELDS = ("parent", "message", "sampled_start", "slots", "finish_reason", 
 
 @dataclass(frozen=True, slots=True)
 class TraceDifference:
+    """The first place where two traces differ, and what each has there."""
+
     where: str
     one: str
     other: str
@@ -72,11 +74,12 @@ def _compare_nodes(
         return TraceDifference(
             f"{where}, logprob of sampled token {at}", f"{logprobs[at]}", f"{others[at]}"
         )
-    tools, more = (
-        trace.toolsets[node.tools] if node.tools >= 0 else "none"
-        for trace, node in ((one, a), (other, b))
+    tools, more = one.graph.get_toolset(a.tools), other.graph.get_toolset(b.tools)
+    return (
+        None
+        if tools == more
+        else TraceDifference(f"{where}, tools", tools or "none", more or "none")
     )
-    return None if tools == more else TraceDifference(f"{where}, tools", tools, more)
 
 
 def _compare_field(name: str, one: Any, other: Any) -> TraceDifference | None:

@@ -6,8 +6,9 @@ hold plain values only, the values are walked.
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ import msgspec
 from sightline.errors import WireError
 
 MAX_FOREIGN_BYTES = 64 << 20
-"""Of a file; more of a foreign one is not read."""
+"""Bytes that are read of a file that is not ours."""
 _MAX_VALUES = 500_000
 _PIXEL_NAMES = ("pixel", "image_embed", "image_feature", "mm_kwargs", "multi_modal_inputs")
 _OWN_NAMES = ("pixel_digest", "pixel_digests")
@@ -27,7 +28,7 @@ INLINE = "bytes of images"
 ARRAYS = "packed arrays"
 
 PIXELS_FIX = (
-    "processed pixels cannot be used: they fit one processor and no image can be told from them. "
+    "processed pixels cannot be used: they fit one processor, and no image can be made of them. "
     "Put the images themselves into a store with `sightline media put` and roll out again"
 )
 _FIXES = {
@@ -40,43 +41,32 @@ _FIXES = {
 _FIX = "read files of a run's traces/, which sightline wrote"
 
 
-@dataclass
-class UnusableData:
-    """Places of what cannot be used, by kind."""
-
-    places: dict[str, list[str]] = field(default_factory=dict)
-
-    def add(self, kind: str, path: str, size: str = "") -> None:
-        self.places.setdefault(kind, []).append(path + (f" ({size})" if size else ""))
-
-    def __str__(self) -> str:
-        texts = []
-        for kind, paths in self.places.items():
-            more = f" and at {len(paths) - 1} more places" if len(paths) > 1 else ""
-            texts.append(f"{kind} at {paths[0]}{more}")
-        return "; ".join(texts)
-
-    @property
-    def fix(self) -> str:
-        return next((fix for kind, fix in _FIXES.items() if kind in self.places), _FIX)
-
-
 def build_foreign_data_error(data: bytes, problem: str, otherwise: str = _FIX) -> WireError:
     """The error about bytes that are no trace: `problem`, what they are and what they hold.
 
     `otherwise` is the cure where nothing in them is known to be unusable.
     """
     kind, values, fix = _identify(data)
-    found = find_unusable_data(values)
-    told = "; ".join(text for text in (kind, f"it holds {found}" if found.places else "") if text)
+    unusable = find_unusable_data(values)
+    parts = [kind] if kind else []
+    if unusable:
+        parts.append(
+            "it holds " + "; ".join(_describe_places(*entry) for entry in unusable.items())
+        )
+        fix = next(fix for name, fix in _FIXES.items() if name in unusable)
     return WireError(
-        f"{problem}{': ' if told else ''}{told}", found.fix if found.places else fix or otherwise
+        ": ".join([problem, "; ".join(parts)] if parts else [problem]), fix or otherwise
     )
 
 
-def find_unusable_data(values: Any) -> UnusableData:
-    """Pixels and encoded images among plain values, each with its JSON path."""
-    found, left = UnusableData(), [("$", values)]
+def _describe_places(kind: str, places: list[str]) -> str:
+    more = f" and at {len(places) - 1} more places" if len(places) > 1 else ""
+    return f"{kind} at {places[0]}{more}"
+
+
+def find_unusable_data(values: Any) -> dict[str, list[str]]:
+    """The JSON paths of pixels and encoded images among plain values, by kind."""
+    found, left = defaultdict[str, list[str]](list), [("$", values)]
     for _ in range(_MAX_VALUES):
         if not left:
             break
@@ -85,20 +75,20 @@ def find_unusable_data(values: Any) -> UnusableData:
             for name, inner in reversed(value.items()):
                 place = f"{path}.{name}"
                 if _names_pixels(name) and isinstance(inner, (list, dict, bytes, str)) and inner:
-                    found.add(PIXELS, place, _describe_size(inner))
+                    found[PIXELS].append(f"{place} ({_describe_size(inner)})")
                 else:
                     left.append((place, inner))
         elif isinstance(value, list):
             if _is_matrix(value):
-                found.add(PIXELS, path, _describe_size(value))
+                found[PIXELS].append(f"{path} ({_describe_size(value)})")
             elif value and not isinstance(value[0], (int, float)):
                 left += [(f"{path}[{i}]", value[i]) for i in reversed(range(len(value)))]
         elif isinstance(value, str) and value.startswith("data:"):
-            found.add(ENCODED, path, f"{len(value)} characters")
+            found[ENCODED].append(f"{path} ({len(value)} characters)")
         elif isinstance(value, bytes) and value.startswith(_IMAGE_MAGIC):
-            found.add(INLINE, path, f"{len(value)} bytes")
+            found[INLINE].append(f"{path} ({len(value)} bytes)")
         elif isinstance(value, msgspec.msgpack.Ext):
-            found.add(ARRAYS, path, f"extension {value.code}, {len(bytes(value.data))} bytes")
+            found[ARRAYS].append(f"{path} (extension {value.code}, {len(bytes(value.data))} bytes)")
     return found
 
 
@@ -129,40 +119,33 @@ def _describe_size(value: Any) -> str:
 # --- what it is
 
 
+_NOT_OPENED = (
+    "and was not opened: unpickling runs whatever code is in it; tensors in it are processed data"
+)
+_BINARY_FORMATS = (
+    (
+        rb"\x80[\x02-\x05]",
+        f"a Python pickle, as torch.save and pickle.dump write it, {_NOT_OPENED}",
+        PIXELS_FIX,
+    ),
+    (rb"PK\x03\x04.*data\.pkl", f"a file of torch.save {_NOT_OPENED}", PIXELS_FIX),
+    (rb"PK\x03\x04.*\.npy", "numpy arrays", PIXELS_FIX),
+    (rb"PK\x03\x04", "a zip archive", "unpack it first"),
+    (rb"\x93NUMPY", "a numpy array", PIXELS_FIX),
+    (rb".{3}[\x00-\x07]\x00{4}\{", "a safetensors file of tensors", PIXELS_FIX),
+    (rb"PAR1|ARROW1", "a table (parquet or arrow)", _FIX),
+    (rb"\x1f\x8b|\x28\xb5\x2f\xfd", "compressed", "decompress it first"),
+)
+"""What the first bytes of a file look like, what it is then, and what to do."""
+
+
 def _identify(data: bytes) -> tuple[str, Any, str]:
     """What the bytes are, the plain values in them, and what to do."""
-    kind, fix = next(_identify_binary(data), ("", ""))
-    if kind:
-        return kind, None, fix
+    for pattern, kind, fix in _BINARY_FORMATS:
+        if re.match(pattern, data[:4096], re.DOTALL):
+            return f"it is {kind}", None, fix
     kind, values = next(_decode_plain(data), ("", None))
     return kind, values, ""
-
-
-def _identify_binary(data: bytes) -> Iterator[tuple[str, str]]:
-    head = data[:4096]
-    if len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5:
-        yield (
-            "it is a Python pickle, as torch.save and pickle.dump write it, and was not opened: "
-            "unpickling runs whatever code is in it; tensors in it are processed data",
-            PIXELS_FIX,
-        )
-    if head.startswith(b"PK\x03\x04"):
-        if b"data.pkl" in head:
-            yield (
-                "it is a file of torch.save and was not opened: unpickling runs whatever code is "
-                "in it; tensors in it are processed data",
-                PIXELS_FIX,
-            )
-        kind = "numpy arrays" if b".npy" in head else "a zip archive"
-        yield f"it is {kind}", PIXELS_FIX if b".npy" in head else "unpack it first"
-    if head.startswith(b"\x93NUMPY"):
-        yield "it is a numpy array", PIXELS_FIX
-    if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 27:
-        yield "it is a safetensors file of tensors", PIXELS_FIX
-    if head.startswith((b"PAR1", b"ARROW1")):
-        yield "it is a table (parquet or arrow)", _FIX
-    if head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd")):
-        yield "it is compressed", "decompress it first"
 
 
 def _decode_plain(data: bytes) -> Iterator[tuple[str, Any]]:

@@ -1,18 +1,21 @@
-"""The paths of a trace: what follows from its nodes, kept in step with them and never stored."""
+"""The paths of a trace, and how it grows: nodes, toolsets and forks are added here alone.
+
+What follows from the nodes is kept in step with them and never stored.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from sightline.message import Message
 from sightline.render.protocol import Rendered
-from sightline.trace.node import ROOT, Node, int32_array
+from sightline.trace.node import NO_TOOLS, ROOT, Node, int32_array
 from sightline.wire import Slot
 
 MAX_CACHED_PATHS = 4
-"""Enough for a conversation and a few sub-agents beside it; past that a tip is joined again."""
+"""Enough for a conversation and a few sub-agents beside it; past that a path is joined again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +25,30 @@ class PathTokens:
     prompt_ids: list[int]
     completion_ids: list[int]
     slots: list[Slot]
-    """Absolute."""
+    """Slots at offsets from the start of the path."""
     pixel_digests: list[str | None]
-    """One per slot."""
+    """The recorded digest of each slot."""
 
 
 class PathMatch(NamedTuple):
     """How far a rendered conversation agrees with the trace."""
 
     node: int
+    """The last node of the trace that it holds."""
     num_messages: int
     num_tokens: int
 
 
 class TraceGraph:
-    def __init__(self, nodes: list[Node]) -> None:
-        self._nodes = nodes
+    """The graph of trace `trace_id`; the lists are the trace's own."""
+
+    def __init__(
+        self, trace_id: str, nodes: list[Node], toolsets: list[str], forks: dict[str, int]
+    ) -> None:
+        self.trace_id = trace_id
+        self.nodes = nodes
+        self._toolsets = toolsets
+        self._forks = forks
         self._children: dict[int, list[int]] = {}
         self._ends: list[int] = []
         self._cached_paths: dict[int, PathTokens] = {}
@@ -51,8 +62,23 @@ class TraceGraph:
         self.num_turns += node.is_turn
 
     def add(self, node: Node) -> None:
-        self._nodes.append(node)
+        self.nodes.append(node)
         self._index(node)
+
+    def add_toolset(self, tools: str) -> int:
+        """The number of a toolset, which is added when it is new."""
+        if not tools:
+            return NO_TOOLS
+        if tools not in self._toolsets:
+            self._toolsets.append(tools)
+        return self._toolsets.index(tools)
+
+    def get_toolset(self, number: int) -> str:
+        """The tools that a turn was asked with, as JSON; empty for none."""
+        return "" if number == NO_TOOLS else self._toolsets[number]
+
+    def count_fork(self, reason: str) -> None:
+        self._forks[reason] = self._forks.get(reason, 0) + 1
 
     def end(self, node: int) -> int:
         """The number of tokens from the root to the end of the node."""
@@ -66,14 +92,31 @@ class TraceGraph:
         path = []
         while node != ROOT:
             path.append(node)
-            node = self._nodes[node].parent
+            node = self.nodes[node].parent
         path.reverse()
         return path
 
+    def branches(self) -> list[list[int]]:
+        """The paths from the root to every leaf, in the order of the leaves."""
+        return [self.path(node.id) for node in self.nodes if not self.children(node.id)]
+
+    def split_turns(self, turns: Container[int]) -> Iterator[tuple[list[int], list[int]]]:
+        """Paths that hold each of `turns` once, with those that no earlier path holds.
+
+        Branches come longest first, then by the id of their leaf; a path ends at the last turn
+        that it brings.
+        """
+        taken = set[int]()
+        branches = sorted(self.branches(), key=lambda path: (-self.end(path[-1]), path[-1]))
+        for path in branches:
+            if own := [node for node in path if node in turns and node not in taken]:
+                taken.update(own)
+                yield path[: path.index(own[-1]) + 1], own
+
     def last_turn(self, node: int) -> int:
         """The nearest node at or above `node` that was sampled."""
-        while node != ROOT and not self._nodes[node].is_turn:
-            node = self._nodes[node].parent
+        while node != ROOT and not self.nodes[node].is_turn:
+            node = self.nodes[node].parent
         return node
 
     def match_rendered(self, history: Sequence[Message], rendered: Rendered) -> PathMatch:
@@ -82,14 +125,14 @@ class TraceGraph:
         node, offset, num_slots = ROOT, 0, 0
         for i, (message, span) in enumerate(zip(history, rendered.spans, strict=False)):
             best = None
-            for child in (self._nodes[c] for c in self.children(node)):
+            for child in (self.nodes[c] for c in self.children(node)):
                 data, stop = child.token_ids.data, offset + len(child.token_ids)
                 if (
                     stop <= span.stop
                     and child.message == message
                     and stream[4 * offset : 4 * stop] == data
                     and _has_same_slots(child, offset, rendered.slots, num_slots)
-                    # A turn that was cut off is a prefix of the same turn told to its end.
+                    # A turn that was cut off is a prefix of the same turn sampled to its end.
                     and (best is None or len(data) >= len(best.token_ids.data))
                 ):
                     best = child
@@ -103,7 +146,7 @@ class TraceGraph:
         self, parent: int, message: Message, data: bytes, slots: Sequence[Slot]
     ) -> Node | None:
         """The child of `parent` that already says this message with these tokens."""
-        for child in (self._nodes[c] for c in self.children(parent)):
+        for child in (self.nodes[c] for c in self.children(parent)):
             if (
                 child.token_ids.data == data
                 and child.message == message
@@ -115,24 +158,24 @@ class TraceGraph:
     def tokens(self, path: Sequence[int]) -> list[int]:
         ids: list[int] = []
         for node in path:
-            ids += self._nodes[node].token_ids.numpy().tolist()
+            ids += self.nodes[node].token_ids.numpy().tolist()
         return ids
 
     def slots(self, path: Sequence[int]) -> list[Slot]:
         slots, start = [], 0
-        for node in (self._nodes[n] for n in path):
+        for node in (self.nodes[n] for n in path):
             slots += [Slot(start + s.offset, s.length, s.item) for s in node.slots]
             start += len(node.token_ids)
         return slots
 
     def pixel_digests(self, path: Sequence[int]) -> list[str | None]:
-        return [slot.pixel_digest for node in path for slot in self._nodes[node].slots]
+        return [slot.pixel_digest for node in path for slot in self.nodes[node].slots]
 
     def path_tokens(self, turn: int) -> PathTokens:
-        kept = self._cached_paths.get(turn)
-        if kept is not None:
-            return kept
-        path, num_sampled = self.path(turn), self._nodes[turn].num_sampled
+        cached = self._cached_paths.get(turn)
+        if cached is not None:
+            return cached
+        path, num_sampled = self.path(turn), self.nodes[turn].num_sampled
         ids = self.tokens(path)
         return PathTokens(
             prompt_ids=ids[:-num_sampled],

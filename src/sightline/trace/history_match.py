@@ -2,7 +2,7 @@
 
 Programs keep histories in shapes of their own: they drop the reasoning, read the arguments of a
 call and write them anew, send null for a content beside calls, name calls by the ids that they
-were given. Each of these is still what the model said, so that the history goes on from the
+were given. Each of these is still what the model sampled, so that the history goes on from the
 sampled tokens. Anything else is an edit, and forks.
 """
 
@@ -37,7 +37,7 @@ def match_history(
     """Messages are compared, not hashed: a re-sent history costs no more than reading it."""
     level = deepest = {ROOT: 0}
     for message in history:
-        # Of turns that say the same, the one whose own call ids come back is meant.
+        # Of turns with the same message, the one whose own call ids come back is meant.
         level = {
             child: score + likeness
             for node, score in level.items()
@@ -53,31 +53,31 @@ def match_history(
 
 
 def _score_likeness(node: Node, message: Message) -> int:
-    said = node.message
-    if said == message:
+    recorded = node.message
+    if recorded == message:
         return _SAME
     if not node.is_turn or message.role != "assistant":
         return _OTHER
-    if message.reasoning is not None and message.reasoning != said.reasoning:
+    if message.reasoning is not None and message.reasoning != recorded.reasoning:
         return _OTHER
-    has_lost_content = bool(said.tool_calls) and not message.content
-    if message.content != said.content and not has_lost_content:
+    has_lost_content = bool(recorded.tool_calls) and not message.content
+    if message.content != recorded.content and not has_lost_content:
         return _OTHER
-    if len(message.tool_calls) != len(said.tool_calls) or not all(
-        map(_is_same_call, said.tool_calls, message.tool_calls)
+    if len(message.tool_calls) != len(recorded.tool_calls) or not all(
+        map(_is_same_call, recorded.tool_calls, message.tool_calls)
     ):
         return _OTHER
-    ids = [make_call_id(node.id, k) for k in range(len(said.tool_calls))]
+    ids = [make_call_id(node.id, k) for k in range(len(recorded.tool_calls))]
     return _SAME if ids and [call.id for call in message.tool_calls] == ids else _ALIKE
 
 
-def _is_same_call(said: ToolCall, sent: ToolCall) -> bool:
-    if said.name != sent.name:
+def _is_same_call(recorded: ToolCall, sent: ToolCall) -> bool:
+    if recorded.name != sent.name:
         return False
-    if said.arguments == sent.arguments:
+    if recorded.arguments == sent.arguments:
         return True
     try:
-        return _is_same_value(json.loads(said.arguments), json.loads(sent.arguments))
+        return _is_same_value(json.loads(recorded.arguments), json.loads(sent.arguments))
     except (ValueError, RecursionError):
         return False
 

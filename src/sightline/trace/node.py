@@ -55,18 +55,18 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     """
 
     id: int
-    """Its place in the nodes of the trace."""
+    """The index of the node among those of the trace."""
     parent: int
     """The id of the node before it, smaller than its own; -1 for none."""
     message: Message
     token_ids: Array
-    """int32."""
+    """int32 ids of the tokens of the message, its marks included."""
     sampled_start: int
     """Tokens from here on were sampled; the number of tokens when none was."""
     logprobs: Array = _NO_LOGPROBS
-    """float32, of each sampled token."""
+    """float32: the logprob of each sampled token."""
     versions: tuple[PolicySpan, ...] = ()
-    """They tile the sampled tokens."""
+    """The policy versions that sampled; their spans tile the sampled tokens."""
     slots: tuple[Slot[MediaItem], ...] = ()
     """The images that the message brought, at offsets from the start of the node."""
     finish_reason: str = ""
@@ -94,7 +94,7 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
     @property
     def is_turn(self) -> bool:
-        """Whether the model said it in this trace."""
+        """Whether the model sampled it in this trace."""
         return self.sampled_start < len(self.token_ids)
 
     @property

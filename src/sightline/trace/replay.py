@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from sightline.errors import EngineError
 from sightline.render import Bridged, Renderer
-from sightline.trace.node import NO_TOOLS, ROOT, Node
+from sightline.trace.node import ROOT, Node
 from sightline.trace.trace import Trace
 from sightline.wire import Slot
 
 LOGPROB_TOLERANCE = 1e-3
-"""Of a logprob; a float32 engine agrees with itself to about 1e-5."""
+"""By how much a logprob may differ; a float32 engine agrees with itself to about 1e-5."""
 BRIDGED, RENDERED, NEITHER = "bridged", "rendered", "neither"
 NUM_CONTEXT_TOKENS = 4
 """Tokens that are spelled out on either side of a difference."""
@@ -33,14 +33,16 @@ class PromptScores:
     """What a server says about a prompt."""
 
     logprobs: Sequence[float | None]
-    """One per token; None for those that have none."""
+    """The logprob of each token; None for those that have none."""
     pixel_digests: Sequence[str | None]
-    """One per slot."""
+    """The digest of the pixels of each slot."""
     version: str
-    """Of the weights."""
+    """The version of the weights that scored."""
 
 
 class PromptScorer(Protocol):
+    """Asks a server to score a prompt."""
+
     async def __call__(
         self, token_ids: list[int], slots: list[Slot], temperature: float
     ) -> PromptScores: ...
@@ -48,29 +50,35 @@ class PromptScorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplayDifference:
+    """One way in which a turn is not what would be made or said now."""
+
     node: int
     what: str
-    """ids, slots, message, pixels, logprobs or refused."""
+    """What differs: ids, slots, message, pixels, logprobs or refused."""
     detail: str
 
 
 @dataclass(slots=True)
 class TurnReplay:
+    """How one turn was made, and how far its logprobs moved."""
+
     node: int
     prompt_origin: str
     """Which way of making the prompt gives the recorded one: bridged, rendered or neither."""
     num_sampled: int
     max_logprob_change: float | None = None
-    """Of its sampled tokens, absolute; None when they could not be scored."""
+    """The largest absolute change of a sampled token; None when nothing was scored."""
 
 
 @dataclass(slots=True)
 class ReplayReport:
+    """What a trace showed when it was replayed."""
+
     trace_id: str
     turns: list[TurnReplay] = field(default_factory=list)
     differences: list[ReplayDifference] = field(default_factory=list)
     versions: set[str] = field(default_factory=set)
-    """Of the weights that scored."""
+    """The versions of the weights that scored."""
     num_digests: int = 0
     """Pixel digests that were compared; those that nobody recorded cannot be."""
 
@@ -86,7 +94,7 @@ async def replay_trace(
     score: PromptScorer | None,
     tolerance: float = LOGPROB_TOLERANCE,
 ) -> ReplayReport:
-    """Renders, parses and scores all turns of `trace` again; without `score`, all but the last."""
+    """Renders, parses and scores all turns of `trace` again; without `score` nothing is scored."""
     replayed = ReplayReport(trace.id)
     for node in trace.turns:
         prompt_origin, differences = await asyncio.to_thread(_replay_turn, trace, node, renderer)
@@ -94,7 +102,7 @@ async def replay_trace(
         replayed.differences += differences
     if score is not None:
         scoring = _ScoreComparison(trace, replayed, tolerance)
-        for path, turns in _split_turns_by_path(trace):
+        for path, turns in trace.graph.split_turns({turn.id for turn in trace.turns}):
             await scoring.score(path, turns, score)
     replayed.differences.sort(key=lambda difference: difference.node)
     return replayed
@@ -116,11 +124,11 @@ def _replay_turn(
     if made_slots != slots:
         found.append(ReplayDifference(node.id, "slots", _describe_slots(slots, made_slots)))
     completion = trace.tokens([node.id])[node.sampled_start :]
-    said = renderer.parse(completion).as_message()
-    if said != node.message:
+    parsed = renderer.parse(completion).as_message()
+    if parsed != node.message:
         found.append(
             ReplayDifference(
-                node.id, "message", f"recorded {node.message!r}, now parsed as {said!r}"
+                node.id, "message", f"recorded {node.message!r}, now parsed as {parsed!r}"
             )
         )
     return prompt_origin, found
@@ -130,7 +138,8 @@ def _rebuild_prompt(
     trace: Trace, node: Node, renderer: Renderer, recorded: list[int], slots: list[Slot]
 ) -> tuple[str, list[int], list[Slot]]:
     """The prompt of a turn, made as it was; where neither way gives it, as it would be made now."""
-    tools = None if node.tools == NO_TOOLS else json.loads(trace.toolsets[node.tools])
+    toolset = trace.graph.get_toolset(node.tools)
+    tools = json.loads(toolset) if toolset else None
     before = trace.path(node.parent) if node.parent != ROOT else []
     last = trace.graph.last_turn(node.parent)
     bridged = None
@@ -149,18 +158,18 @@ def _rebuild_prompt(
             )
             if bridged == (recorded, slots):
                 return BRIDGED, *bridged
-    rendered = renderer.render([trace.nodes[n].message for n in before], tools)
-    whole = (rendered.token_ids, rendered.slots)
-    if whole == (recorded, slots):
-        return RENDERED, *whole
-    return NEITHER, *(bridged or whole)
+    full = renderer.render([trace.nodes[n].message for n in before], tools)
+    rendered = (full.token_ids, full.slots)
+    if rendered == (recorded, slots):
+        return RENDERED, *rendered
+    return NEITHER, *(bridged or rendered)
 
 
 def _describe_ids(recorded: list[int], made: list[int], renderer: Renderer) -> str:
     at = first_difference(recorded, made)
+    then, now = (describe_tokens(ids, at, renderer) for ids in (recorded, made))
     return (
-        f"token {at} of {len(recorded)} recorded, {len(made)} made now: "
-        f"recorded {describe_tokens(recorded, at, renderer)}, now {describe_tokens(made, at, renderer)}"
+        f"token {at} of {len(recorded)} recorded, {len(made)} made now: recorded {then}, now {now}"
     )
 
 
@@ -195,17 +204,6 @@ def describe_slot(slots: Sequence[Slot], at: int) -> str:
 
 
 # --- scored again
-
-
-def _split_turns_by_path(trace: Trace) -> Iterator[tuple[list[int], list[int]]]:
-    """Paths, longest first, with the turns that no longer path holds; each ends in one of them."""
-    taken = set[int]()
-    branches = sorted(trace.branches(), key=lambda path: (-trace.graph.end(path[-1]), path[-1]))
-    for path in branches:
-        turns = [n for n in path if trace.nodes[n].is_turn and n not in taken]
-        if turns:
-            taken.update(turns)
-            yield path[: path.index(turns[-1]) + 1], turns
 
 
 class _ScoreComparison:

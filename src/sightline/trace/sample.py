@@ -19,20 +19,14 @@ def flatten(trace: Trace, advantages: Advantages) -> list[Sample]:
     """Samples of `trace` that train every turn once.
 
     `advantages` gives the advantage of a turn by its node id, or from its node; None leaves the
-    turn out of training, as context. Branches come longest first, then by the id of their leaf. A
-    node trains in the first branch that holds it and is context in the others; a branch ends at
-    its last node that trains, and one without such a node gives no sample.
+    turn out of training, as context. A node trains in the first of `TraceGraph.split_turns` that
+    holds it and is context in the others.
     """
     advantage_of = _map_advantages(trace, advantages)
-    branches = sorted(trace.branches(), key=lambda path: (-trace.graph.end(path[-1]), path[-1]))
-    samples, taken = [], set[int]()
-    for path in branches:
-        trained = [n for n in path if n in advantage_of and n not in taken]
-        if trained:
-            taken.update(trained)
-            upto = path[: path.index(trained[-1]) + 1]
-            samples.append(_build_sample(trace, upto, {n: advantage_of[n] for n in trained}))
-    return samples
+    return [
+        _build_sample(trace, path, {n: advantage_of[n] for n in turns})
+        for path, turns in trace.graph.split_turns(advantage_of)
+    ]
 
 
 def _map_advantages(trace: Trace, advantages: Advantages) -> dict[int, float]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from sightline.errors import MessageError, Misaligned
+from sightline.errors import Misaligned
 from sightline.message import Message
 from sightline.render import Refused, Renderer
 from sightline.render.protocol import Messages, Tools
@@ -32,6 +32,8 @@ TOOLS_CHANGED = "tools_changed"
 
 
 class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """One rollout: its nodes, its reward and how it ended."""
+
     id: str
     group_id: str = ""
     env: str = ""
@@ -61,13 +63,14 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
     door_errors: list[str] = []
     """Requests of the rollout's own agent that were refused."""
     started: float = 0.0
-    """Seconds since 1970."""
+    """When the rollout began, in seconds since 1970."""
     ended: float = 0.0
+    """When the rollout ended, in seconds since 1970."""
     schema: int = TRACE_SCHEMA
 
     def __post_init__(self) -> None:
         self.check()
-        self.graph = TraceGraph(self.nodes)
+        self.graph = TraceGraph(self.id, self.nodes, self.toolsets, self.forks)
 
     def check(self) -> None:
         """Raises Misaligned when nodes or credits do not line up."""
@@ -94,9 +97,7 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
 
     def prepare(self, messages: Messages, renderer: Renderer, tools: Tools | None = None) -> Turn:
         """The turn that follows a whole history, of which the trace may know the beginning."""
-        read = renderer.messages(messages)
-        if not read:
-            raise MessageError.at("messages", "an empty list", "pass at least one message")
+        read = renderer.read_conversation(messages)
         node, history = match_history(self.nodes, self.graph, read)
         last = self.graph.last_turn(node)
         return self._prepare_turn(
@@ -114,7 +115,7 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
             raise Misaligned(
                 f"trace {self.id} has no node {leaf}", "pass the id of a committed node, or -1"
             )
-        new = renderer.read(new_messages)
+        new = renderer.read_messages(new_messages)
         last = self.graph.last_turn(leaf)
         if last != leaf:
             new = [self.nodes[n].message for n in self.graph.path(leaf) if n > last] + new
@@ -132,8 +133,7 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
         toolset = "" if not tools else msgspec.json.encode(tools).decode()
         refused = ""
         if last != ROOT:
-            asked_with = self.nodes[last].tools
-            if toolset == ("" if asked_with == NO_TOOLS else self.toolsets[asked_with]):
+            if toolset == self.graph.get_toolset(self.nodes[last].tools):
                 turn = self._bridge_turn(last, new, renderer, tools, toolset)
                 if isinstance(turn, Turn):
                     return turn
@@ -156,7 +156,9 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
         prompt_ids = [*path_tokens.prompt_ids, *path_tokens.completion_ids, *bridged.token_ids]
         slots = [*path_tokens.slots, *bridged.slots]
         check_slots(slots[max(len(path_tokens.slots) - 1, 0) :], len(prompt_ids))
-        return Turn(self, renderer, branch_point, prompt_ids, slots, new, bridged.spans, toolset)
+        return Turn(
+            self.graph, renderer, branch_point, prompt_ids, slots, new, bridged.spans, toolset
+        )
 
     def _render_turn(
         self,
@@ -174,7 +176,7 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
         branch_point = BranchPoint(matched.node, matched.num_tokens, known, last, refused)
         num_old = matched.num_messages
         return Turn(
-            self,
+            self.graph,
             renderer,
             branch_point,
             rendered.token_ids,
@@ -184,19 +186,11 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
             toolset,
         )
 
-    def toolset(self, tools: str) -> int:
-        """The number of a toolset, which is added when it is new."""
-        if not tools:
-            return NO_TOOLS
-        if tools not in self.toolsets:
-            self.toolsets.append(tools)
-        return self.toolsets.index(tools)
-
     # -- looking -----------------------------------------------------------------------------
 
     def branches(self) -> list[list[int]]:
         """The paths from the root to every leaf, as node ids, in the order of the leaves."""
-        return [self.graph.path(node.id) for node in self.nodes if not self.graph.children(node.id)]
+        return self.graph.branches()
 
     def path(self, node: int) -> list[int]:
         """The ids from the root to the node."""
@@ -212,7 +206,7 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
 
     @property
     def turns(self) -> list[Node]:
-        """The nodes that the model said, in the order in which they were committed."""
+        """The nodes that the model sampled, in the order in which they were committed."""
         return [node for node in self.nodes if node.is_turn]
 
     @property
@@ -236,7 +230,7 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
 
     @property
     def oldest_version(self) -> int | None:
-        """None while nothing is sampled."""
+        """The smallest version that sampled a token; None while nothing is sampled."""
         return min((version for version, _ in self.policies), default=None)
 
     @property

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from sightline.errors import Misaligned, PixelMismatch
 from sightline.message import AssistantMessage, Message
 from sightline.render import Renderer
-from sightline.trace.graph import PathTokens
+from sightline.trace.graph import PathTokens, TraceGraph
 from sightline.trace.node import (
     Node,
     PolicySpan,
@@ -19,9 +18,6 @@ from sightline.trace.node import (
     int32_array,
 )
 from sightline.wire import Slot, Span
-
-if TYPE_CHECKING:
-    from sightline.trace.trace import Trace
 
 RESAMPLED = "resampled"
 """The same prompt was asked again."""
@@ -38,7 +34,7 @@ class BranchPoint:
     start: int
     """Tokens of the prompt before this are the path to the parent."""
     pixel_digests: list[str | None]
-    """Of the slots before `start`, as recorded."""
+    """The recorded digests of the slots before `start`."""
     last_turn: int
     """The turn that the conversation goes on from."""
     refused: str = ""
@@ -54,7 +50,7 @@ class Turn:
 
     def __init__(
         self,
-        trace: Trace,
+        graph: TraceGraph,
         renderer: Renderer,
         branch_point: BranchPoint,
         prompt_ids: list[int],
@@ -63,7 +59,7 @@ class Turn:
         spans: Sequence[Span],
         tools: str,
     ) -> None:
-        self.trace = trace
+        self._graph = graph
         self.prompt_ids = prompt_ids
         self.slots = slots
         self._renderer = renderer
@@ -94,29 +90,28 @@ class Turn:
         completion = list(completion_ids)
         self._check_completion(completion, logprobs, versions, finish_reason)
         digests = self._check_digests(pixel_digests)
-        parent, fresh = self._build_message_nodes(digests)
-        reason = self._branch_point.refused or self._find_fork_reason(parent, resampled=not fresh)
+        parent, new = self._build_message_nodes(digests)
+        reason = self._branch_point.refused or self._find_fork_reason(parent, resampled=not new)
 
         header = self.prompt_ids[self._stops[-1] if self._stops else self._branch_point.start :]
-        said = message if message is not None else self._renderer.parse(completion)
+        parsed = message if message is not None else self._renderer.parse(completion)
         node = Node(
-            id=len(self.trace.nodes) + len(fresh),
-            parent=fresh[-1].id if fresh else parent,
-            message=said.as_message(),
+            id=len(self._graph.nodes) + len(new),
+            parent=new[-1].id if new else parent,
+            message=parsed.as_message(),
             token_ids=int32_array(header + completion),
             sampled_start=len(header),
             logprobs=float32_array(logprobs),
             versions=tuple(versions),
             finish_reason=finish_reason,
-            tools=self.trace.toolset(self._tools),
+            tools=self._graph.add_toolset(self._tools),
         )
-        branches = self.trace.graph
-        for new in (*fresh, node):
-            branches.add(new)
+        for added in (*new, node):
+            self._graph.add(added)
         if reason:
-            self.trace.forks[reason] = self.trace.forks.get(reason, 0) + 1
+            self._graph.count_fork(reason)
         path_tokens = PathTokens(self.prompt_ids, completion, self.slots, digests)
-        branches.cache_path_tokens(node.id, path_tokens, replaces=self._branch_point.last_turn)
+        self._graph.cache_path_tokens(node.id, path_tokens, replaces=self._branch_point.last_turn)
         return node
 
     def _build_message_nodes(self, digests: list[str | None]) -> tuple[int, list[Node]]:
@@ -124,7 +119,7 @@ class Turn:
 
         Another turn with the same prompt may have been committed since this one was prepared.
         """
-        parent, fresh = self._branch_point.parent, list[Node]()
+        parent, new = self._branch_point.parent, list[Node]()
         start, next_slot = self._branch_point.start, len(self._branch_point.pixel_digests)
         for message, stop in zip(self._new_messages, self._stops, strict=True):
             slots = []
@@ -134,30 +129,30 @@ class Turn:
                 next_slot += 1
             ids = int32_array(self.prompt_ids[start:stop])
             start = stop
-            twin = None if fresh else self.trace.graph.find_child(parent, message, ids.data, slots)
-            if twin is not None:
-                for new, old in zip(slots, twin.slots, strict=True):
-                    self._check_digest(new.item.ref.digest, new.pixel_digest, old.pixel_digest)
-                parent = twin.id
+            known = None if new else self._graph.find_child(parent, message, ids.data, slots)
+            if known is not None:
+                for now, old in zip(slots, known.slots, strict=True):
+                    self._check_digest(now.item.ref.digest, now.pixel_digest, old.pixel_digest)
+                parent = known.id
                 continue
-            fresh.append(
+            new.append(
                 Node(
-                    id=len(self.trace.nodes) + len(fresh),
-                    parent=fresh[-1].id if fresh else parent,
+                    id=len(self._graph.nodes) + len(new),
+                    parent=new[-1].id if new else parent,
                     message=message,
                     token_ids=ids,
                     sampled_start=len(ids),
                     slots=tuple(slots),
                 )
             )
-        return parent, fresh
+        return parent, new
 
     def _find_fork_reason(self, parent: int, resampled: bool) -> str:
         """Why the turn is a fork; empty when it just goes on."""
-        siblings = self.trace.graph.children(parent)
+        siblings = self._graph.children(parent)
         if not siblings:
             return ""
-        if resampled and any(self.trace.nodes[node].is_turn for node in siblings):
+        if resampled and any(self._graph.nodes[node].is_turn for node in siblings):
             return RESAMPLED
         return DIVERGED
 
@@ -173,9 +168,9 @@ class Turn:
         ):
             return stops
         raise Misaligned(
-            f"trace {self.trace.id}: {len(self._new_messages)} new messages end at {stops}, in "
-            f"{len(self.prompt_ids)} tokens from {self._branch_point.start} on, the last slot at "
-            f"{self.slots[-1].end if self.slots else None}",
+            f"trace {self._graph.trace_id}: {len(self._new_messages)} new messages end at {stops} "
+            f"in {len(self.prompt_ids)} tokens, of which those from {self._branch_point.start} on "
+            f"are new; the last slot ends at {self.slots[-1].end if self.slots else None}",
             "this is a bug of the renderer: one span a message, images inside, then the header "
             "of the assistant's turn",
         )
@@ -187,7 +182,7 @@ class Turn:
         versions: Sequence[PolicySpan],
         finish_reason: str,
     ) -> None:
-        who = f"turn of trace {self.trace.id}"
+        who = f"turn of trace {self._graph.trace_id}"
         if not completion or len(logprobs) != len(completion) or not finish_reason:
             raise Misaligned(
                 f"{who}: {len(completion)} tokens, {len(logprobs)} logprobs, finish reason "
@@ -210,7 +205,7 @@ class Turn:
         digests: list[str | None] = [None] * len(self.slots) if given is None else list(given)
         if len(digests) != len(self.slots):
             raise Misaligned(
-                f"turn of trace {self.trace.id}: {len(digests)} pixel digests for "
+                f"turn of trace {self._graph.trace_id}: {len(digests)} pixel digests for "
                 f"{len(self.slots)} slots",
                 "the engine must give one digest a slot of the prompt, in their order",
             )
@@ -223,7 +218,7 @@ class Turn:
     def _check_digest(self, image: str, given: str | None, recorded: str | None) -> None:
         if None not in (given, recorded) and given != recorded:
             raise PixelMismatch(
-                f"trace {self.trace.id}: the engine now makes pixels {given} of image "
+                f"trace {self._graph.trace_id}: the engine now makes pixels {given} of image "
                 f"{image[:12]}, earlier {recorded}",
                 "all engines of a run must have the same version of sightline and Pillow, and "
                 "the same processor settings",

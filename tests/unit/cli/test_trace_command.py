@@ -95,7 +95,7 @@ def test_export_writes_messages_with_references(tmp_path: Path, tiny_model: Path
     content = lines[0]["messages"][0]["content"]
     assert content[1] == {"type": "image_url", "image_url": {"url": shown.url}}
     # What is exported can be sent again: the messages mean the same.
-    sent = renderer.messages(lines[1]["messages"])
+    sent = renderer.read_conversation(lines[1]["messages"])
     assert sent == [trace.nodes[n].message for n in (0, 1, 4, 5)]
 
     out, images = tmp_path / "out.jsonl", tmp_path / "images"

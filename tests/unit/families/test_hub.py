@@ -72,7 +72,11 @@ def test_the_resolved_run_file_names_the_commit(cache: Path, tiny_model: Path) -
 
     snapshot = keep(cache, tiny_model, [file.name for file in tiny_model.iterdir()])
     config = SftFile.model_validate(
-        {"model": {"path": "lab/tiny"}, "env": {"name": "color_codeword"}, "sft": {"output": "x"}}
+        {
+            "model": {"path": "lab/tiny"},
+            "env": {"name": "color_codeword"},
+            "sft": {"output_dir": "x"},
+        }
     )
     assert resolve_model(config).model.path == str(snapshot)
 
@@ -131,8 +135,8 @@ def hub(tiny_model: Path) -> Iterator[tuple[str, list[str]]]:
 
 FIND = """
 import sys
-from sightline.families.hub import find_checkpoint
-print(find_checkpoint(sys.argv[1], with_weights=sys.argv[2] == "weights"))
+from sightline.families.hub import resolve_checkpoint
+print(resolve_checkpoint(sys.argv[1], with_weights=sys.argv[2] == "weights"))
 """
 
 

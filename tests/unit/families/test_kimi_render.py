@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sightline import FamilyError, MediaStore, MessageError, load_renderer
+from sightline import FamilyError, MediaStore, MessageError, load_family, load_renderer
 from sightline.families.kimi_k25 import tiny
 from sightline.families.kimi_k25.tool_declaration import declare_tools
 from sightline.message import Message, ToolCall, assistant, text, user
@@ -139,7 +139,7 @@ def test_bridge_refuses_a_stop_inside_open_reasoning(load: Load) -> None:
     renderer = load(True)
     prompt = renderer.render([user("hi")]).token_ids
     completion = [*encoded(renderer, "hm"), renderer.stop_token_ids[0]]
-    assert renderer.bridge(prompt, completion, [user("a")]) == Refused("stop_inside_reasoning")
+    assert renderer.bridge(prompt, completion, [user("a")]) == Refused("stop_in_reasoning")
 
 
 def test_reasoning_that_was_cut_off_before_it_began_is_closed(load: Load) -> None:
@@ -216,5 +216,28 @@ def test_a_tool_that_cannot_be_declared_is_refused_by_path(tool: Any, path: str)
 def test_numbered_pictures_are_refused_because_the_format_has_none(
     written: Path, store: MediaStore
 ) -> None:
-    with pytest.raises(FamilyError, match="does not number pictures"):
+    with pytest.raises(FamilyError, match="does not number images"):
         load_renderer(written, store, number_images=True)
+
+
+def test_half_a_surrogate_pair_is_refused_where_it_stands(load: Load) -> None:
+    renderer = load(thinking=True)
+    half, call = "\ud83d", ToolCall(name="f", arguments='{"a": "\ud83d"}')
+    for message, path in (
+        (assistant(half), "content"),
+        (assistant("a", reasoning=half), "reasoning"),
+        (Message(role="assistant", tool_calls=(call,)), "tool_calls[0].function"),
+    ):
+        with pytest.raises(MessageError) as caught:
+            renderer.render([user("hi"), message])
+        assert caught.value.problem.startswith(f"messages[1].{path}: ")
+
+
+def test_a_checkpoint_without_a_vision_tower_is_refused_at_load(
+    written: Path, tmp_path: Path
+) -> None:
+    config = json.loads((written / "config.json").read_text())
+    del config["vision_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FamilyError, match="no vision tower"):
+        load_family(tmp_path)

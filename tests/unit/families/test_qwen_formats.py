@@ -93,7 +93,7 @@ def test_a_folder_without_a_template_speaks_the_first_format_of_its_type(
     copy: Callable[[str], Path], store: MediaStore, kind: str
 ) -> None:
     renderer: Any = load_renderer(copy(kind), store)
-    assert renderer.format_name == FORMATS[kind][0].name
+    assert renderer.format_name == FORMATS[kind][0].format_name
 
 
 @pytest.mark.parametrize("file", ["chat_template.json", "tokenizer_config.json"])
@@ -156,7 +156,7 @@ def test_the_published_templates_are_known(
         published = shared / "references" / f"{name}_chat_template.jinja"
         (path / "chat_template.jinja").write_text(published.read_text())
         renderer: Any = load_renderer(path, store)
-        assert renderer.format_name == formats[0].name
+        assert renderer.format_name == formats[0].format_name
 
 
 # -- bridging over reasoning
@@ -325,6 +325,6 @@ def test_what_formats_do_not_carry_is_in_the_docs() -> None:
     page = (ROOT / "docs" / "chat_formats.md").read_text()
     for formats in FORMATS.values():
         for chat_format in formats:
-            assert chat_format.name in page
+            assert chat_format.format_name in page
             for entry in chat_format.not_carried:
-                assert entry in page, f"{chat_format.name}: {entry}"
+                assert entry in page, f"{chat_format.format_name}: {entry}"

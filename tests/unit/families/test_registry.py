@@ -7,11 +7,17 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from sightline import FamilyError, load_family
-from sightline.families.registry import family_names
+from sightline.families.kimi_k25 import settings as kimi_settings
+from sightline.families.kimi_k25.vision import KimiK25Family
+from sightline.families.qwen_vl import settings as qwen_settings
+from sightline.families.qwen_vl.vision import QwenVLFamily
+from sightline.families.registry import family_names, load_serving
 
 SOURCE = """
 def claims(config):
@@ -93,3 +99,39 @@ def test_a_plain_module_of_the_name_adds_no_family(
     (tmp_path / "sightline_families.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     assert family_names() == own
+
+
+def test_a_broken_config_is_refused_by_its_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    with pytest.raises(FamilyError, match=r"config\.json is broken"):
+        load_family(tmp_path)
+
+
+def test_what_serving_lacks_is_not_taken_for_a_family_without_it(
+    add: Callable[..., None], tmp_path: Path
+) -> None:
+    add("gravel", "gravel2")
+    family: Any = SimpleNamespace(name="gravel")
+    model = checkpoint(tmp_path / "m", "gravel2")
+    with pytest.raises(FamilyError, match="does not say how vLLM names its images"):
+        load_serving(model, family)
+    folder = tmp_path / "home-gravel" / "sightline_families" / "gravel"
+    (folder / "serving.py").write_text("import no_such_package\n")
+    importlib.invalidate_caches()
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        load_serving(model, family)
+
+
+def test_fingerprints_stay_so_that_old_items_and_caches_are_known() -> None:
+    kimi, qwen = kimi_settings.ProcessorSettings, qwen_settings.ProcessorSettings
+    assert [
+        KimiK25Family(kimi()).fingerprint,
+        KimiK25Family(kimi(max_pixels=65536, rescale=None)).fingerprint,
+        QwenVLFamily(qwen()).fingerprint,
+        QwenVLFamily(qwen(patch=16, min_pixels=65536, max_pixels=16777216)).fingerprint,
+    ] == [
+        "8ffc0159e1915266c49b57a67dcc4229",
+        "0e69d2cff4ad7713f4ebfea09bac5d37",
+        "34101a13a5895c6b9de10cff8cc5c4bf",
+        "020761dd45bac9f8861bb99fabdef401",
+    ]

@@ -39,8 +39,8 @@ def test_the_rows_are_the_family_s_patches(model: Path, store: MediaStore) -> No
     serving = serving_of(family)
     item = family.item(store.put(making.image(random.Random(1), 70, 50)))
     patches = family.patches(store.image(item.ref), item)
-    raw = serving.fields(family, item, patches, normalizes=True)
-    rows = serving.fields(family, item, patches, normalizes=False)
+    raw = serving.build_fields(family, item, patches, normalizes=True)
+    rows = serving.build_fields(family, item, patches, normalizes=False)
     assert raw.keys() == rows.keys() and len(raw) == 2
     pixels, grid = raw.values()
     assert pixels.data.dtype == np.uint8 and pixels.is_flat

@@ -140,7 +140,7 @@ def test_a_fuzzed_body_is_taken_or_refused_with_the_cure(
         try:
             asked = read_chat_request(body)
             messages = resolve_images(asked.messages, resolver.resolve)
-            num_taken += bool(renderer.messages(messages))
+            num_taken += bool(renderer.read_conversation(messages))
         except (MessageError, MediaError) as error:
             assert error.fix and error.problem
             name = type(error).__name__

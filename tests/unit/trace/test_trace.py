@@ -82,9 +82,9 @@ def test_extend_costs_the_new_messages_only() -> None:
     class Counting(ToyRenderer):
         seen = 0
 
-        def messages(self, messages):
+        def read_messages(self, messages):
             self.seen += len(messages)
-            return super().messages(messages)
+            return super().read_messages(messages)
 
         def render(self, messages, tools=None, generation_prompt=True):
             assert not trace.nodes, "history is rendered again"

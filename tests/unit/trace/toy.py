@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from sightline.errors import MessageError
 from sightline.media import MediaRef
 from sightline.message import AssistantMessage, ImagePart, Message, text, to_messages
 from sightline.render import Bridged, Refused, Rendered
@@ -28,11 +29,13 @@ class ToyRenderer:
     pad_token_ids = (PAD,)
     vocab_size = 0x110000 + LETTER
 
-    def messages(self, messages: Messages) -> list[Message]:
-        return to_messages(messages, self)
+    def read_conversation(self, messages: Messages) -> list[Message]:
+        if not messages:
+            raise MessageError.at("messages", "empty", "pass one message or more")
+        return self.read_messages(messages)
 
-    def read(self, messages: Messages) -> list[Message]:
-        return self.messages(messages)
+    def read_messages(self, messages: Messages) -> list[Message]:
+        return to_messages(messages, self)
 
     def resolve(self, url: str, path: str) -> MediaRef:
         raise AssertionError(f"{path}: the toy has no store for {url}")
@@ -42,7 +45,7 @@ class ToyRenderer:
     ) -> Rendered:
         ids = [TOOLS, *_letters(str(tools))] if tools else []
         slots, spans, trained = list[Slot](), list[Span](), list[Span]()
-        for message in self.messages(messages):
+        for message in self.read_messages(messages):
             start = spans[-1].stop if spans else 0
             _emit(message, ids, slots, 0)
             spans.append(Span(start, len(ids)))
@@ -57,7 +60,7 @@ class ToyRenderer:
         new_messages: Messages,
         tools: Tools | None = None,
     ) -> Bridged | Refused:
-        new = self.messages(new_messages)
+        new = self.read_messages(new_messages)
         if any(message.role == "assistant" for message in new):
             return Refused("assistant_among_new")
         if any(message.text.startswith("?") for message in new):

@@ -1,24 +1,22 @@
-"""What the assistant said, from its tokens: reasoning, content and tool calls."""
+"""A completion of the assistant taken apart: reasoning, content and tool calls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
-from sightline.message import AssistantMessage, ToolCall, text
+from sightline.families.renderer import ParsedCompletion
+from sightline.message import ToolCall
 from sightline.render import Tokenizer
 
 THINK, END_THINK = "<think>", "</think>"
 
 
 class CompletionParser:
-    """Tool calls are found by ids. So is the end of reasoning where the tokenizer has a token for
-    it; else it is text, and found as text."""
+    """Finds tool calls by their ids, and the end of reasoning by its id where the tokenizer has a
+    token for it; else it is text, and found as text."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[int], thinking: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, thinking: bool) -> None:
         self._tokenizer = tokenizer
-        self._stops = frozenset(stops)
         self._thinking = thinking
         self._end_think = tokenizer.find_token_id(END_THINK)
         token_id = tokenizer.token_id
@@ -28,71 +26,58 @@ class CompletionParser:
         self.call_arguments = token_id("<|tool_call_argument_begin|>")
         self.call_end = token_id("<|tool_call_end|>")
 
-    def parse(self, completion_ids: Sequence[int]) -> AssistantMessage:
-        """The message up to the first stop token.
-
-        Tool calls are taken out of the content when all of them are well formed. If one is not,
-        everything stays in the content as it was said.
-        """
-        ids = [int(token) for token in completion_ids]
-        stop = next((i for i, token in enumerate(ids) if token in self._stops), None)
-        reasoning, content, said = self._split_reasoning(ids[:stop])
+    def parse(self, ids: list[int]) -> ParsedCompletion:
+        """What ids without their stop token mean."""
+        reasoning, content, rest = self._split_reasoning(ids)
         calls: tuple[ToolCall, ...] = ()
         malformed: tuple[str, ...] = ()
-        if self.calls_begin in said:
-            first = said.index(self.calls_begin)
-            calls = self._parse_calls(said[first:])
+        if self.calls_begin in rest:
+            first = rest.index(self.calls_begin)
+            calls = self._parse_calls(rest[first:])
             if calls:
-                said = said[:first]
+                rest = rest[:first]
             else:
-                malformed = (self._tokenizer.decode(said[first:]),)
-        return AssistantMessage(
-            role="assistant",
-            content=text(content + self._tokenizer.decode(said)),
-            reasoning=reasoning or None,
-            tool_calls=calls,
-            stopped=stop is not None,
-            malformed_calls=malformed,
-        )
+                malformed = (self._tokenizer.decode(rest[first:]),)
+        content += self._tokenizer.decode(rest)
+        return ParsedCompletion(content, reasoning or None, calls, malformed)
 
-    def is_reasoning_open(self, completion_ids: Sequence[int]) -> bool:
+    def is_reasoning_open(self, ids: list[int]) -> bool:
         """Whether reasoning began and has not ended."""
         if not self._thinking:
             return False
-        said = [int(token) for token in completion_ids]
-        return self.calls_begin not in said and self._end_of_reasoning(said) is None
+        return self.calls_begin not in ids and self._find_reasoning_end(ids) is None
 
-    def _split_reasoning(self, said: list[int]) -> tuple[str, str, list[int]]:
+    def _split_reasoning(self, ids: list[int]) -> tuple[str, str, list[int]]:
         """The reasoning, what a token beyond its end mark begins of the content, and the rest."""
         if not self._thinking:
-            return "", "", said
-        end = self._end_of_reasoning(said)
+            return "", "", ids
+        end = self._find_reasoning_end(ids)
         if end is None:
             # A section of tool calls ends reasoning that was not closed.
-            end = said.index(self.calls_begin) if self.calls_begin in said else len(said)
-            return self._tokenizer.decode(said[:end]), "", said[end:]
+            end = ids.index(self.calls_begin) if self.calls_begin in ids else len(ids)
+            return self._tokenizer.decode(ids[:end]), "", ids[end:]
         if self._end_think is not None:
-            return self._tokenizer.decode(said[: end - 1]), "", said[end:]
-        reasoning, _, content = self._tokenizer.decode(said[:end]).partition(END_THINK)
-        return reasoning, content, said[end:]
+            return self._tokenizer.decode(ids[: end - 1]), "", ids[end:]
+        reasoning, _, content = self._tokenizer.decode(ids[:end]).partition(END_THINK)
+        return reasoning, content, ids[end:]
 
-    def _end_of_reasoning(self, said: list[int]) -> int | None:
+    def _find_reasoning_end(self, ids: list[int]) -> int | None:
         """How many tokens it takes up to the end of the mark that ends reasoning."""
         if self._end_think is not None:
-            return said.index(self._end_think) + 1 if self._end_think in said else None
-        if END_THINK not in self._tokenizer.decode(said):
+            return ids.index(self._end_think) + 1 if self._end_think in ids else None
+        if END_THINK not in self._tokenizer.decode(ids):
             return None
-        low, high = 0, len(said)
+        low, high = 0, len(ids)
         while low + 1 < high:
             middle = (low + high) // 2
-            if END_THINK in self._tokenizer.decode(said[:middle]):
+            if END_THINK in self._tokenizer.decode(ids[:middle]):
                 high = middle
             else:
                 low = middle
         return high
 
     def _parse_calls(self, section: list[int]) -> tuple[ToolCall, ...]:
-        """The tool calls of a section, or none when any part of it is not a whole call."""
+        """The tool calls of a section, or none when any part of it is no complete call."""
         if section[-1] != self.calls_end:
             return ()
         calls: list[ToolCall] = []

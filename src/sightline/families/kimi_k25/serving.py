@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import read_json
 from sightline.families.kimi_k25.published_layout import map_published_parameters
 from sightline.families.kimi_k25.vision import KimiK25Family
 from sightline.families.protocol import EngineField
@@ -31,11 +31,12 @@ HF_OVERRIDES = {
 
 
 NEEDED = ("in_patch_limit_each_frame", "in_patch_limit_video", "temporal_merge_kernel_size")
-"""Of `media_proc_cfg`: vLLM's image processor is made, though nothing goes through it."""
+"""Keys of `media_proc_cfg` that vLLM reads: its image processor is built, though nothing goes
+through it."""
 
 
 def check_servable(folder: Path, takes_updates: bool) -> None:
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     parts = (config, config["text_config"])
     if takes_updates and any(part.get("quantization_config") for part in parts):
         raise FamilyError(
@@ -44,7 +45,7 @@ def check_servable(folder: Path, takes_updates: bool) -> None:
             'set engine = "torch", or train a checkpoint that is not quantized',
         )
     file = folder / "preprocessor_config.json"
-    settings = json.loads(file.read_text()).get("media_proc_cfg") or {}
+    settings = read_json(file).get("media_proc_cfg") or {}
     if missing := [name for name in NEEDED if name not in settings]:
         raise FamilyError(
             f"{file} has no {', '.join(missing)} in media_proc_cfg, and vLLM reads them at its "
@@ -53,10 +54,10 @@ def check_servable(folder: Path, takes_updates: bool) -> None:
         )
 
 
-stored = map_published_parameters
+map_parameters = map_published_parameters
 
 
-def fields(
+def build_fields(
     family: KimiK25Family, item: MediaItem, patches: np.ndarray, normalizes: bool
 ) -> dict[str, EngineField]:
     rows = family.rows(patches)

@@ -1,28 +1,31 @@
 """Writes a small Kimi K2.5 checkpoint with random weights: whole, and loadable by transformers.
 
-Its tokenizer is byte-level with a handful of merges, so that it needs no training corpus and is
-the same everywhere, and holds the special tokens of the real one.
+Its tokenizer holds the special tokens of the real one.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import GenerationConfig, Kimi_K25Config, Kimi_K25ForConditionalGeneration
+from tokenizers import Tokenizer
+from transformers import Kimi_K25Config, Kimi_K25ForConditionalGeneration
 
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import write_json
 from sightline.families.kimi_k25.tokenizer import make_pre_tokenizer
+from sightline.families.tiny_checkpoint import (
+    MAX_TOKENS,
+    ROLE_MERGES,
+    build_bpe_tokenizer,
+    describe_added_tokens,
+    read_options,
+    save_model,
+    write_files,
+)
 
 SPECIAL_TOKENS = (
     "[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|start_header_id|>",
@@ -35,19 +38,13 @@ SPECIAL_TOKENS = (
 # Added, but not marked special, where `think_tokens` asks for them.
 THINK_TOKENS = ("<think>", "</think>")
 
-# Each role becomes one token, and so does the word in front of an image. A merge must stand
-# behind the merges that make its halves.
+# The word in front of an image becomes one token too.
 MERGES = (
-    ("u", "s"), ("e", "r"), ("us", "er"),
-    ("a", "s"), ("s", "i"), ("s", "t"), ("a", "n"), ("as", "si"), ("st", "an"), ("stan", "t"),
-    ("assi", "stant"),
-    ("s", "y"), ("e", "m"), ("sy", "st"), ("syst", "em"),
+    *ROLE_MERGES,
     ("i", "m"), ("a", "g"), ("ag", "e"), ("im", "age"),
     ("t", "o"), ("o", "l"), ("to", "ol"),
     ("t", "h"), ("i", "n"), ("th", "in"), ("thin", "k"), ("<", "think"), ("<", "/"),
 )  # fmt: skip
-
-MAX_TOKENS = 32768
 
 
 @dataclass(frozen=True)
@@ -104,38 +101,25 @@ def write(path: Path, seed: int = 0, **options: Any) -> None:
 
     Equal arguments give equal bytes. Files appear whole, config.json last.
     """
-    known = {field.name for field in dataclasses.fields(TinySettings)}
-    for key in options.keys() - known:
-        raise FamilyError(f"no option {key!r}", f"use one of {', '.join(sorted(known))}")
-    settings = TinySettings(**options)
-    settings.check()
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path, prefix=".tiny-") as folder:
-        _write_all(Path(folder), seed, settings)
-        names = sorted(os.listdir(folder), key=lambda name: (name == "config.json", name))
-        for name in names:
-            os.replace(Path(folder) / name, path / name)
+    settings = read_options(TinySettings, options)
+    write_files(Path(path), lambda folder: _write_all(folder, seed, settings))
 
 
 def _write_all(folder: Path, seed: int, settings: TinySettings) -> None:
     tokenizer = build_tokenizer(think_tokens=settings.think_tokens)
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(
+    write_json(
         folder / "tokenizer_config.json", build_tokenizer_config(tokenizer, settings.thinking)
     )
     template = Path(__file__).with_name("chat_template.jinja").read_text()
     (folder / "chat_template.jinja").write_text(template)
-    _write_json(folder / "preprocessor_config.json", _build_image_processor_config(settings))
+    write_json(folder / "preprocessor_config.json", _build_image_processor_config(settings))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Kimi_K25ForConditionalGeneration(build_config(settings, tokenizer))
         _rescale_weights(model, settings)
-    # Not save_pretrained: it draws a progress bar and makes a file that only its owner can read.
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    (folder / "model.safetensors").write_bytes(save(model.state_dict(), {"format": "pt"}))
-    _generation_config(tokenizer).save_pretrained(folder)
+    stops = ("<|im_end|>", "[EOS]")
+    save_model(folder, model, model.state_dict(), tokenizer, stops, pad="[PAD]")
 
 
 def _rescale_weights(model: Any, settings: TinySettings) -> None:
@@ -151,34 +135,11 @@ def _rescale_weights(model: Any, settings: TinySettings) -> None:
         layer.self_attn.kv_b_proj.weight.data.mul_(width**0.5)
 
 
-def _generation_config(tokenizer: Tokenizer) -> GenerationConfig:
-    return GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        eos_token_id=[tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("[EOS]")],
-        pad_token_id=tokenizer.token_to_id("[PAD]"),
-    )
-
-
 def build_tokenizer(
     merges: Sequence[tuple[str, str]] = MERGES, think_tokens: bool = False
 ) -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = alphabet + [left + right for left, right in merges]
-    vocabulary = {word: i for i, word in enumerate(words)}
-    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=list(merges), fuse_unk=False))
-    tokenizer.pre_tokenizer = make_pre_tokenizer()
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-    )
-    if think_tokens:
-        tokenizer.add_tokens(
-            [AddedToken(token, special=False, normalized=False) for token in THINK_TOKENS]
-        )
-    return tokenizer
+    plain = THINK_TOKENS if think_tokens else ()
+    return build_bpe_tokenizer(merges, make_pre_tokenizer(), SPECIAL_TOKENS, plain)
 
 
 def build_config(settings: TinySettings, tokenizer: Tokenizer) -> Kimi_K25Config:
@@ -240,20 +201,9 @@ def build_config(settings: TinySettings, tokenizer: Tokenizer) -> Kimi_K25Config
 
 
 def build_tokenizer_config(tokenizer: Tokenizer, thinking: bool = False) -> dict[str, Any]:
-    added = {
-        str(token_id): {
-            "content": token.content,
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-            "single_word": False,
-            "special": token.special,
-        }
-        for token_id, token in sorted(tokenizer.get_added_tokens_decoder().items())
-    }
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "added_tokens_decoder": added,
+        "added_tokens_decoder": describe_added_tokens(tokenizer),
         "bos_token": "[BOS]",
         "eos_token": "[EOS]",
         "pad_token": "[PAD]",
@@ -295,7 +245,3 @@ def _build_image_processor_config(settings: TinySettings) -> dict[str, Any]:
             "timestamp_mode": "hh:mm:ss.fff",
         },
     }
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers.models import BPE
 
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import read_json
 from sightline.render import Tokenizer
 
 RANKS_FILE = "tiktoken.model"
@@ -79,8 +80,8 @@ def read_ranks(file: Path) -> dict[bytes, int]:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except (ValueError, binascii.Error) as error:
         raise FamilyError(f"{file} is no file of ranks: {error}", "fetch it again") from error
-    whole = sorted(ranks.values()) == list(range(len(pairs)))
-    if not whole or any(bytes([value]) not in ranks for value in range(256)):
+    is_gapless = sorted(ranks.values()) == list(range(len(pairs)))
+    if not is_gapless or any(bytes([value]) not in ranks for value in range(256)):
         raise FamilyError(f"{file} has gaps among its {len(pairs)} ranks", "fetch it again")
     return ranks
 
@@ -100,12 +101,13 @@ def _added_tokens(path: Path, first: int) -> list[dict[str, Any]]:
     file = path / "tokenizer_config.json"
     if not file.is_file():
         raise FamilyError(f"{path} has no tokenizer_config.json", "copy it from the checkpoint")
-    raw = json.loads(file.read_text()).get("added_tokens_decoder") or {}
+    raw = read_json(file).get("added_tokens_decoder") or {}
     named = {int(token_id): token for token_id, token in raw.items()}
     for token_id in named:
         if not first <= token_id < first + NUM_SPECIAL_TOKENS:
             raise FamilyError(
-                f"{file}: token {token_id} is not among the {NUM_SPECIAL_TOKENS} behind {first} ranks",
+                f"{file}: token {token_id} is not among the {NUM_SPECIAL_TOKENS} behind {first} "
+                "ranks",
                 "use the tokenizer_config.json that belongs to the checkpoint",
             )
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
@@ -122,11 +124,9 @@ def _added_tokens(path: Path, first: int) -> list[dict[str, Any]]:
 
 def _byte_letters() -> list[str]:
     """For each byte the character that stands for it in a byte-level vocabulary."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [value for value in range(256) if value not in set(shown)]
-    stands = dict(zip(shown, map(chr, shown), strict=True))
-    stands |= {value: chr(256 + i) for i, value in enumerate(hidden)}
-    return [stands[value] for value in range(256)]
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (chr(256 + i) for i in range(256))
+    return [chr(value) if value in printable else next(others) for value in range(256)]
 
 
 def _spell(token: bytes, letters: list[str]) -> str:

@@ -1,27 +1,27 @@
 """Qwen-VL: Qwen2.5-VL, Qwen3-VL (dense, with experts), Qwen3.5 checkpoints, text-only Qwen3.
 
-`vision` has layout and pixels, `positions` the MRoPE arithmetic, `text` the family of a
-text-only checkpoint, `formats/` the chat formats and `render` what they share, `forward` the
-torch half and `tiny` small random checkpoints. This file loads without torch and transformers.
+`vision` has layout and pixels, `positions` the MRoPE arithmetic, `formats/` the chat formats and
+`render` what they share, `forward` the torch half and `tiny` small random checkpoints. This file
+loads without torch and transformers.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import read_json
 from sightline.families.protocol import Family
-from sightline.families.qwen_vl.formats import FORMATS
-from sightline.families.qwen_vl.render import QwenVLRenderer
-from sightline.families.qwen_vl.text_only import QwenTextFamily
+from sightline.families.qwen_vl.formats import FORMATS, load_renderer
 from sightline.families.qwen_vl.vision import QwenVLFamily
-from sightline.message import ImageResolver
+from sightline.families.vision_family import TextOnlyFamily
 
 IS_DEFAULT = True
 """Commands that are given no family take this one."""
 CAN_NUMBER_IMAGES = True
+
+__all__ = ["claims", "load_family", "load_renderer"]
 
 
 def claims(config: dict[str, Any]) -> bool:
@@ -29,7 +29,7 @@ def claims(config: dict[str, Any]) -> bool:
 
 
 def load_family(path: Path, overrides: dict[str, int]) -> Family:
-    config = json.loads((path / "config.json").read_text())
+    config = read_json(path / "config.json")
     if "vision_config" in config:
         return QwenVLFamily.load(path, overrides)
     for key in overrides:
@@ -37,10 +37,4 @@ def load_family(path: Path, overrides: dict[str, int]) -> Family:
             f"{key} for {path}, which has no vision tower",
             f"remove [model] {key} from the run file",
         )
-    return QwenTextFamily()
-
-
-def load_renderer(
-    path: Path, family: Family, resolver: ImageResolver, number_images: bool = False
-) -> QwenVLRenderer:
-    return QwenVLRenderer.load(path, family, resolver, number_images)
+    return TextOnlyFamily(QwenVLFamily.name)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sightline.errors import Misaligned
+from sightline.families.vision_family import check_slots_fit
 from sightline.wire import Slot
 
 NUM_AXES = 3
@@ -20,12 +20,12 @@ def compute_mrope_positions(
     num_tokens: int, slots: Sequence[Slot], merge: int, start: int = 0
 ) -> tuple[np.ndarray, int]:
     """int32 (3, num_tokens) from `start` on, and the position of the token that comes next."""
+    check_slots_fit(slots, merge, num_tokens)
     placed = np.empty((NUM_AXES, num_tokens), dtype=np.int32)
     done, position = 0, start
     for slot in slots:
         t, rows, columns = slot.item.grid
         h, w = rows // merge, columns // merge
-        _check_slot(slot, t * h * w, done, num_tokens)
         text = slot.offset - done
         placed[:, done : slot.offset] = np.arange(position, position + text, dtype=np.int32)
         position += text
@@ -37,16 +37,3 @@ def compute_mrope_positions(
     text = num_tokens - done
     placed[:, done:] = np.arange(position, position + text, dtype=np.int32)
     return placed, position + text
-
-
-def _check_slot(slot: Slot, length: int, done: int, num_tokens: int) -> None:
-    if slot.length != length:
-        raise Misaligned(
-            f"a slot of {slot.length} tokens for grid {slot.item.grid}, which fills {length}",
-            "make slots with the renderer of the family",
-        )
-    if slot.offset < done or slot.offset + slot.length > num_tokens:
-        raise Misaligned(
-            f"a slot at {slot.offset} of {slot.length} tokens, after {done}, of {num_tokens}",
-            "slots must be sorted, apart and inside the tokens",
-        )

@@ -1,228 +1,241 @@
-"""Renders, bridges and parses in the chat format of a checkpoint, token for token its template.
+"""The turns that all of Qwen's chat formats share, token for token those of their templates.
 
-What the template would drop without a word is refused with its path. The formats themselves are
-in `formats/`; here is what they share: reading messages, spans, and what a bridge refuses.
+A turn is `<|im_start|>role`, a newline, the content, `<|im_end|>` and a newline. Marks of the
+format are emitted as tokens; text of a message is emitted as text, whatever it spells. `formats/`
+has what each format says differently.
 """
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
-from sightline.errors import FamilyError, MediaRefused, MessageError
+from sightline.errors import MessageError
 from sightline.families.protocol import Family
-from sightline.families.qwen_vl.formats import (
-    ChatFormat,
-    ImageCounter,
-    RenderContext,
-    select_chat_format,
-)
-from sightline.message import (
-    ROLES,
-    AssistantMessage,
-    ImageResolver,
-    Message,
-    text,
-    to_message,
-)
-from sightline.render import Bridged, Emitter, Refused, Rendered, Tokenizer
-from sightline.render.message_fields import check_message_list, get_field, list_image_paths
-from sightline.render.protocol import Messages, Tools
+from sightline.families.renderer import BaseRenderer, ParsedCompletion, RenderContext
+from sightline.message import ImageResolver, Message, TextPart, ToolCall
+from sightline.render import Emitter, Tokenizer
+from sightline.render.protocol import Tools
+from sightline.wire import MediaItem
 
-_IMAGE_ROLES = ("user", "tool")
-# A policy that could say the marks around an image could write a prompt that reads as if an image
-# stood there.
+_CALL_MARKS = re.compile(r"(</?tool_call>)")
+_RESPONSE_EDGES = ("<tool_response>", "</tool_response>")
 _MEDIA_MARKS = (
     "<|image_pad|>", "<|video_pad|>", "<|vision_pad|>", "<|vision_start|>", "<|vision_end|>",
 )  # fmt: skip
 
 
-class QwenVLRenderer:
-    """Stateless but for the family's caches."""
+class QwenRenderer(BaseRenderer):
+    """Emits, checks and parses the messages of one chat format of Qwen."""
+
+    format_name: ClassVar[str]
+    default_system: ClassVar[str | None] = None
+    """The system message of a conversation that has none."""
+    takes_reasoning = False
+    turn_separator = "\n"
+    requires_question: ClassVar[bool] = False
+    """Whether a conversation in which no user message asks cannot be written."""
+    not_carried: ClassVar[tuple[str, ...]] = ("call ids", "text of None and empty text")
+    """What `parse` cannot give back of what `render` wrote."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        family: Family,
-        resolver: ImageResolver,
-        vocab_size: int,
-        chat_format: ChatFormat,
-        numbers_images: bool = False,
+        self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
     ) -> None:
-        self._tokenizer = tokenizer
-        self._family = family
-        self._resolver = resolver
-        self._format = chat_format
-        self._numbers_images = numbers_images
-        self.format_name = chat_format.name
-        self.vocab_size = vocab_size
-        self.stop_token_ids = chat_format.stop_token_ids
-        marks = [tokenizer.find_token_id(mark) for mark in _MEDIA_MARKS]
-        self.pad_token_ids = tuple(mark for mark in marks if mark is not None)
+        super().__init__(tokenizer, family, resolver, vocab_size)
+        token_id = tokenizer.token_id
+        self.numbers_images = False
+        """Whether a number is written before every image."""
+        self.im_start = token_id("<|im_start|>")
+        self.end_id = token_id("<|im_end|>")
+        self.stop_token_ids = (self.end_id, token_id("<|endoftext|>"))
+        self.pad_token_ids = self.find_token_ids(_MEDIA_MARKS)
+        if family.shows_images:
+            self._vision_start = token_id("<|vision_start|>")
+            self._vision_end = token_id("<|vision_end|>")
+            self.image_pad = token_id("<|image_pad|>")
+        if self.takes_tools:
+            self._call_start, self._call_end = token_id("<tool_call>"), token_id("</tool_call>")
+            self._response_start, self._response_end = map(token_id, _RESPONSE_EDGES)
+        self.header = self.make_header()
 
-    @classmethod
-    def load(
-        cls, path: Path, family: Family, resolver: ImageResolver, numbers_images: bool = False
-    ) -> QwenVLRenderer:
-        tokenizer = Tokenizer(path)
-        config = json.loads((path / "config.json").read_text())
-        vocab_size = int((config.get("text_config") or config)["vocab_size"])
-        if tokenizer.vocab_size > vocab_size:
-            raise FamilyError(
-                f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}",
-                "use the tokenizer that belongs to the checkpoint",
-            )
-        chat_format = select_chat_format(path, config, tokenizer, family)
-        return cls(tokenizer, family, resolver, vocab_size, chat_format, numbers_images)
+    # -- what a format says in its own way
 
-    def messages(self, messages: Messages) -> list[Message]:
-        read = self.read(messages)
-        self._format.check_order(read)
-        return read
+    def make_header(self) -> list[int]:
+        """The ids before the first token that is sampled."""
+        return [self.im_start, *self._tokenizer.encode("assistant\n")]
 
-    def read(self, messages: Messages) -> list[Message]:
-        check_message_list(messages, "messages")
-        if not messages:
-            raise MessageError.at("messages", "empty", "pass one message or more")
-        return [self._read(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    def emit_tools(self, emitter: Emitter, tools: Tools, first: Message) -> None:
+        """The system turn that offers `tools`, with the text of a `first` system message."""
+        raise NotImplementedError
 
-    def render(
-        self, messages: Messages, tools: Tools | None = None, generation_prompt: bool = True
-    ) -> Rendered:
-        self._format.check_tools(tools)
-        read = self.messages(messages)
-        self._format.check_question(read)
-        context = RenderContext(
-            read,
-            last_query=self._format.last_query(read),
-            image_counter=ImageCounter(self._numbers_images),
-        )
-        emitter = Emitter(self._tokenizer)
-        # Where no message is part of the head, the first message's span holds it.
-        first = self._format.emit_head(emitter, context, tools)
-        for _ in range(first):
-            emitter.end_message(0)
-        self._emit(emitter, context, first, emitter.position if first else 0)
-        if generation_prompt:
-            self._emit_header(emitter)
-        return emitter.rendered()
+    def emit_call(self, emitter: Emitter, call: ToolCall) -> None:
+        """What stands between the marks of a call."""
+        raise NotImplementedError
 
-    def bridge(
-        self,
-        prompt_ids: Sequence[int],
-        completion_ids: Sequence[int],
-        new_messages: Messages,
-        tools: Tools | None = None,
-    ) -> Bridged | Refused:
-        """`tools` stand in the prompt already, so nothing is emitted for them.
+    def parse_call(self, inner: str) -> ToolCall | None:
+        """The call that `emit_call` wrote; None when it is malformed."""
+        raise NotImplementedError
 
-        A turn that was cut off, or that ended with another stop token, is closed first.
-        """
-        check_message_list(new_messages, "new_messages")
-        reason = self._refusal(prompt_ids, completion_ids, new_messages)
-        if reason is not None:
-            return Refused(reason)
-        read = [self._read(m, f"new_messages[{i}]") for i, m in enumerate(new_messages)]
-        reason = self._format.find_rewrite(prompt_ids, _strip_stop(completion_ids, self), read)
-        if reason is not None:
-            return Refused(reason)
-        start = len(prompt_ids) + len(completion_ids)
-        emitter = Emitter(self._tokenizer, start)
-        if len(completion_ids) == 0 or completion_ids[-1] not in self.stop_token_ids:
-            self._format.close_cut_turn(emitter, completion_ids)
-        if len(completion_ids) == 0 or completion_ids[-1] != self._format.im_end:
-            emitter.special(self._format.im_end)
+    def emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
+        """The assistant's turn, from its header up to its stop token."""
+        message = context.messages[i]
+        self.open_turn(emitter, message.role)
+        emitter.begin_trained()
+        emitter.text(message.text)
+        self.emit_calls(emitter, message.tool_calls, "\n" if message.content else "")
+
+    def split_reasoning(self, ids: list[int]) -> tuple[str | None, list[int]]:
+        """The reasoning of a completion, and the ids behind it."""
+        return None, ids
+
+    def strip_content(self, content: str) -> str:
+        """Content behind reasoning, without what the format itself puts around it."""
+        return content
+
+    def opens_tool_turn(self, context: RenderContext, i: int) -> bool:
+        """Whether tool message `i` begins a user turn: neighbouring ones share one."""
+        return context.role(i - 1) != "tool"
+
+    # -- what they share
+
+    def emit_head(self, emitter: Emitter, context: RenderContext, tools: Tools | None) -> int:
+        first = context.messages[0]
+        if tools:
+            self.emit_tools(emitter, tools, first)
+            return int(first.role == "system")
+        if self.default_system is not None and first.role != "system":
+            self.open_turn(emitter, "system")
+            emitter.text(self.default_system)
+            self.close_turn(emitter)
+        return 0
+
+    def open_turn(self, emitter: Emitter, role: str) -> None:
+        emitter.special(self.im_start)
+        emitter.text(role + "\n")
+
+    def close_turn(self, emitter: Emitter) -> None:
+        emitter.special(self.end_id)
         emitter.text("\n")
-        image_counter = ImageCounter(self._numbers_images)
-        if self._numbers_images:
-            image_counter.count = self._format.count_images(prompt_ids)
-        self._emit(emitter, RenderContext(read, is_new=True, image_counter=image_counter), 0, start)
-        self._emit_header(emitter)
-        return emitter.bridged()
 
-    def _refusal(
-        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], new_messages: Messages
-    ) -> str | None:
-        roles = [get_field(message, "role") for message in new_messages]
-        if not roles:
-            return "no_new_messages"
-        if any(role not in ROLES for role in roles):
-            return "unknown_role"
-        if "assistant" in roles:
-            return "assistant_among_new"
-        if "system" in roles:
-            return "system_among_new"
-        header = self._format.header
-        if list(prompt_ids[-len(header) :]) != header:
-            return "prompt_without_header"
-        if not set(completion_ids[:-1]).isdisjoint(self.stop_token_ids):
-            return "stop_inside_completion"
-        if not set(completion_ids).isdisjoint(self.pad_token_ids):
-            return "media_in_completion"
-        if len(completion_ids) and completion_ids[-1] in self.stop_token_ids:
-            return self._format.find_unclosed(completion_ids)
-        return None
+    def find_history_end(self, messages: Sequence[Message]) -> int:
+        """The last user message that asks; the last message where none does."""
+        asking = (i for i in reversed(range(len(messages))) if self.is_question(messages[i]))
+        return next(asking, len(messages) - 1)
 
-    def parse(self, completion_ids: Sequence[int]) -> AssistantMessage:
-        """The message up to the first stop token.
+    def is_question(self, message: Message) -> bool:
+        """Whether a user asks: not in a message that spells what a tool returned, as some
+        programs write it."""
+        if message.role != "user":
+            return False
+        parts = self.get_parts(message)
+        spelled = [part.text if isinstance(part, TextPart) else " " for part in parts] or [""]
+        first, last = _RESPONSE_EDGES
+        return not (spelled[0].startswith(first) and spelled[-1].endswith(last))
 
-        Tool calls are taken out of the content when all of them are well formed. If one is not,
-        everything stays in the content as it was said, and `malformed_calls` names what is not.
-        """
-        ids = [int(token) for token in completion_ids]
-        stop = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), None)
-        said = self._format.read(ids[:stop])
-        return AssistantMessage(
-            role="assistant",
-            content=text(said.content),
-            reasoning=said.reasoning,
-            tool_calls=said.tool_calls,
-            malformed_calls=said.malformed_calls,
-            stopped=stop is not None,
-        )
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids)
-
-    def _read(self, message: Message | dict[str, Any], path: str) -> Message:
-        where = list_image_paths(message, path)
-        role = get_field(message, "role")
-        if where and not self._family.shows_images:
+    def check_conversation(self, messages: Sequence[Message]) -> None:
+        if self.requires_question and not any(map(self.is_question, messages)):
             raise MessageError.at(
-                where[0],
-                "an image, and this checkpoint has no vision tower",
-                "use a vision-language checkpoint",
+                "messages",
+                f"the chat format of {self.format_name} needs a user message that is no tool "
+                "response",
+                "add one",
             )
-        if where and role in ROLES and role not in _IMAGE_ROLES:
-            raise MessageError.at(
-                where[0],
-                f"an image in a message of the role {role}, which this chat format cannot show",
-                "put it into a user message",
-            )
-        read = to_message(message, self._resolver, path)
-        self._format.check_message(read, path)
-        for image_path, ref in zip(where, read.images, strict=True):
-            try:
-                self._family.item(ref)
-            except MediaRefused as error:
-                raise MediaRefused(f"{image_path}: {error.problem}", error.fix) from error
-        return read
 
-    def _emit(self, emitter: Emitter, context: RenderContext, first: int, start: int) -> None:
-        """Emits from `first` on; the first span begins at `start`, which may be behind us."""
-        for i in range(first, len(context.messages)):
-            self._format.emit(emitter, context, i)
-            emitter.end_message(start)
-            start = emitter.position
+    def emit_message(self, emitter: Emitter, context: RenderContext, i: int) -> None:
+        role = context.messages[i].role
+        if role == "tool":
+            self._emit_tool(emitter, context, i)
+        elif role == "assistant":
+            self.emit_assistant(emitter, context, i)
+            emitter.special(self.end_id)
+            emitter.end_trained()
+            emitter.text("\n")
+        else:
+            self.open_turn(emitter, role)
+            self.emit_content(emitter, context, i)
+            self.close_turn(emitter)
 
-    def _emit_header(self, emitter: Emitter) -> None:
-        for token in self._format.header:
-            emitter.special(token)
+    def _emit_tool(self, emitter: Emitter, context: RenderContext, i: int) -> None:
+        if self.opens_tool_turn(context, i):
+            emitter.special(self.im_start)
+            emitter.text("user")
+        emitter.text("\n")
+        emitter.special(self._response_start)
+        emitter.text("\n")
+        self.emit_content(emitter, context, i)
+        emitter.text("\n")
+        emitter.special(self._response_end)
+        if context.role(i + 1) != "tool":
+            self.close_turn(emitter)
 
+    def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
+        if self.numbers_images:
+            emitter.text(f"Picture {context.num_images}: ")
+        emitter.special(self._vision_start)
+        emitter.image(item, self.image_pad, self._family.num_tokens(item))
+        emitter.special(self._vision_end)
 
-def _strip_stop(completion_ids: Sequence[int], renderer: QwenVLRenderer) -> Sequence[int]:
-    if len(completion_ids) and completion_ids[-1] in renderer.stop_token_ids:
-        return completion_ids[:-1]
-    return completion_ids
+    def count_images(self, prompt_ids: Sequence[int]) -> int:
+        """Nothing but an image puts its mark into a prompt."""
+        if not (self.numbers_images and self._family.shows_images):
+            return 0
+        return list(prompt_ids).count(self._vision_start)
+
+    def emit_calls(self, emitter: Emitter, calls: Sequence[ToolCall], before: str) -> None:
+        """`before` separates the first call from the content; a newline separates the others."""
+        for call in calls:
+            emitter.text(before)
+            emitter.special(self._call_start)
+            self.emit_call(emitter, call)
+            emitter.special(self._call_end)
+            before = "\n"
+
+    def emit_marked(self, emitter: Emitter, text: str) -> None:
+        """Text of the format itself: the tokenizer makes single tokens of the marks in it."""
+        for piece in _CALL_MARKS.split(text):
+            if _CALL_MARKS.fullmatch(piece):
+                emitter.special(self._call_start if piece[1] != "/" else self._call_end)
+            else:
+                emitter.text(piece)
+
+    # -- parsing
+
+    def parse_turn(self, ids: list[int]) -> ParsedCompletion:
+        reasoning, rest = self.split_reasoning(ids)
+        calls, malformed = self._parse_calls(rest)
+        if calls and not malformed:
+            content = self._tokenizer.decode(rest[: rest.index(self._call_start)])
+            content = content.removesuffix("\n")
+        else:
+            calls, content = (), self._tokenizer.decode(rest)
+        if len(rest) < len(ids):
+            content = self.strip_content(content)
+        return ParsedCompletion(content, reasoning, calls, malformed)
+
+    def _parse_calls(self, ids: list[int]) -> tuple[tuple[ToolCall, ...], tuple[str, ...]]:
+        """The calls, and the raw text of everything from the first mark on that is none."""
+        calls: list[ToolCall] = []
+        malformed: list[str] = []
+        if not self.takes_tools or self._call_start not in ids:
+            return (), ()
+        at = ids.index(self._call_start)
+        while at < len(ids):
+            end = self._find_call_end(ids, at)
+            raw = self._tokenizer.decode(ids[at:end])
+            is_closed = ids[at] == self._call_start and ids[end - 1] == self._call_end
+            inner = self._tokenizer.decode(ids[at + 1 : end - 1]) if is_closed else ""
+            call = self.parse_call(inner) if is_closed else None
+            if call is not None:
+                calls.append(call)
+            elif raw.strip():
+                malformed.append(raw)
+            at = end
+        return tuple(calls), tuple(malformed)
+
+    def _find_call_end(self, ids: list[int], at: int) -> int:
+        """Where the call that begins at `at` ends, or the text between two calls."""
+        for i in range(at + 1, len(ids)):
+            if ids[i - 1] == self._call_end or ids[i] == self._call_start:
+                return i
+        return len(ids)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import read_json
 from sightline.families.protocol import EngineField, ParameterSlice
 from sightline.families.qwen_vl.vision import QwenVLFamily
 from sightline.wire import MediaItem
@@ -22,21 +22,21 @@ HF_OVERRIDES: dict[str, Any] = {}
 
 def check_servable(folder: Path, takes_updates: bool) -> None:
     """Every model type of the family that shows images is one of vLLM's."""
-    if "vision_config" not in json.loads((folder / "config.json").read_text()):
+    if "vision_config" not in read_json(folder / "config.json"):
         raise FamilyError(
             "a checkpoint without a vision tower, which was not tried with vLLM",
             'set engine = "torch"',
         )
 
 
-def stored(
+def map_parameters(
     config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, list[ParameterSlice]]:
     """vLLM reads transformers' layout."""
     return {name: [ParameterSlice(name)] for name in shapes}
 
 
-def fields(
+def build_fields(
     family: QwenVLFamily, item: MediaItem, patches: np.ndarray, normalizes: bool
 ) -> dict[str, EngineField]:
     rows = repeat_frames(family, patches) if normalizes else family.rows(patches)

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
-from tokenizers import Tokenizer
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import write_json
 from sightline.families.qwen_vl.tiny_config import (
     SIZES,
     TEMPLATES,
@@ -28,13 +18,8 @@ from sightline.families.qwen_vl.tiny_config import (
     build_image_processor_config,
     build_video_processor_config,
 )
-from sightline.families.qwen_vl.tiny_tokenizer import (
-    MERGES,
-    build_tokenizer,
-    build_tokenizer_config,
-)
-
-__all__ = ["MERGES", "TinySettings", "build_tokenizer", "write"]
+from sightline.families.qwen_vl.tiny_tokenizer import build_tokenizer, build_tokenizer_config
+from sightline.families.tiny_checkpoint import read_options, save_model, write_files
 
 
 def write(path: Path, seed: int = 0, size: str = "tiny", **options: Any) -> None:
@@ -42,30 +27,20 @@ def write(path: Path, seed: int = 0, size: str = "tiny", **options: Any) -> None
 
     Equal arguments give equal bytes. Files appear whole, config.json last.
     """
-    known = {field.name for field in dataclasses.fields(TinySettings)}
-    for key in options.keys() - known:
-        raise FamilyError(f"no option {key!r}", f"use one of {', '.join(sorted(known))}")
     if size not in SIZES:
         raise FamilyError(f"no size {size!r}", f"use one of {', '.join(SIZES)}")
-    settings = TinySettings(**{**SIZES[size], **options})
-    settings.check()
-    path = Path(path)
-    path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path, prefix=".tiny-") as folder:
-        _write_all(Path(folder), seed, settings)
-        names = sorted(os.listdir(folder), key=lambda name: (name == "config.json", name))
-        for name in names:
-            os.replace(Path(folder) / name, path / name)
+    settings = read_options(TinySettings, {**SIZES[size], **options})
+    write_files(Path(path), lambda folder: _write_all(folder, seed, settings))
 
 
 def _write_all(folder: Path, seed: int, settings: TinySettings) -> None:
     tokenizer = build_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", build_tokenizer_config(tokenizer))
+    write_json(folder / "tokenizer_config.json", build_tokenizer_config(tokenizer))
     (folder / "chat_template.jinja").write_text(_read_template(settings))
     if settings.shows_images:
-        _write_json(folder / "preprocessor_config.json", build_image_processor_config(settings))
-        _write_json(
+        write_json(folder / "preprocessor_config.json", build_image_processor_config(settings))
+        write_json(
             folder / "video_preprocessor_config.json", build_video_processor_config(settings)
         )
     config = AutoConfig.for_model(settings.model_type, **build_config_kwargs(settings, tokenizer))
@@ -73,14 +48,11 @@ def _write_all(folder: Path, seed: int, settings: TinySettings) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config, dtype=getattr(torch, settings.dtype))
-    # Not save_pretrained: it draws a progress bar and makes a file that only its owner can read.
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
     weights = {
         name: _as_published(name, tensor) for name, tensor in _drop_tied_weights(model).items()
     }
-    (folder / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
-    _generation_config(tokenizer).save_pretrained(folder)
+    stops = ("<|im_end|>", "<|endoftext|>")
+    save_model(folder, model, weights, tokenizer, stops, pad="<|endoftext|>")
 
 
 def _drop_tied_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -103,18 +75,3 @@ def _read_template(settings: TinySettings) -> str:
         return template
     opens = "true" if settings.shows_images else "false"
     return f"{{%- set opens_reasoning = {opens} -%}}\n{template}"
-
-
-def _generation_config(tokenizer: Tokenizer) -> GenerationConfig:
-    return GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        eos_token_id=[tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")],
-        pad_token_id=tokenizer.token_to_id("<|endoftext|>"),
-    )
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from sightline.errors import FamilyError
-from sightline.families.qwen_vl.tiny_tokenizer import MAX_TOKENS
+from sightline.families.tiny_checkpoint import MAX_TOKENS
 
 TEMPLATES = {
     "qwen3_vl": "qwen3_vl.jinja",
@@ -34,26 +34,26 @@ class TinySettings:
     head_dim: int = 32
     intermediate: int = 128
     experts: int = 4
-    """Of each layer, where the type has any; two of them answer for a token."""
+    """Experts of each layer, where the type has any; two of them answer for a token."""
     rope_theta: float = 10_000.0
     vision_hidden: int = 64
     vision_layers: int = 2
     vision_heads: int = 2
     vision_intermediate: int = 128
     vision_positions: int = 64
-    """A square: the grid of position embeddings, which is stretched to an image's own."""
+    """Position embeddings: a square grid, which is stretched to an image's own."""
     deepstack: tuple[int, ...] = (0,)
     """Vision layers whose features also enter the text layers, in their order."""
     patch: int = 0
-    """0: what the published models of the type have."""
+    """Pixels along a side of a patch; 0 is what the published models of the type have."""
     merge: int = 2
     temporal: int = 2
     initializer_std: float = 0.05
     min_pixels: int = 1024
-    """One visual token: a 32x32 image stays as it is."""
+    """The default is one visual token: a 32x32 image keeps its size."""
     max_pixels: int = 4096 * 1024
     vocab: int = 0
-    """Rows of the embedding; 0: one for each token of the tokenizer."""
+    """Rows of the embedding; 0 is one for each token of the tokenizer."""
     tied: bool = False
     """Whether the embedding is also the head."""
     dtype: str = "float32"

@@ -1,16 +1,18 @@
-"""The tokenizer of the small checkpoints: byte-level with a handful of merges.
-
-It needs no training corpus and is the same everywhere, and holds every added token of the real
-ones.
-"""
+"""The tokenizer of the small checkpoints, with every added token of the real ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+
+from sightline.families.tiny_checkpoint import (
+    MAX_TOKENS,
+    ROLE_MERGES,
+    build_bpe_tokenizer,
+    describe_added_tokens,
+)
 
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
@@ -25,58 +27,28 @@ PLAIN_TOKENS = (
     "<think>", "</think>",
 )  # fmt: skip
 
-# Each role becomes one token. A merge must stand behind the merges that make its halves.
-MERGES = (
-    ("u", "s"), ("e", "r"), ("us", "er"),
-    ("a", "s"), ("s", "i"), ("s", "t"), ("a", "n"), ("as", "si"), ("st", "an"), ("stan", "t"),
-    ("assi", "stant"),
-    ("s", "y"), ("e", "m"), ("sy", "st"), ("syst", "em"),
-)  # fmt: skip
-
 # How Qwen's tokenizers cut text into words before BPE.
 WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-MAX_TOKENS = 32768
 
-
-def build_tokenizer(merges: Sequence[tuple[str, str]] = MERGES) -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = alphabet + [left + right for left, right in merges]
-    vocabulary = {word: i for i, word in enumerate(words)}
-    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=list(merges), fuse_unk=False))
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+def build_tokenizer(merges: Sequence[tuple[str, str]] = ROLE_MERGES) -> Tokenizer:
+    pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-        + [AddedToken(token, special=False, normalized=False) for token in PLAIN_TOKENS]
-    )
-    return tokenizer
+    normalizer = normalizers.NFC()
+    return build_bpe_tokenizer(merges, pre_tokenizer, SPECIAL_TOKENS, PLAIN_TOKENS, normalizer)
 
 
 def build_tokenizer_config(tokenizer: Tokenizer) -> dict[str, Any]:
-    added = {
-        str(tokenizer.token_to_id(token)): {
-            "content": token,
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-            "single_word": False,
-            "special": token in SPECIAL_TOKENS,
-        }
-        for token in SPECIAL_TOKENS + PLAIN_TOKENS
-    }
     return {
         "tokenizer_class": "Qwen2Tokenizer",
-        "added_tokens_decoder": added,
+        "added_tokens_decoder": describe_added_tokens(tokenizer),
         "additional_special_tokens": list(SPECIAL_TOKENS[1:]),
         "add_prefix_space": False,
         "bos_token": None,

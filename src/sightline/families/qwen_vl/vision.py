@@ -1,4 +1,4 @@
-"""Sizes to grids, and images to patches. Pixels are uint8 up to the place that uses them.
+"""Sizes to grids, and images to patches.
 
 The arithmetic is that of transformers' Pillow image processor, and the float rows are
 bit-identical to its `pixel_values`. torchvision takes no part, installed or not.
@@ -6,74 +6,45 @@ bit-identical to its `pixel_values`. torchvision takes no part, installed or not
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sightline.errors import MediaRefused, Misaligned
-from sightline.families.items import check_media_item
+from sightline.errors import MediaRefused
+from sightline.families.checkpoint_files import read_json
 from sightline.families.patchify import patchify
+from sightline.families.processor_settings import check_vision_config
 from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing
 from sightline.families.qwen_vl.positions import NUM_AXES, compute_mrope_positions
-from sightline.families.qwen_vl.settings import (
-    ProcessorSettings,
-    check_vision_config,
-    compute_fingerprint,
-    read_processor_settings,
-)
-from sightline.media import MediaRef
-from sightline.wire import MediaItem, Slot
+from sightline.families.qwen_vl.settings import ProcessorSettings, read_processor_settings
+from sightline.families.vision_family import VisionFamily, fit_image
+from sightline.wire import Slot
 
 if TYPE_CHECKING:
     from PIL import Image
 
 MAX_ASPECT = 200
-_MAX_CACHED_ITEMS = 8192
 
 
-class QwenVLFamily:
-    """The family of one checkpoint. It holds no state but caches, and is safe for many threads."""
-
+class QwenVLFamily(VisionFamily[ProcessorSettings]):
     name = "qwen_vl"
     num_axes = NUM_AXES
-    modality = "image"
-    shows_images = True
-
-    def __init__(
-        self,
-        settings: ProcessorSettings,
-        slot_token_ids: tuple[int, ...] = (),
-        packing: Packing = TREE_PACKING,
-    ) -> None:
-        self._settings = settings
-        self.slot_token_ids = slot_token_ids
-        self.packing = packing
-        self.settings: dict[str, Any] = settings.described(self.name)
-        self.fingerprint = compute_fingerprint(self.settings)
-        self.patch = settings.patch
-        self.merge = settings.merge
-        self.temporal = settings.temporal
-        self.table = build_normalization_table(settings)
-        """float32 (256, 3): what a uint8 value of a channel becomes in a row."""
-        self._item = lru_cache(maxsize=_MAX_CACHED_ITEMS)(self._make_item)
-        self._layout = lru_cache(maxsize=_MAX_CACHED_ITEMS)(self._make_layout)
-
-    def __reduce__(
-        self,
-    ) -> tuple[type[QwenVLFamily], tuple[ProcessorSettings, tuple[int, ...], Packing]]:
-        # Another process gets a family of its own, with empty caches.
-        return QwenVLFamily, (self._settings, self.slot_token_ids, self.packing)
 
     @classmethod
     def load(cls, path: Path, overrides: dict[str, int]) -> QwenVLFamily:
-        config = json.loads((path / "config.json").read_text())
+        config = read_json(path / "config.json")
         settings = read_processor_settings(path, overrides)
-        check_vision_config(settings, config["vision_config"], path)
+        check_vision_config(
+            config["vision_config"],
+            path,
+            patch_size=settings.patch,
+            spatial_merge_size=settings.merge,
+            temporal_patch_size=settings.temporal,
+        )
         pads = (config.get("image_token_id"), config.get("video_token_id"))
         return cls(
             settings,
@@ -81,48 +52,24 @@ class QwenVLFamily:
             packing=_find_packing(config.get("text_config") or config),
         )
 
-    def layout(self, width: int, height: int) -> ImageLayout:
-        return self._layout(width, height)
+    @property
+    def temporal(self) -> int:
+        return self._settings.temporal
 
-    def _make_layout(self, width: int, height: int) -> ImageLayout:
+    @cached_property
+    def table(self) -> np.ndarray:
+        """float32 (256, 3): what a uint8 value of a channel becomes in a row."""
+        return build_normalization_table(self._settings)
+
+    def compute_layout(self, width: int, height: int) -> ImageLayout:
         new_height, new_width = fit_size(width, height, self._settings)
         grid = (1, new_height // self.patch, new_width // self.patch)
-        return ImageLayout(grid, self._count(grid), new_height, new_width)
+        return ImageLayout(grid, math.prod(grid) // self.merge**2, new_height, new_width)
 
-    def item(self, ref: MediaRef) -> MediaItem:
-        return self._item(ref)
-
-    def _make_item(self, ref: MediaRef) -> MediaItem:
-        grid = self.layout(ref.width, ref.height).grid
-        return MediaItem(ref=ref, family=self.name, grid=grid, fingerprint=self.fingerprint)
-
-    def check_item(self, item: MediaItem) -> None:
-        check_media_item(self, item)
-
-    def num_tokens(self, item: MediaItem) -> int:
-        return self._count(item.grid)
-
-    def _count(self, grid: tuple[int, int, int]) -> int:
-        return math.prod(grid) // self.merge**2
-
-    def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
-        """uint8 (patches, 3*patch*patch): channel, row, column; in the order of merged tokens.
-
-        The image is the one that `store.image` gives: upright. Modes other than RGB are converted
-        as transformers converts them, which drops alpha.
-        """
-        ref = item.ref
-        if image.size != (ref.width, ref.height):
-            raise Misaligned(
-                f"image {ref.digest[:12]} decodes to {image.size}, its ref says "
-                f"{(ref.width, ref.height)}",
-                "decode with store.image, which turns the image upright first",
-            )
-        layout = self.layout(ref.width, ref.height)
-        if image.mode != "RGB":
-            image = image.convert("RGB")
-        if image.size != (layout.width, layout.height):
-            image = image.resize((layout.width, layout.height), self._settings.resample)
+    def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
+        """uint8 (patches, 3*patch*patch): channel, row, column; in the order of merged tokens."""
+        size = (layout.width, layout.height)
+        image = fit_image(image, size, size, self._settings.resample)
         return patchify(image, self.patch, self.merge)
 
     def rows(self, patches: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 def vllm_layout(model: Path, opened: TensorFiles) -> dict[str, list[ParameterSlice]]:
     """How vLLM stores the parameters in `opened`, which are those of the checkpoint `model`."""
     shapes = {name: opened.shape(name) for name in opened}
-    return _load_serving(model).stored(read_config(model), shapes)
+    return _load_serving(model).map_parameters(read_config(model), shapes)
 
 
 def read_checkpoint(model: Path) -> NamedTensors:

@@ -116,7 +116,7 @@ class MultiModalItems:
         return is_held and key in self._digests
 
     def _build_item(self, item: MediaItem, pixels: Pixels) -> MultiModalKwargsItem:
-        fields = self.serving.fields(self.family, item, pixels.patches, self.normalizes)
+        fields = self.serving.build_fields(self.family, item, pixels.patches, self.normalizes)
         return build_mm_item(self.family.modality, fields)
 
 

@@ -249,7 +249,7 @@ class InterceptionServer:
         def take(url: str, path: str) -> MediaRef:
             return session.chat.substitute_image(url, session.urls.resolve(url, path))
 
-        messages = session.chat.renderer.read(resolve_images(request.messages, take))
+        messages = session.chat.renderer.read_messages(resolve_images(request.messages, take))
         return replace(request, messages=[]), messages
 
 

@@ -8,11 +8,10 @@ A folder without a template speaks the first format of its model type.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import read_json
 from sightline.families.protocol import Family
-from sightline.families.qwen_vl.formats.base import ChatFormat, ImageCounter, RenderContext
 from sightline.families.qwen_vl.formats.known import (
     Qwen3,
     Qwen3VL,
@@ -21,9 +20,12 @@ from sightline.families.qwen_vl.formats.known import (
     Qwen35,
 )
 from sightline.families.qwen_vl.formats.template_check import find_template_difference
+from sightline.families.qwen_vl.render import QwenRenderer
+from sightline.families.renderer import read_vocab_size
+from sightline.message import ImageResolver
 from sightline.render import ChatTemplate, Tokenizer
 
-FORMATS: dict[str, tuple[type[ChatFormat], ...]] = {
+FORMATS: dict[str, tuple[type[QwenRenderer], ...]] = {
     "qwen2_5_vl": (Qwen25VL,),
     "qwen3_vl": (Qwen3VL, Qwen3VLThinking),
     "qwen3_vl_moe": (Qwen3VL, Qwen3VLThinking),
@@ -32,24 +34,25 @@ FORMATS: dict[str, tuple[type[ChatFormat], ...]] = {
 }
 """By model type; the first is that of a folder without a template."""
 
-__all__ = ["FORMATS", "ChatFormat", "ImageCounter", "RenderContext", "select_chat_format"]
 
-
-def select_chat_format(
-    path: Path, config: dict[str, Any], tokenizer: Tokenizer, family: Family
-) -> ChatFormat:
-    """The format of a checkpoint folder; FamilyError with the first difference for none."""
-    candidates = FORMATS[config["model_type"]]
+def load_renderer(
+    path: Path, family: Family, resolver: ImageResolver, number_images: bool = False
+) -> QwenRenderer:
+    """The renderer of a checkpoint folder; FamilyError with the first difference for none."""
+    tokenizer = Tokenizer(path)
+    vocab_size = read_vocab_size(path, tokenizer)
     template = ChatTemplate.find(path)
-    if template is None:
-        return candidates[0](tokenizer, family)
     differences = []
-    for candidate in candidates:
-        chat_format = candidate(tokenizer, family)
-        difference = find_template_difference(chat_format, template, tokenizer, family)
+    for candidate in FORMATS[read_json(path / "config.json")["model_type"]]:
+        renderer = candidate(tokenizer, family, resolver, vocab_size)
+        difference = None
+        if template is not None:
+            difference = find_template_difference(renderer, template, tokenizer, family)
         if difference is None:
-            return chat_format
-        differences.append(f"{candidate.name}: {difference}")
+            # Templates are compared without numbers, which a caller asks for.
+            renderer.numbers_images = number_images
+            return renderer
+        differences.append(f"{candidate.format_name}: {difference}")
     raise FamilyError(
         f"{path}: the chat template is none that is known. " + " ".join(differences),
         "use the chat template that the checkpoint was published with",

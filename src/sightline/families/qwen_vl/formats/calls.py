@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from sightline.errors import MessageError
-from sightline.families.qwen_vl.formats.base import ChatFormat
+from sightline.families.qwen_vl.render import QwenRenderer
 from sightline.message import Message, ToolCall
 from sightline.render import Emitter
 from sightline.render.protocol import Tools
@@ -47,10 +47,10 @@ class _Call(msgspec.Struct):
     arguments: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-class JsonCallFormat(ChatFormat):
+class JsonCallFormat(QwenRenderer):
     """A call is a JSON object with name and arguments."""
 
-    not_carried = (*ChatFormat.not_carried, "JSON spacing around a call's arguments")
+    not_carried = (*QwenRenderer.not_carried, "JSON spacing around a call's arguments")
 
     def emit_tools(self, emitter: Emitter, tools: Tools, first: Message) -> None:
         self.open_turn(emitter, "system")
@@ -65,19 +65,19 @@ class JsonCallFormat(ChatFormat):
     def emit_call(self, emitter: Emitter, call: ToolCall) -> None:
         emitter.text(f'\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n')
 
-    def read_call(self, said: str) -> ToolCall | None:
+    def parse_call(self, inner: str) -> ToolCall | None:
         try:
-            call = msgspec.json.decode(said, type=_Call)
+            call = msgspec.json.decode(inner, type=_Call)
         except msgspec.MsgspecError:
             return None
         return ToolCall(name=call.name, arguments=bytes(call.arguments).decode())
 
 
-class TaggedCallFormat(ChatFormat):
+class TaggedCallFormat(QwenRenderer):
     """A call is a function tag around one parameter tag for each argument."""
 
     not_carried = (
-        *ChatFormat.not_carried,
+        *QwenRenderer.not_carried,
         "JSON spacing and number spelling of a call's arguments",
         "whether an argument is a string or the number, boolean or null that it spells",
         "string arguments that spell a JSON list or object",
@@ -110,8 +110,8 @@ class TaggedCallFormat(ChatFormat):
             emitter.text(f"<parameter={name}>\n{_spell_value(value)}\n</parameter>\n")
         emitter.text("</function>\n")
 
-    def read_call(self, said: str) -> ToolCall | None:
-        function = _FUNCTION.fullmatch(said)
+    def parse_call(self, inner: str) -> ToolCall | None:
+        function = _FUNCTION.fullmatch(inner)
         if function is None:
             return None
         arguments: dict[str, Any] = {}

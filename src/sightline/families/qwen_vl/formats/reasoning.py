@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from sightline.families.protocol import Family
-from sightline.families.qwen_vl.formats.base import ChatFormat, RenderContext
-from sightline.message import Message
+from sightline.families.qwen_vl.render import QwenRenderer
+from sightline.families.renderer import RenderContext
+from sightline.message import ImageResolver, Message
 from sightline.render import Emitter, Tokenizer
 
 THINK, END_THINK = "<think>", "</think>"
-HISTORY_REWRITTEN = "history_rewritten"
-STOP_IN_REASONING = "stop_in_reasoning"
 
 
-class ReasoningFormat(ChatFormat):
+class ReasoningFormat(QwenRenderer):
     """Reasoning by the rule of Qwen3: a turn that is not the last shows its block only when it
     holds something."""
 
@@ -29,15 +28,17 @@ class ReasoningFormat(ChatFormat):
     keeps_empty_reasoning: ClassVar[bool] = False
     """Whether a turn since the last question shows its block even when it is empty."""
     not_carried = (
-        *ChatFormat.not_carried,
+        *QwenRenderer.not_carried,
         "reasoning of turns before the last question",
         "newlines around reasoning, and before the content that follows it",
     )
 
-    def __init__(self, tokenizer: Tokenizer, family: Family) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
+    ) -> None:
         self._think = tokenizer.token_id(THINK)
         self._think_end = tokenizer.token_id(END_THINK)
-        super().__init__(tokenizer, family)
+        super().__init__(tokenizer, family, resolver, vocab_size)
 
     def make_header(self) -> list[int]:
         header = super().make_header()
@@ -45,16 +46,16 @@ class ReasoningFormat(ChatFormat):
             header += [self._think, *self._tokenizer.encode("\n")]
         return header
 
-    def trim(self, reasoning: str) -> str:
+    def strip_reasoning(self, reasoning: str) -> str:
         return reasoning.strip("\n")
 
-    def lead(self, content: str) -> str:
+    def strip_before_content(self, content: str) -> str:
         """Content as it follows a block."""
         return content.lstrip("\n")
 
-    def said(self, message: Message) -> tuple[str, str]:
+    def split_message(self, message: Message) -> tuple[str, str]:
         """Reasoning and content. Where no reasoning is given, the template reads the content."""
-        content = "".join(getattr(part, "text", "") for part in self.parts(message))
+        content = "".join(getattr(part, "text", "") for part in self.get_parts(message))
         if message.reasoning is not None or END_THINK not in content:
             return message.reasoning or "", content
         reasoning = content.split(END_THINK)[0].rstrip("\n").split(THINK)[-1].lstrip("\n")
@@ -62,8 +63,8 @@ class ReasoningFormat(ChatFormat):
 
     def emit_assistant(self, emitter: Emitter, context: RenderContext, i: int) -> None:
         message = context.messages[i]
-        reasoning, content = self.said(message)
-        is_shown = i > context.last_query and (
+        reasoning, content = self.split_message(message)
+        is_shown = i > context.history_end and (
             self.keeps_empty_reasoning or bool(reasoning) or i + 1 == len(context.messages)
         )
         self.open_turn(emitter, message.role)
@@ -74,61 +75,52 @@ class ReasoningFormat(ChatFormat):
             emitter.text("\n")
             if self.opens_reasoning:
                 emitter.begin_trained()
-            emitter.text(self.trim(reasoning) + "\n")
+            emitter.text(self.strip_reasoning(reasoning) + "\n")
             emitter.special(self._think_end)
-            emitter.text("\n\n" + self.lead(content))
+            emitter.text("\n\n" + self.strip_before_content(content))
         else:
             emitter.begin_trained()
             emitter.text(content)
-        self.emit_calls(emitter, message.tool_calls, self.before_call(content))
+        self.emit_calls(emitter, message.tool_calls, self.get_call_separator(content))
 
-    def before_call(self, content: str) -> str:
+    def get_call_separator(self, content: str) -> str:
         return "\n" if content else ""
 
     # -- bridging
 
-    def find_rewrite(
-        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], new: Sequence[Message]
-    ) -> str | None:
-        said = [int(token) for token in completion_ids]
-        has_block = self.opens_reasoning or self._think in said or self._think_end in said
+    def rewrites_history(
+        self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
+    ) -> bool:
+        has_block = self.opens_reasoning or self._think in ids or self._think_end in ids
         if any(map(self.is_question, new)):
             # Blocks in the prompt are of turns since the last question: older ones are dropped.
-            return HISTORY_REWRITTEN if has_block or self._think in prompt_ids else None
-        if has_block and not self.keeps_empty_reasoning and not self.split(said)[0]:
-            return HISTORY_REWRITTEN
-        return None
+            return has_block or self._think in prompt_ids
+        return has_block and not self.keeps_empty_reasoning and not self.split_reasoning(ids)[0]
 
-    def find_unclosed(self, completion_ids: Sequence[int]) -> str | None:
-        return STOP_IN_REASONING if self._is_reasoning_open(completion_ids) else None
+    def is_reasoning_open(self, ids: list[int]) -> bool:
+        opened = self.opens_reasoning or self._think in ids
+        return opened and self._think_end not in ids
 
-    def _is_reasoning_open(self, completion_ids: Sequence[int]) -> bool:
-        said = list(completion_ids)
-        opened = self.opens_reasoning or self._think in said
-        return opened and self._think_end not in said
-
-    def close_cut_turn(self, emitter: Emitter, completion_ids: Sequence[int]) -> None:
-        if not self._is_reasoning_open(completion_ids):
-            return
-        if not self._tokenizer.decode(list(completion_ids[-1:])).endswith("\n"):
+    def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
+        if not self._tokenizer.decode(ids[-1:]).endswith("\n"):
             emitter.text("\n")
         emitter.special(self._think_end)
         emitter.text("\n\n")
 
-    # -- reading back
+    # -- parsing
 
-    def split(self, said: list[int]) -> tuple[str | None, list[int]]:
+    def split_reasoning(self, ids: list[int]) -> tuple[str | None, list[int]]:
         start = 0
-        if not self.opens_reasoning or said[:1] == [self._think]:
-            if self._think not in said:
-                return None, said
-            start = said.index(self._think) + 1
-            if self._tokenizer.decode(said[: start - 1]).strip():
-                return None, said
-        end = said.index(self._think_end, start) if self._think_end in said[start:] else len(said)
-        reasoning = self.trim(self._tokenizer.decode(said[start:end]))
-        rest = said[end + 1 :]
+        if not self.opens_reasoning or ids[:1] == [self._think]:
+            if self._think not in ids:
+                return None, ids
+            start = ids.index(self._think) + 1
+            if self._tokenizer.decode(ids[: start - 1]).strip():
+                return None, ids
+        end = ids.index(self._think_end, start) if self._think_end in ids[start:] else len(ids)
+        reasoning = self.strip_reasoning(self._tokenizer.decode(ids[start:end]))
+        rest = ids[end + 1 :]
         return reasoning or None, rest
 
-    def strip(self, content: str) -> str:
-        return self.lead(content)
+    def strip_content(self, content: str) -> str:
+        return self.strip_before_content(content)

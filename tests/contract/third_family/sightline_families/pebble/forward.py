@@ -7,13 +7,14 @@ Letters: N patches, B rows, T tokens, H hidden size, D head size.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import nn
+
+from sightline.families.checkpoint_files import read_json
 
 from .vision import Pebble
 
@@ -126,6 +127,6 @@ def load(
     path: Path, family: Pebble, device: torch.device, dtype: torch.dtype, attention: str
 ) -> PebbleForward:
     """`attention` is a name for models of transformers; this one calls the pattern itself."""
-    model = Model(json.loads((path / "config.json").read_text()))
+    model = Model(read_json(path / "config.json"))
     model.load_state_dict(load_file(path / "model.safetensors"))
     return PebbleForward(model.to(device, dtype))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers import pre_tokenizers
 
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import write_json
+from sightline.families.tiny_checkpoint import build_bpe_tokenizer
 
 from .forward import Model
 
@@ -32,7 +32,8 @@ def write(path: Path, seed: int = 0, **options: Any) -> None:
     for key in options:
         raise FamilyError(f"no option {key!r}", "this family has one checkpoint, without options")
     path.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer()
+    pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = build_bpe_tokenizer(MERGES, pre_tokenizer, SPECIAL_TOKENS)
     config = {
         "model_type": "pebble",
         "vocab_size": tokenizer.get_vocab_size(with_added_tokens=True),
@@ -49,24 +50,7 @@ def write(path: Path, seed: int = 0, **options: Any) -> None:
     tokenizer.save(str(path / "tokenizer.json"))
     template = Path(__file__).with_name("chat_template.jinja").read_text()
     (path / "chat_template.jinja").write_text(template)
-    _write_json(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
-    _write_json(path / "preprocessor_config.json", PROCESSOR)
+    write_json(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    write_json(path / "preprocessor_config.json", PROCESSOR)
     # Last: a folder without it is no checkpoint.
-    _write_json(path / "config.json", config)
-
-
-def make_tokenizer() -> Tokenizer:
-    """Byte-level with a handful of merges: it needs no corpus and is the same everywhere."""
-    words = sorted(pre_tokenizers.ByteLevel.alphabet()) + [a + b for a, b in MERGES]
-    vocabulary = {word: i for i, word in enumerate(words)}
-    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=list(MERGES), fuse_unk=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-    )
-    return tokenizer
-
-
-def _write_json(file: Path, value: dict[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n")
+    write_json(path / "config.json", config)

@@ -1,0 +1,23 @@
+"""The JSON files of a checkpoint folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from sightline.errors import FamilyError
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; FamilyError where the file is broken."""
+    try:
+        return cast(dict[str, Any], json.loads(file.read_text()))
+    except ValueError as error:
+        raise FamilyError(
+            f"{file} is broken: {error}", "copy it again from the checkpoint"
+        ) from error
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,122 @@
+"""The processor settings of a checkpoint: all that changes a pixel or a token count.
+
+A family keeps its own fields, key names and bounds; here is what all of them read and check.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import read_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseProcessorSettings:
+    """What the fingerprint of a family hashes."""
+
+    ALGORITHM: ClassVar[int] = 1
+    """Counts up when the same settings give other pixels or another number of tokens."""
+
+    patch: int
+    """Pixels along a side of a patch."""
+    merge: int = 1
+    """Patches along a side of a visual token."""
+
+    @property
+    def factor(self) -> int:
+        """Pixels along a side of one visual token."""
+        return self.patch * self.merge
+
+    def describe(self, family: str) -> dict[str, Any]:
+        return {"family": family, "algorithm": self.ALGORITHM, **dataclasses.asdict(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PixelSettings(BaseProcessorSettings):
+    """Settings of an image processor of transformers. Defaults are transformers' own, for keys
+    that a file leaves out."""
+
+    patch: int = 14
+    merge: int = 2
+    resample: int = 3
+    """Pillow's number of the filter; 3 is bicubic."""
+    rescale: float | None = 1 / 255
+    """None when the checkpoint does not rescale."""
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+
+def compute_fingerprint(description: dict[str, Any]) -> str:
+    text = json.dumps(description, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def read_processor_config(path: Path) -> dict[str, Any]:
+    """The image processor's own part of the files of a checkpoint folder."""
+    # transformers prefers the nested form of the one file to the other file.
+    nested = path / "processor_config.json"
+    found = read_json(nested).get("image_processor") if nested.is_file() else None
+    file = path / "preprocessor_config.json"
+    if found is None and not file.is_file():
+        raise FamilyError(
+            f"{path} has no preprocessor_config.json",
+            "copy it from the checkpoint: it says how images become tokens",
+        )
+    return read_json(file) if found is None else dict(found)
+
+
+def read_pixel_settings(raw: dict[str, Any], default: PixelSettings, path: Path) -> dict[str, Any]:
+    """The fields by which pixels are resampled and normalized, as keywords of settings."""
+    for key in ("do_resize", "do_convert_rgb"):
+        if not raw.get(key, True):
+            raise FamilyError(
+                f"{path}: preprocessor_config.json sets {key} to false",
+                "set it to true: images of any size and mode become whole tokens only this way",
+            )
+    rescales, normalizes = raw.get("do_rescale", True), raw.get("do_normalize", True)
+    return {
+        "resample": read_int(raw, default.resample, "resample"),
+        "rescale": float(raw.get("rescale_factor") or 1 / 255) if rescales else None,
+        "mean": _read_channels(raw, "image_mean", default.mean) if normalizes else (0.0,) * 3,
+        "std": _read_channels(raw, "image_std", default.std) if normalizes else (1.0,) * 3,
+    }
+
+
+def read_int(raw: dict[str, Any], default: int, *keys: str) -> int:
+    """The first of `keys` that has a value: a number, or the same number for both sides."""
+    for key in keys:
+        value = raw.get(key)
+        if isinstance(value, (list, tuple)):
+            if len(set(value)) != 1:
+                raise FamilyError(f"{key} = {value}", "use one number for both sides")
+            value = value[0]
+        if value is not None:
+            return int(value)
+    return default
+
+
+def check_vision_config(vision_config: dict[str, Any], path: Path, **expected: int) -> None:
+    """Raises when the processor cuts images in another way than the vision tower expects."""
+    for key, ours in expected.items():
+        theirs = vision_config.get(key, ours)
+        if theirs not in (ours, [ours, ours]):
+            raise FamilyError(
+                f"{path}: the processor settings say {ours} where config.json says "
+                f"vision_config.{key} = {theirs}",
+                "use the preprocessor_config.json that belongs to the checkpoint",
+            )
+
+
+def _read_channels(raw: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
+    value = raw.get(key)
+    if value is None:
+        return default
+    if isinstance(value, (int, float)):
+        return (float(value),) * 3
+    return tuple(float(v) for v in value)

@@ -1,0 +1,345 @@
+"""What the renderers of all families share: reading messages, spans, bridging, parsing.
+
+    render   read and check all ---> head ---> each message, one span each ---> header
+    bridge   the law of `render.bridge` ---> close the turn ---> each new message ---> header
+    parse    cut at the first stop token ---> `parse_turn` of the family
+
+A family writes the hooks at the end of `BaseRenderer`; nothing above them is overridden. What a
+chat format has no place for is refused with its path, never dropped.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from sightline.errors import FamilyError, MediaRefused, MessageError
+from sightline.families.checkpoint_files import read_json
+from sightline.families.protocol import Family
+from sightline.message import (
+    ROLES,
+    AssistantMessage,
+    ImagePart,
+    ImageResolver,
+    Message,
+    Part,
+    ToolCall,
+    text,
+    to_message,
+)
+from sightline.render import Bridged, Emitter, Refused, Rendered, Tokenizer
+from sightline.render.bridge import HISTORY_REWRITTEN, STOP_IN_REASONING, find_bridge_refusal
+from sightline.render.message_fields import check_message_list, get_field, list_image_paths
+from sightline.render.protocol import Messages, Tools
+from sightline.wire import MediaItem
+
+IMAGE_ROLES = ("user", "tool")
+"""The roles whose messages can show images."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCompletion:
+    """A completion taken apart; its text without the tool calls that are well formed."""
+
+    content: str
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    malformed_calls: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class RenderContext:
+    """Messages that are being emitted, and what stands around them."""
+
+    messages: Sequence[Message]
+    is_new: bool = False
+    """Whether a history stands before the first of the messages."""
+    history_end: int = -1
+    """Reasoning of the messages up to this index is dropped."""
+    num_images: int = 0
+    """Images that were emitted so far, those of the history included."""
+    num_calls: int = 0
+    """Tool calls that were emitted so far."""
+
+    def role(self, i: int) -> str | None:
+        return self.messages[i].role if 0 <= i < len(self.messages) else None
+
+
+class BaseRenderer(ABC):
+    """Renders, bridges and parses in one chat format. Stateless but for the family's caches.
+
+    A family's `__init__` sets `header`, `end_id`, `stop_token_ids` and `pad_token_ids`.
+    """
+
+    takes_tools: ClassVar[bool] = True
+    takes_reasoning: ClassVar[bool] = True
+    turn_separator: ClassVar[str] = ""
+    """Text between the token that ends a turn and the next turn."""
+
+    header: list[int]
+    """The ids that open the assistant's turn: a prompt ends with them."""
+    end_id: int
+    """The token that ends a turn."""
+    stop_token_ids: tuple[int, ...]
+    pad_token_ids: tuple[int, ...]
+    """Ids of media and of the marks around them: a policy that could sample the marks could write
+    a prompt that reads as if an image stood there."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._family = family
+        self._resolver = resolver
+        self.vocab_size = vocab_size
+
+    # -- the same for all families
+
+    def read_conversation(self, messages: Messages) -> list[Message]:
+        read = self.read_messages(messages)
+        for i, message in enumerate(read[1:], start=1):
+            if message.role == "system":
+                raise MessageError.at(
+                    f"messages[{i}].role", "a system message that is not the first", "put it first"
+                )
+        return read
+
+    def read_messages(self, messages: Messages) -> list[Message]:
+        check_message_list(messages, "messages")
+        if not messages:
+            raise MessageError.at("messages", "empty", "pass one message or more")
+        return [self._read(m, f"messages[{i}]") for i, m in enumerate(messages)]
+
+    def render(
+        self, messages: Messages, tools: Tools | None = None, generation_prompt: bool = True
+    ) -> Rendered:
+        if tools and not self.takes_tools:
+            raise MessageError.at("tools", "this chat format has no place for tools", "remove them")
+        read = self.read_conversation(messages)
+        self.check_conversation(read)
+        context = RenderContext(read, history_end=self.find_history_end(read))
+        emitter = Emitter(self._tokenizer)
+        # Where no message is part of the head, the first message's span holds it.
+        first = self.emit_head(emitter, context, tools)
+        for _ in range(first):
+            emitter.end_message(0)
+        self._emit_messages(emitter, context, first, emitter.position if first else 0)
+        if generation_prompt:
+            emit_ids(emitter, self.header)
+        return emitter.rendered()
+
+    def bridge(
+        self,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        new_messages: Messages,
+        tools: Tools | None = None,
+    ) -> Bridged | Refused:
+        """`tools` stand in the prompt already, so nothing is emitted for them.
+
+        A turn that was cut off, or that ended with another stop token, is closed first, and so
+        is reasoning that was cut off.
+        """
+        check_message_list(new_messages, "new_messages")
+        reason = find_bridge_refusal(
+            [get_field(message, "role") for message in new_messages],
+            prompt_ids,
+            completion_ids,
+            header=self.header,
+            stop_token_ids=self.stop_token_ids,
+            media_token_ids=self.pad_token_ids,
+        )
+        if reason is not None:
+            return Refused(reason)
+        stopped = len(completion_ids) > 0 and completion_ids[-1] in self.stop_token_ids
+        ids = [int(token) for token in completion_ids[: -1 if stopped else None]]
+        if stopped and self.is_reasoning_open(ids):
+            return Refused(STOP_IN_REASONING)
+        read = [self._read(m, f"new_messages[{i}]") for i, m in enumerate(new_messages)]
+        if self.rewrites_history(prompt_ids, ids, read):
+            return Refused(HISTORY_REWRITTEN)
+        start = len(prompt_ids) + len(completion_ids)
+        emitter = Emitter(self._tokenizer, start)
+        if not stopped and self.is_reasoning_open(ids):
+            self.close_reasoning(emitter, ids)
+        if len(completion_ids) == 0 or completion_ids[-1] != self.end_id:
+            emitter.special(self.end_id)
+        emitter.text(self.turn_separator)
+        context = RenderContext(read, is_new=True, num_images=self.count_images(prompt_ids))
+        self._emit_messages(emitter, context, 0, start)
+        emit_ids(emitter, self.header)
+        return emitter.bridged()
+
+    def parse(self, completion_ids: Sequence[int]) -> AssistantMessage:
+        """The message up to the first stop token.
+
+        Tool calls are taken out of the content when all of them are well formed. If one is not,
+        everything stays in the content as it was sampled, and `malformed_calls` names what is not.
+        """
+        ids = [int(token) for token in completion_ids]
+        stop = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), None)
+        parsed = self.parse_turn(ids[:stop])
+        return AssistantMessage(
+            role="assistant",
+            content=text(parsed.content),
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.tool_calls,
+            malformed_calls=parsed.malformed_calls,
+            stopped=stop is not None,
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids)
+
+    def emit_content(self, emitter: Emitter, context: RenderContext, i: int) -> None:
+        """The texts and images of message `i`."""
+        for part in self.get_parts(context.messages[i]):
+            if isinstance(part, ImagePart):
+                context.num_images += 1
+                self.emit_image(emitter, context, self._family.item(part.ref))
+            else:
+                emitter.text(part.text)
+
+    def find_token_ids(self, tokens: Sequence[str]) -> tuple[int, ...]:
+        """The ids of those of `tokens` that the tokenizer has."""
+        found = (self._tokenizer.find_token_id(token) for token in tokens)
+        return tuple(token_id for token_id in found if token_id is not None)
+
+    def _read(self, message: Message | dict[str, Any], path: str) -> Message:
+        """The message in our form, with its images taken into the store; `path` is for errors."""
+        paths = list_image_paths(message, path)
+        role = get_field(message, "role")
+        if paths and not self._family.shows_images:
+            raise MessageError.at(
+                paths[0],
+                "an image, and this checkpoint has no vision tower",
+                "use a vision-language checkpoint",
+            )
+        if paths and role in ROLES and role not in IMAGE_ROLES:
+            raise MessageError.at(
+                paths[0],
+                f"an image in a message of the role {role}, which this chat format cannot show",
+                "put it into a user message",
+            )
+        read = to_message(message, self._resolver, path)
+        self._check_message(read, path)
+        for image_path, ref in zip(paths, read.images, strict=True):
+            try:
+                self._family.item(ref)
+            except MediaRefused as error:
+                raise MediaRefused(f"{image_path}: {error.problem}", error.fix) from error
+        return read
+
+    def _check_message(self, message: Message, path: str) -> None:
+        if message.reasoning is not None and not self.takes_reasoning:
+            raise MessageError.at(
+                f"{path}.reasoning", "this chat format has no place for reasoning", "remove it"
+            )
+        if message.reasoning is not None and message.role != "assistant":
+            raise MessageError.at(
+                f"{path}.reasoning", f"reasoning of the role {message.role}", "remove it"
+            )
+        if message.tool_calls and message.role != "assistant":
+            raise MessageError.at(
+                f"{path}.tool_calls", f"tool calls of the role {message.role}", "remove them"
+            )
+        if not self.takes_tools and (message.tool_calls or message.role == "tool"):
+            raise MessageError.at(
+                f"{path}.{'tool_calls' if message.tool_calls else 'role'}",
+                "this chat format has no place for tools",
+                "tell of the tool in a user message",
+            )
+        _check_unicode(message.text, f"{path}.content")
+        _check_unicode(message.reasoning or "", f"{path}.reasoning")
+        for k, call in enumerate(message.tool_calls):
+            _check_unicode(call.name + call.arguments, f"{path}.tool_calls[{k}].function")
+            self.check_call(call, f"{path}.tool_calls[{k}]")
+
+    def _emit_messages(
+        self, emitter: Emitter, context: RenderContext, first: int, start: int
+    ) -> None:
+        """Emits from `first` on; the first span begins at `start`, which may be behind us."""
+        for i in range(first, len(context.messages)):
+            self.emit_message(emitter, context, i)
+            emitter.end_message(start)
+            start = emitter.position
+
+    # -- what a family writes
+
+    @abstractmethod
+    def emit_head(self, emitter: Emitter, context: RenderContext, tools: Tools | None) -> int:
+        """Emits what precedes the messages; returns how many of them are part of it."""
+
+    @abstractmethod
+    def emit_message(self, emitter: Emitter, context: RenderContext, i: int) -> None:
+        """Emits message `i`, from its header to the end of its turn."""
+
+    @abstractmethod
+    def emit_image(self, emitter: Emitter, context: RenderContext, item: MediaItem) -> None:
+        """Emits one image with the marks around it."""
+
+    @abstractmethod
+    def parse_turn(self, ids: list[int]) -> ParsedCompletion:
+        """What ids without their stop token mean. Marks are found by id, never by spelling."""
+
+    # -- what a family may write; the defaults are those of a format without reasoning
+
+    def get_parts(self, message: Message) -> tuple[Part, ...]:
+        """The content of a message, less what the chat template strips of it."""
+        return message.content
+
+    def check_conversation(self, messages: Sequence[Message]) -> None:  # noqa: B027
+        """Raises MessageError for what a whole conversation lacks; new messages may lack it."""
+
+    def check_call(self, call: ToolCall, path: str) -> None:  # noqa: B027
+        """Raises MessageError for a call that the format cannot write."""
+
+    def find_history_end(self, messages: Sequence[Message]) -> int:
+        """The index of the last message whose reasoning is dropped; -1 for none."""
+        return -1
+
+    def count_images(self, prompt_ids: Sequence[int]) -> int:
+        """Images that a prompt shows, where the format numbers them; else 0."""
+        return 0
+
+    def is_reasoning_open(self, ids: list[int]) -> bool:
+        """Whether reasoning began in a completion and has not ended."""
+        return False
+
+    def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:  # noqa: B027
+        """Emits what ends the reasoning of a completion that was cut off inside it."""
+
+    def rewrites_history(
+        self, prompt_ids: Sequence[int], ids: list[int], new: Sequence[Message]
+    ) -> bool:
+        """Whether the chat template, with `new` behind these ids, would write other ids."""
+        return False
+
+
+def read_vocab_size(path: Path, tokenizer: Tokenizer) -> int:
+    """Rows of the model's head, checked against the tokenizer of the folder."""
+    config = read_json(path / "config.json")
+    vocab_size = int((config.get("text_config") or config)["vocab_size"])
+    if tokenizer.vocab_size > vocab_size:
+        raise FamilyError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}",
+            "use the tokenizer that belongs to the checkpoint",
+        )
+    return vocab_size
+
+
+def emit_ids(emitter: Emitter, ids: Sequence[int]) -> None:
+    for token_id in ids:
+        emitter.special(token_id)
+
+
+def _check_unicode(text: str, path: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise MessageError.at(
+            path, "text with half a surrogate pair", "pass whole characters"
+        ) from None

@@ -1,0 +1,151 @@
+"""The torch half of families whose model is in transformers.
+
+The parts of transformers' model are called one by one, so that images go where the slots say
+(its own forward pass searches for pad ids) and each distinct image is encoded once. What depends on
+the sizes of images is worked out on the host: asked of the device, each answer would be waited for.
+
+Letters: N patches or visual tokens, B rows, T tokens, A axes of positions, H hidden size.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from sightline.errors import FamilyError
+from sightline.families.device_copy import copy_to_device
+
+
+class PixelFamily(Protocol):
+    """What a vision tower asks of the family."""
+
+    patch: int
+    merge: int
+
+    @property
+    def table(self) -> np.ndarray: ...
+
+
+class TextForward:
+    """A text-only model: no images come in, and none are looked for."""
+
+    def __init__(self, model: nn.Module, text: Any) -> None:
+        self.model = model
+        self._text = text
+        self._head: nn.Module = model.lm_head
+
+    def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return []
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self._text.layers)
+
+    def blank_image(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
+        return None
+
+    def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
+        raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
+
+    def hidden(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        features: torch.Tensor | None,
+        feature_indices: torch.Tensor | None,
+        attention: Any,
+    ) -> torch.Tensor:
+        embeds = self._text.embed_tokens(token_ids)
+        extra: dict[str, Any] = {}
+        if features is not None and feature_indices is not None and len(feature_indices):
+            size = embeds.shape[-1]
+            layers = features.to(embeds.dtype).split(size, dim=-1)
+            flat = embeds.reshape(-1, size).index_copy(0, feature_indices, layers[0])
+            embeds = flat.view(embeds.shape)
+            if len(layers) > 1:
+                extra = {
+                    "visual_pos_masks": feature_indices,
+                    "deepstack_visual_embeds": list(layers[1:]),
+                }
+        out = self._text(
+            inputs_embeds=embeds,
+            position_ids=positions if len(positions) > 1 else positions[0],
+            past_key_values=attention.state,
+            use_cache=False,
+            pattern=attention,
+            **extra,
+        )
+        hidden: torch.Tensor = out.last_hidden_state
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._head(hidden)
+        return logits
+
+
+class VisionForward(TextForward):
+    """A model with a vision tower. A family says what the tower takes and what it gives."""
+
+    def __init__(self, model: nn.Module, family: PixelFamily, text: Any, tower: Any) -> None:
+        super().__init__(model, text)
+        self._family = family
+        self._tower = tower
+        device = next(model.parameters()).device
+        self._table = torch.from_numpy(family.table.copy()).to(device)
+        self._tower_inputs = lru_cache(maxsize=16)(self.compute_tower_inputs)
+
+    def compute_tower_inputs(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+        """What the tower would ask of `grid_thw`, by the names under which it takes the answers.
+
+        Arrays: a tensor that was made without gradients could not be used with them later.
+        """
+        raise NotImplementedError
+
+    def rows(self, patches: torch.Tensor) -> torch.Tensor:
+        """Float rows of uint8 patches (N, 3*patch*patch), as the tower takes them."""
+        raise NotImplementedError
+
+    def get_features(self, output: Any) -> torch.Tensor:
+        """Features (visual tokens, F) of what the tower gave."""
+        raise NotImplementedError
+
+    def blank_image(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
+        side, values = self._family.merge, 3 * self._family.patch**2
+        return torch.zeros(side * side, values, dtype=torch.uint8), (1, side, side)
+
+    def look_up(self, patches: torch.Tensor) -> torch.Tensor:
+        """Normalized values (N, 3, patch*patch) of uint8 patches (N, 3*patch*patch).
+
+        By table, one column a channel: arithmetic would round differently on other devices.
+        """
+        by_channel = patches.view(patches.shape[0], 3, -1).long()
+        channel = torch.arange(3, device=patches.device).view(1, 3, 1)
+        return self._table[by_channel, channel]
+
+    def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
+        rows = self.rows(patches).to(next(self._tower.parameters()).dtype)
+        inputs = {
+            name: copy_to_device(value, rows.device) if isinstance(value, np.ndarray) else value
+            for name, value in self._tower_inputs(tuple(grids)).items()
+        }
+        return self.get_features(self._tower(rows, grid_thw=torch.tensor(grids), **inputs))
+
+
+def load_model(
+    auto: Any, path: Path, device: torch.device, dtype: torch.dtype, attention: str
+) -> Any:
+    """The model of a checkpoint folder, with the attention that is registered under a name."""
+    model = auto.from_pretrained(
+        path,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        local_files_only=True,
+        trust_remote_code=False,
+    )
+    # Set afterwards: while loading, transformers takes a name with "flash" in it for a package.
+    model.config._attn_implementation = attention
+    return model.to(device)

@@ -1,0 +1,194 @@
+"""What the torch-free halves of families share: items, their checks, and positions on one axis.
+
+Pixels are uint8 up to the place that uses them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+import numpy as np
+
+from sightline.errors import FamilyError, FingerprintMismatch, Misaligned
+from sightline.families.processor_settings import BaseProcessorSettings, compute_fingerprint
+from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing, Slot
+from sightline.media import MediaRef
+from sightline.wire import MediaItem
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+_MAX_CACHED_ITEMS = 8192
+
+Settings = TypeVar("Settings", bound=BaseProcessorSettings)
+
+
+class VisionFamily(ABC, Generic[Settings]):
+    """The family of one checkpoint. It holds no state but caches, and is safe for many threads."""
+
+    name: str
+    num_axes: int = 1
+    modality: str = "image"
+    shows_images = True
+
+    def __init__(
+        self,
+        settings: Settings,
+        slot_token_ids: tuple[int, ...] = (),
+        packing: Packing = TREE_PACKING,
+    ) -> None:
+        self._settings = settings
+        self.slot_token_ids = slot_token_ids
+        self.packing = packing
+        self.settings: dict[str, Any] = settings.describe(self.name)
+        self.fingerprint = compute_fingerprint(self.settings)
+        self.patch = settings.patch
+        self.merge = settings.merge
+        # A conversation asks for the items of its images again at every turn.
+        self._item = lru_cache(maxsize=_MAX_CACHED_ITEMS)(self._make_item)
+        self._layout = lru_cache(maxsize=_MAX_CACHED_ITEMS)(self.compute_layout)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process gets a family of its own, with empty caches.
+        return type(self), (self._settings, self.slot_token_ids, self.packing)
+
+    @abstractmethod
+    def compute_layout(self, width: int, height: int) -> ImageLayout:
+        """How an image of this size is cut up."""
+
+    @abstractmethod
+    def cut_patches(self, image: Image.Image, layout: ImageLayout) -> np.ndarray:
+        """uint8 (patches, values per patch) of an image that has the size of its ref."""
+
+    def layout(self, width: int, height: int) -> ImageLayout:
+        return self._layout(width, height)
+
+    def item(self, ref: MediaRef) -> MediaItem:
+        return self._item(ref)
+
+    def _make_item(self, ref: MediaRef) -> MediaItem:
+        grid = self.layout(ref.width, ref.height).grid
+        return MediaItem(ref=ref, family=self.name, grid=grid, fingerprint=self.fingerprint)
+
+    def check_item(self, item: MediaItem) -> None:
+        """Raises unless this family would make the same item of that image."""
+        if item.family != self.name or item.fingerprint != self.fingerprint:
+            raise FingerprintMismatch(
+                f"the item of image {item.ref.digest[:12]} was made by {item.family} with settings "
+                f"{item.fingerprint}; here {self.name} has {self.fingerprint}: "
+                f"{json.dumps(self.settings, sort_keys=True)}",
+                "give both sides one checkpoint folder and one set of pixel limits",
+            )
+        grid = self.layout(item.ref.width, item.ref.height).grid
+        if item.grid != grid:
+            raise Misaligned(
+                f"the item of image {item.ref.digest[:12]} has grid {item.grid}; "
+                f"{item.ref.width}x{item.ref.height} gives {grid}",
+                "make items with family.item",
+            )
+
+    def num_tokens(self, item: MediaItem) -> int:
+        return math.prod(item.grid) // self.merge**2
+
+    def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
+        """uint8 (patches, values per patch) of the upright image that `store.image` gives."""
+        ref = item.ref
+        if image.size != (ref.width, ref.height):
+            raise Misaligned(
+                f"image {ref.digest[:12]} decodes to {image.size}, its ref says "
+                f"{(ref.width, ref.height)}",
+                "decode with store.image, which turns the image upright first",
+            )
+        return self.cut_patches(image, self.layout(ref.width, ref.height))
+
+    def positions(
+        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
+    ) -> tuple[np.ndarray, int]:
+        """One axis: a visual token counts as a token of text does."""
+        check_slots_fit(slots, self.merge, num_tokens)
+        return compute_text_positions(num_tokens, start)
+
+
+class TextOnlyFamily:
+    """The family `name` of a checkpoint without a vision tower: no grid, no pixels."""
+
+    num_axes = 1
+    modality = "image"
+    shows_images = False
+    slot_token_ids: tuple[int, ...] = ()
+    packing: Packing = TREE_PACKING
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.settings: dict[str, Any] = {"family": name, "shows_images": False}
+        self.fingerprint = compute_fingerprint(self.settings)
+
+    def layout(self, width: int, height: int) -> ImageLayout:
+        _refuse_images()
+
+    def item(self, ref: MediaRef) -> MediaItem:
+        _refuse_images()
+
+    def check_item(self, item: MediaItem) -> None:
+        _refuse_images()
+
+    def num_tokens(self, item: MediaItem) -> int:
+        _refuse_images()
+
+    def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
+        _refuse_images()
+
+    def positions(
+        self, num_tokens: int, slots: Sequence[Slot], start: int = 0
+    ) -> tuple[np.ndarray, int]:
+        if slots:
+            raise Misaligned("slots of a text-only checkpoint", "render with its own renderer")
+        return compute_text_positions(num_tokens, start)
+
+
+def _refuse_images() -> NoReturn:
+    raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
+
+
+def compute_text_positions(num_tokens: int, start: int) -> tuple[np.ndarray, int]:
+    """int32 (1, num_tokens) from `start` on, and the position that comes next."""
+    return np.arange(start, start + num_tokens, dtype=np.int32)[None], start + num_tokens
+
+
+def check_slots_fit(slots: Sequence[Slot], merge: int, num_tokens: int) -> None:
+    """Raises unless slots fill their grids, follow one another and lie inside the tokens."""
+    done = 0
+    for slot in slots:
+        length = math.prod(slot.item.grid) // merge**2
+        if slot.length != length:
+            raise Misaligned(
+                f"a slot of {slot.length} tokens for grid {slot.item.grid}, which fills {length}",
+                "make slots with the renderer of the family",
+            )
+        if slot.offset < done or slot.offset + slot.length > num_tokens:
+            raise Misaligned(
+                f"a slot at {slot.offset} of {slot.length} tokens, after {done}, of {num_tokens}",
+                "slots must be sorted, apart and inside the tokens",
+            )
+        done = slot.offset + slot.length
+
+
+def fit_image(
+    image: Image.Image, size: tuple[int, int], padded: tuple[int, int], resample: int
+) -> Image.Image:
+    """The image as RGB, resized to `size` and padded with black to `padded`, at the right and at
+    the bottom.
+
+    Modes other than RGB are converted as transformers converts them, which drops alpha.
+    """
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+    if image.size != size:
+        image = image.resize(size, resample)
+    # Beyond the image, a crop is black.
+    return image if image.size == padded else image.crop((0, 0, *padded))
