@@ -181,7 +181,7 @@ smoke: $(STAMP) ## the mini browser task for one step, and what the trainer was 
 	"$$sightline" model tiny models/tiny; \
 	"$$sightline" sft "$$example/warmup.toml"; \
 	"$$sightline" rl --plain "$$example/smoke.toml"; \
-	"$$sightline" inspect --shows-images runs/mini_browser-001
+	"$$sightline" inspect --require-images runs/mini_browser-001
 
 check: $(STAMP) ## formatter, linter, type checker and the architecture test
 	$(BIN)/ruff format --check .

@@ -60,7 +60,7 @@ ADDRESSES = {
     "vllm": ("inference/vllm_plugin/symbols.py",),
     "zmq": ("transport/*",),
     "peft": ("trainer/lora.py",),
-    "opentelemetry": ("run/otel.py",),
+    "opentelemetry": ("run/otel.py", "run/otel_spans.py"),
     "PIL": ("media/decode.py", "families/*/vision.py", "envs/*", "view/*", "bench/*"),
 }
 ENVIRONMENT_READERS = ("launch/*", "cli/process.py", "envs/verifiers.py")

@@ -82,12 +82,12 @@ class Server:
 def start(settings: ServerSpec) -> Server:
     """A server with `settings`, the one that is there or one that begins to load."""
     from sightline.inference.vllm_plugin.names import LOGITS_PROCESSOR, MIDDLEWARE
-    from sightline.launch.processes import find_port
+    from sightline.launch.processes import reserve_port
     from sightline.launch.vllm_server import build_vllm_command, build_vllm_environ
 
     name = settings.model_dump_json()
     if name not in _servers:
-        settings = settings.replace(port=find_port("127.0.0.1", 0, "port"))
+        settings = settings.replace(port=reserve_port("127.0.0.1", 0, "port"))
         folder = Path(tempfile.mkdtemp(prefix="sightline-vllm-"))
         words = build_vllm_command(settings, os.path.abspath(python))
         # Beside our own, one that writes down what the vision tower gets.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sightline.errors import ConfigError, ProcessFailed
-from sightline.launch.processes import find_port
+from sightline.launch.processes import reserve_port
 from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke, Hub, Spoke
 
 
@@ -17,7 +17,7 @@ class ZmqChannel:
     secret = ""
 
     def __init__(self) -> None:
-        self.address = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'port')}"
+        self.address = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'port')}"
         self.hub: Any = AsyncHub(self.address, self.secret)
 
     def spoke(self, name: str) -> Any:
@@ -34,7 +34,7 @@ class ThreadedZmqChannel:
     secret = "known to both"
 
     def __init__(self) -> None:
-        self.address = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'port')}"
+        self.address = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'port')}"
         self.hub: Any = InThread(Hub(self.address, self.secret))
 
     def spoke(self, name: str) -> Any:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from sightline.families.registry import write_tiny
-from sightline.launch.processes import find_port
+from sightline.launch.processes import reserve_port
 from sightline.trainer.probe import ImageSwapProbe
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
@@ -71,8 +71,8 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Found]:
 
 def take_step(model: Path, size: int, out: Path, *words: str) -> Found:
     here = "127.0.0.1"
-    meet = f"{here}:{find_port(here, 0, 'test')}"
-    channel = f"tcp://{here}:{find_port(here, 0, 'test')}"
+    meet = f"{here}:{reserve_port(here, 0, 'test')}"
+    channel = f"tcp://{here}:{reserve_port(here, 0, 'test')}"
     started = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), str(rank), str(size), meet, channel, str(model),

@@ -21,7 +21,7 @@ from serving import Reference
 
 from sightline.errors import EngineError, MediaError
 from sightline.inference.server_spec import ServerSpec
-from sightline.launch.processes import find_port
+from sightline.launch.processes import reserve_port
 from sightline.launch.vllm_server import build_vllm_environ
 from sightline.media import MediaStore
 from sightline.message import user
@@ -45,7 +45,7 @@ def address(
 ) -> Iterator[str]:
     """vLLM as it comes: none of our plugin's parts, but what its documentation names."""
     folder = tmp_path_factory.mktemp("stock")
-    port = find_port("127.0.0.1", 0, "port")
+    port = reserve_port("127.0.0.1", 0, "port")
     words = [os.path.abspath(vllm_servers.python), "-m", "vllm.entrypoints.openai.api_server"]
     words += ["--model", str(tiny_model), "--port", str(port), "--host", "127.0.0.1"]
     words += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "1024"]

@@ -23,7 +23,7 @@ from sightline.bench.harness.trial import (
 )
 from sightline.bench.harness.workspace import work_folder, write_tiny
 from sightline.errors import ConfigError, ProcessFailed
-from sightline.launch.processes import find_port
+from sightline.launch.processes import reserve_port
 from sightline.trainer.ranks import RankInfo
 from sightline.view.chart import Series, line_chart
 
@@ -111,8 +111,8 @@ def measure(
     point = ScalePoint(str(model), str(folder), shape, MAX_TOKENS, args.repeats)
     (folder / "point.json").write_bytes(msgspec.json.encode(point))
     here = "127.0.0.1"
-    meet = f"{here}:{find_port(here, 0, 'port of the ranks')}"
-    channel = f"tcp://{here}:{find_port(here, 0, 'port of the ranks')}"
+    meet = f"{here}:{reserve_port(here, 0, 'port of the ranks')}"
+    channel = f"tcp://{here}:{reserve_port(here, 0, 'port of the ranks')}"
     command = [sys.executable, "-m", "sightline", "bench", "scale", "--point", str(folder)]
     started = [
         subprocess.Popen(

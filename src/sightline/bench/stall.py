@@ -24,7 +24,7 @@ from sightline.bench.harness.workspace import work_folder
 from sightline.envs import Environment, Task
 from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
-from sightline.launch.processes import Processes, ProcessSpec, find_port
+from sightline.launch.processes import Processes, ProcessSpec, reserve_port
 from sightline.media import MediaStore
 from sightline.message import Message, user
 from sightline.rollout.chat_sources import PolicyChats
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 async def measure(args: argparse.Namespace, folder: Path) -> Measured:
     model = args.model or _tiny_elsewhere(folder / "model")
     pages = draw_pages(args.width, args.height)
-    server = f"http://{HOST}:{find_port(HOST, 0, 'port of the policy')}"
+    server = f"http://{HOST}:{reserve_port(HOST, 0, 'port of the policy')}"
     run_dir = RunDir(folder / "run")
     run_dir.make()
     processes = Processes(run_dir)

@@ -13,7 +13,7 @@ from sightline.families.hub import resolve_checkpoint
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import describe_prefix_reuse
 from sightline.launch.external_servers import check_external_servers
-from sightline.launch.processes import find_port, num_cores, split_threads
+from sightline.launch.processes import num_cores, reserve_port, split_threads
 from sightline.launch.vllm_server import check_vllm_python
 from sightline.launch.worker_python import describe_environment
 from sightline.media import MediaStore
@@ -229,7 +229,7 @@ def check_run(config: RunFile, run_dir: RunDir) -> Family:
     split_threads(config, num_cores())
     check_compatible_settings(config)
     check_engine(config, family)
-    find_port(config.inference.host, config.inference.port, "[inference] port")
+    reserve_port(config.inference.host, config.inference.port, "[inference] port")
     check_disk(config, run_dir)
     return family
 

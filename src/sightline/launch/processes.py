@@ -95,7 +95,7 @@ def build_environ(threads: int) -> dict[str, str]:
     }
 
 
-def find_port(host: str, port: int, setting: str) -> int:
+def reserve_port(host: str, port: int, setting: str) -> int:
     """`port` if it is free, or for 0 any free one, which stays reserved.
 
     Bound and never listened on, until this process ends: the system gives the port to nobody, and a

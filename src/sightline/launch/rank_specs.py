@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from sightline.config import TrainerConfig
 from sightline.launch.child import SECRET_VARIABLE
-from sightline.launch.processes import ProcessSpec, find_port
+from sightline.launch.processes import ProcessSpec, reserve_port
 from sightline.wire.rank_messages import rank_process_name
 
 
@@ -24,7 +24,7 @@ class Rendezvous:
 
 def open_rendezvous(settings: TrainerConfig) -> Rendezvous:
     here = settings.address
-    ports = [find_port(here, 0, "[trainer] address") for _ in range(2)]
+    ports = [reserve_port(here, 0, "[trainer] address") for _ in range(2)]
     secret = settings.secret or secrets.token_hex(16)
     return Rendezvous(f"{here}:{ports[0]}", f"tcp://{here}:{ports[1]}", secret)
 

@@ -13,8 +13,8 @@ from sightline.launch.preflight import check_run, describe_family
 from sightline.launch.processes import (
     Processes,
     ProcessSpec,
-    find_port,
     num_cores,
+    reserve_port,
     split_threads,
 )
 from sightline.launch.training_job import TrainingJob
@@ -50,14 +50,14 @@ class RlJob(TrainingJob[RunFile]):
     def build_specs(self, file: RunFile, run_dir: RunDir) -> list[ProcessSpec]:
         threads = split_threads(file, num_cores())
         host = file.inference.host
-        hub = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'port of the hub')}"
+        hub = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'port of the hub')}"
         servers = list(file.inference.servers) or [
-            f"http://{host}:{find_port(host, file.inference.port, '[inference] port')}"
+            f"http://{host}:{reserve_port(host, file.inference.port, '[inference] port')}"
         ]
         words = ["--hub", hub, "--server", *servers, "--parent", str(os.getpid())]
         evaluates = file.eval.every > 0 and file.eval.tasks > 0
         if evaluates:
-            evaluator = f"http://{host}:{find_port(host, 0, 'port of the evaluator')}"
+            evaluator = f"http://{host}:{reserve_port(host, 0, 'port of the evaluator')}"
             words += ["--evaluator", evaluator]
 
         def spec(name: str, count: int) -> ProcessSpec:

@@ -20,7 +20,7 @@ from sightline.inference.vllm_plugin.names import (
     MIDDLEWARE,
     WEIGHT_TRANSFER_BACKEND,
 )
-from sightline.launch.processes import build_environ, find_port
+from sightline.launch.processes import build_environ, reserve_port
 from sightline.media import MediaStore
 from sightline.run.parent_death import die_with_parent
 
@@ -122,5 +122,5 @@ def exec_vllm(spec: ServerSpec, python: str) -> None:
 def serve_vllm(spec: ServerSpec) -> None:
     """Serves with vLLM until SIGTERM or SIGINT. Refuses what cannot work before the model loads."""
     inference = spec.inference
-    port = find_port(inference.host, inference.port, "port")
+    port = reserve_port(inference.host, inference.port, "port")
     exec_vllm(spec.replace(port=port), check_vllm_python(inference.python))

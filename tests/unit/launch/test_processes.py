@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from sightline.errors import ProcessFailed
-from sightline.launch.processes import Processes, ProcessSpec, build_environ, find_port
+from sightline.launch.processes import Processes, ProcessSpec, build_environ, reserve_port
 from sightline.launch.trainer_watchdog import TrainerWatchdog
 from sightline.run import RunDir
 from sightline.transport.zmq_channel import Hub
@@ -43,7 +43,7 @@ def test_the_caps_are_the_threads_of_the_process() -> None:
 
 def test_a_reserved_port_is_there_for_the_server_that_is_told_it() -> None:
     here = "127.0.0.1"
-    ports = [find_port(here, 0, "test") for _ in range(3)]
+    ports = [reserve_port(here, 0, "test") for _ in range(3)]
     # What the system hands out meanwhile, to listeners and to connections, is another port.
     with socket.socket() as listener:
         listener.bind((here, 0))

@@ -10,7 +10,7 @@ import making
 import msgspec
 
 from sightline.families import load_family
-from sightline.launch.processes import find_port
+from sightline.launch.processes import reserve_port
 from sightline.media import MediaStore
 from sightline.pack import CostModel, PackSize
 from sightline.pixels import Materializer
@@ -22,7 +22,7 @@ from sightline.wire.sample import Batch
 
 @contextmanager
 def two_ranks() -> Iterator[tuple[LeadChannel, FollowerChannel]]:
-    channel = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'test')}"
+    channel = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'test')}"
     lead = LeadChannel(RankInfo(0, 2, "", channel, "s"))
     follow = FollowerChannel(RankInfo(1, 2, "", channel, "s"))
     yield lead, follow

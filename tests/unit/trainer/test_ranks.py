@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from sightline.errors import ProcessFailed
-from sightline.launch.processes import find_port
+from sightline.launch.processes import reserve_port
 from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo
 from sightline.trainer.watchdog import StallWatchdog
 from sightline.transport.zmq_channel import Spoke
@@ -51,7 +51,7 @@ def ranks(
     size: int, secrets: dict[int, str] | None = None, of: int = 0, **limits: float
 ) -> Iterator[tuple[LeadChannel, list[FollowerChannel]]]:
     """Rank 0 and the others up to `size`, of `of` in all."""
-    channel = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'test')}"
+    channel = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'test')}"
     ends = Ends()
     lead = LeadChannel(RankInfo(0, of or size, "", channel, "s"), ends, **limits)
     others = [
@@ -94,7 +94,7 @@ def test_the_barrier_names_the_ranks_that_are_missing() -> None:
 
 
 def test_ranks_that_never_start_are_named_before_any_collective() -> None:
-    channel = f"tcp://127.0.0.1:{find_port('127.0.0.1', 0, 'test')}"
+    channel = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'test')}"
     lead = LeadChannel(RankInfo(0, 4, "", channel, "s"), Ends())
     started = FollowerChannel(RankInfo(2, 4, "", channel, "s"), Ends())
     assert not lead._wait(lambda: {2} - lead._started, 30)

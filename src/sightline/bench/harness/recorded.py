@@ -25,7 +25,7 @@ from sightline.bench.harness.screenshots import Screenshots
 from sightline.config import RunFile, dump_toml
 from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
-from sightline.launch.processes import Processes, ProcessSpec, find_port
+from sightline.launch.processes import Processes, ProcessSpec, reserve_port
 from sightline.launch.rank_specs import build_trainer_specs
 from sightline.media import MediaStore
 from sightline.message import user
@@ -199,8 +199,8 @@ async def _train(
     threads: int,
     on_tick: Callable[[], None],
 ) -> None:
-    hub = f"tcp://{HOST}:{find_port(HOST, 0, 'port of the hub')}"
-    port = find_port(HOST, 0, "port of the stand-in")
+    hub = f"tcp://{HOST}:{reserve_port(HOST, 0, 'port of the hub')}"
+    port = reserve_port(HOST, 0, "port of the stand-in")
     runner = web.AppRunner(recorded.app(), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, HOST, port).start()

@@ -31,7 +31,7 @@ from sightline.bench.harness.scripted_policy import COUNTS_PATH, PolicyCounts, c
 from sightline.config import RunFile, dump_toml
 from sightline.errors import ConfigError, ProcessFailed
 from sightline.families import Family, load_family
-from sightline.launch.processes import Processes, ProcessSpec, find_port
+from sightline.launch.processes import Processes, ProcessSpec, reserve_port
 from sightline.media import MediaStore
 from sightline.rollout.client import GenerateClient
 from sightline.run import RunDir
@@ -156,7 +156,7 @@ def rehearse(
     """Plays `plan` in `folder`; `on_turns` hears how many turns were played so far."""
     run_dir = RunDir(folder)
     run_dir.make()
-    server = f"http://{HOST}:{find_port(HOST, 0, 'port of the policy')}"
+    server = f"http://{HOST}:{reserve_port(HOST, 0, 'port of the policy')}"
     run_dir.config.write_text(dump_toml(_run_file(plan, model, server)))
     processes = Processes(run_dir)
     try:
@@ -200,7 +200,7 @@ class _Rehearsal:
         self.figures = RehearsalFigures(self.plan)
         self.store = MediaStore(self.run_dir.media)
         self.hub, self.tap = (
-            f"tcp://{HOST}:{find_port(HOST, 0, 'port of a channel')}" for _ in range(2)
+            f"tcp://{HOST}:{reserve_port(HOST, 0, 'port of a channel')}" for _ in range(2)
         )
         self._starts: dict[str, int] = {}
         self._cpu_starts: dict[str, float] = {}
