@@ -22,15 +22,14 @@ from sightline.media import MediaStore
 from sightline.message import Message, system, user
 from sightline.render import Renderer
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.prompt_scorer import ServerPromptScorer
 from sightline.trace import (
-    ReplayReport,
     Trace,
     decode_trace,
     encode_trace,
-    replay_trace,
     write_traces,
 )
+from sightline.view.prompt_scorer import ServerPromptScorer
+from sightline.view.trace_replay import ReplayReport, replay_trace
 from sightline.wire.generate import (
     GenerateRequest,
     GenerateResponse,

@@ -10,23 +10,18 @@ A model call is prepared, sent and committed; what was committed can be trained 
 
 from sightline.trace.codec import decode_trace, encode_trace, read_traces, write_traces
 from sightline.trace.node import Node, PolicySpan
-from sightline.trace.replay import PromptScores, ReplayDifference, ReplayReport, replay_trace
 from sightline.trace.sample import flatten
 from sightline.trace.trace import Trace
 from sightline.trace.turn import Turn
 
 __all__ = [
-    "ReplayDifference",
     "Node",
     "PolicySpan",
-    "ReplayReport",
-    "PromptScores",
     "Trace",
     "Turn",
     "decode_trace",
     "encode_trace",
     "flatten",
-    "replay_trace",
     "read_traces",
     "write_traces",
 ]

@@ -16,10 +16,11 @@ from sightline.families import Family, load_family, load_renderer
 from sightline.media import MediaStore
 from sightline.render import Renderer
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.prompt_scorer import ServerPromptScorer
-from sightline.trace import ReplayReport, Trace, read_traces, replay_trace
-from sightline.trace.diff import find_trace_difference
+from sightline.trace import Trace, read_traces
+from sightline.view.prompt_scorer import ServerPromptScorer
+from sightline.view.trace_diff import find_trace_difference
 from sightline.view.trace_export import branch_records, copy_images
+from sightline.view.trace_replay import ReplayReport, replay_trace
 from sightline.view.transcript import describe_trace, format_transcript
 from sightline.wire.file import write_atomic
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from sightline.render import Renderer
 from sightline.trace.node import Node
-from sightline.trace.replay import describe_tokens, first_difference
 from sightline.trace.trace import Trace
+from sightline.view.trace_replay import describe_tokens, first_difference
 
 _FIELDS_BEFORE_NODES = ("env", "task", "split", "seed", "temperature")
 _FIELDS_AFTER_NODES = (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sightline.errors import EngineError, Misaligned
 from sightline.rollout.client import GenerateClient
-from sightline.trace.replay import PromptScores
+from sightline.view.trace_replay import PromptScores
 from sightline.wire import Slot
 from sightline.wire.generate import GenerateRequest, SamplingParams
 
