@@ -96,7 +96,7 @@ def request_of(reference: Reference, media: MediaStore, seed: int = 3) -> Genera
     )
 
 
-@pytest.mark.parametrize("reads_files", [True, False], ids=["files", "data urls"])
+@pytest.mark.parametrize("shares_store", [True, False], ids=["files", "data urls"])
 def test_its_ids_are_ours_and_its_logprobs_are_close(
     address: str, reference: Reference, media: MediaStore, shares_store: bool
 ) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import making
 import msgspec
 import numpy as np
@@ -26,6 +28,15 @@ from sightline.trainer.feed import BatchPreparer
 from sightline.wire.sample import Batch, Sample
 
 STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def without_shape_checks() -> Iterator[None]:
+    """The compiler would trace the checks of shapes too, and break its graphs at them."""
+    was = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", was)
 
 
 def deepened(model: Path, target: Path, layers: int) -> Path:
