@@ -18,7 +18,7 @@ from sightline.config import LoggingConfig
 from sightline.errors import ConfigError
 from sightline.launch.sink_process import SinkProcess
 from sightline.run import RunDir
-from sightline.run.events import by_step, read_events
+from sightline.view.events import by_step, read_events
 from sightline.view.sinks import RolloutRow, Sink
 from sightline.view.sinks.feed import (
     NUM_SAMPLES,
