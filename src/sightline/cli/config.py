@@ -1,4 +1,4 @@
-"""`sightline config show|schema`: a run file as it is understood, and every setting there is."""
+"""`sightline config show|schema`: show a run file, or every setting."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ A key marked "yes" under resume may change when a run is resumed; any other is r
 """
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("config", help="show a run file, or every setting")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     show = actions.add_parser("show", help="print a run file with every setting spelled out")
     show.add_argument("file", type=Path, metavar="FILE")

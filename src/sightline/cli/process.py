@@ -1,4 +1,4 @@
-"""`sightline process`: one process of a run, started by the launcher."""
+"""`sightline process`: one process of a run (used by the launcher)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from sightline.run import RunDir
 from sightline.run.parent_death import die_with_parent
 
 
-def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("process", help="one process of a run (used by the launcher)")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="server, evaluator, trainer, orchestrator, worker-N or sft")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--hub", default="", help="address of the orchestrator's channel")

@@ -1,4 +1,8 @@
-"""`sightline samples`: rollouts as parquet files, images inlined."""
+"""`sightline samples`: write rollouts as parquet files, with their images.
+
+Writes samples/step_N.parquet of a run: a row a rollout, each image once. With --to the files are
+uploaded, and nothing is left here.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,7 @@ import sys
 from pathlib import Path
 
 
-def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "samples",
-        help="write rollouts as parquet files, with their images",
-        description="Writes samples/step_N.parquet of a run: a row a rollout, each image once. "
-        "With --to the files are uploaded, and nothing is left here.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument(
         "--step", type=int, action="append", metavar="N", help="this step only; may be repeated"

@@ -1,4 +1,8 @@
-"""`sightline sinks`: feeds the numbers and samples of a run to TensorBoard, W&B or trackio."""
+"""`sightline sinks`: feed a run to TensorBoard, W&B or trackio.
+
+Reads a run directory, live or finished, and feeds sinks. A run file with [logging] sinks starts
+this by itself. Ends when all is read; with --follow when the run ends, or at a signal.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,7 @@ import argparse
 from pathlib import Path
 
 
-def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "sinks",
-        help="feed a run to TensorBoard, W&B or trackio",
-        description="Reads a run directory, live or finished, and feeds sinks. A run file with "
-        "[logging] sinks starts this by itself. Ends when all is read; with --follow when the "
-        "run ends, or at a signal.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument(
         "--to", action="append", required=True, metavar="SINK",

@@ -1,14 +1,12 @@
-"""`sightline trace`: read, export, compare and replay the traces of a run."""
+"""`sightline trace`: read, export, compare and replay traces."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("trace", help="read, export, compare and replay traces")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     show = actions.add_parser("show", help="print the conversations of a trace")
     show.add_argument("--full", action="store_true", help="do not shorten long messages")
