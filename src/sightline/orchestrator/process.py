@@ -107,7 +107,7 @@ async def main(
     clients = build_clients(config.inference, servers, store)
     run_state = RunState.open(run_dir, config.orchestrator.keep_batches)
     components = build(
-        config, run_dir, store, run_state, events, router, workers, clients,
+        config, run_dir, store, run_state, events, router.send, router.announce, workers, clients,
         next(iter(evaluator_clients), None),
     )  # fmt: skip
     router.on_result = components.rollouts.on_result
