@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_training(job: TrainingJob[AnyRun], args: argparse.Namespace) -> int:
     """Starts the run of a file, or goes on with one; or is one rank of it, under torchrun."""
-    from sightline.launch.training_run import resume_run, run_as_follower, start_run
+    from sightline.launch.torchrun import run_as_follower
+    from sightline.launch.training_run import resume_run, start_run
 
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:

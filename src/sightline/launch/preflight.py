@@ -82,15 +82,11 @@ def check_checkpoint(model: ModelConfig, shown_by: str, shows_images: bool) -> F
     return family
 
 
-def describe_packing(family: Family) -> str:
-    return f"packing: {family.packing.kind} ({family.packing.reason})"
-
-
-def describe_family(family: Family, engine: str) -> str:
+def describe_family(family: Family, engine: str = "") -> str:
     """What a run does because of its model, and why. What vLLM keeps between turns depends on its
     kernels: its server says it in its log."""
     reuse = f"\n{describe_prefix_reuse(family)}" if engine == "torch" else ""
-    return describe_packing(family) + reuse
+    return f"packing: {family.packing.kind} ({family.packing.reason})" + reuse
 
 
 def check_store(root: Path, max_gb: float) -> None:

@@ -6,9 +6,8 @@ import secrets
 from dataclasses import dataclass, replace
 
 from sightline.config import TrainerConfig
-from sightline.launch.child import SECRET_VARIABLE
 from sightline.launch.processes import ProcessSpec, reserve_port
-from sightline.wire.rank_messages import rank_process_name
+from sightline.wire.rank_messages import SECRET_VARIABLE, rank_process_name
 
 
 @dataclass(frozen=True)

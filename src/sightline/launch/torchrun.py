@@ -98,8 +98,12 @@ def build_local_specs(
     return [build_rank_spec(trainer, 0, settings.ranks, at)]
 
 
-def run_follower_rank(context: TorchrunContext, job: TrainingJob[AnyRun]) -> None:
-    """Runs one rank other than 0 until the run ends."""
+def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
+    """Runs one rank of the trainer until the run ends, where torchrun started this process as
+    another than rank 0."""
+    context = find_context()
+    if context is None or context.rank == 0:
+        return False
     info = get_rendezvous_store(context).read()
     at = Rendezvous(info.meet, info.channel, info.secret)
     run_dir = RunDir(Path(info.run_dir))
@@ -123,3 +127,4 @@ def run_follower_rank(context: TorchrunContext, job: TrainingJob[AnyRun]) -> Non
         processes.kill()
     if exit_code:
         raise processes.explain_exit(spec.name, exit_code)
+    return True

@@ -10,6 +10,8 @@ from sightline.wire.weights import WeightFile
 
 EXIT_OTHER_RANK_FAILED = 3
 """Exit status of a rank that ends because another failed; the launcher reports the other."""
+SECRET_VARIABLE = "SIGHTLINE_SECRET"
+"""The variable in which the ranks of a trainer get what they know one another by."""
 
 
 def rank_process_name(rank: int, lead: str = "trainer") -> str:
