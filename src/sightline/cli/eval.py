@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--env-args {args.env_args!r}", "write them as a JSON object")
     from sightline.envs.mix import build_environment
     from sightline.rollout.player import RolloutPlayer
-    from sightline.view.eval_table import print_eval_table
+    from sightline.view.eval_table import print_eval_table, to_line
 
     config = _read_settings(args)
     if config.eval.tasks < 1:
@@ -163,18 +163,3 @@ async def _play_all(args: argparse.Namespace, config: RunFile, player: Any) -> l
         )
     finally:
         await player.close()
-
-
-def to_line(played: PlayedRollout) -> dict[str, Any]:
-    """A rollout as `--output` has it; without a reward it broke, and `error` says over what."""
-    trace = played.trace
-    return {
-        "task": trace.task,
-        "env": trace.env,
-        "reward": trace.reward,
-        "parts": trace.rewards,
-        "error": trace.error,
-        "truncated": trace.truncated,
-        "num_calls": played.num_calls,
-        "num_tokens": played.num_sampled_tokens,
-    }

@@ -23,35 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import os
-    import signal
-    import threading
+    from sightline.view.sinks.command import feed_run
 
-    from sightline.view.dashboard.run_view import RunView
-    from sightline.view.run_files import get_run_dir
-    from sightline.view.sinks.feed import build_sink_factories, feed_sinks
-    from sightline.view.sinks.protocol import STATUS_OK, STATUS_PREFIX, check_sinks
-
-    run_dir = get_run_dir(args.run_dir)
-    check_sinks(args.to)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    view = RunView("sinks", run_dir)
-
-    def is_over() -> bool:
-        if args.parent:
-            return stop.is_set() or os.getppid() != args.parent
-        if stop.is_set() or not args.follow:
-            return True
-        view.history.read()
-        return view.state != "live"
-
-    feeders = feed_sinks(
-        run_dir, build_sink_factories(args.to, run_dir, args.offline), args.samples_every, is_over
-    )
-    for feeder in feeders:
-        lost = f", {feeder.lost} entries lost" if feeder.lost else ""
-        print(f"{STATUS_PREFIX}{feeder.name}: {feeder.problem or STATUS_OK}{lost}", flush=True)
-    # Threads of a sink that hangs are left where they are.
-    os._exit(1 if any(feeder.problem for feeder in feeders) else 0)
+    feed_run(args.run_dir, args.to, args.samples_every, args.offline, args.follow, args.parent)
+    return 0

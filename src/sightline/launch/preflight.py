@@ -113,7 +113,8 @@ def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SP
     needed += copies * weights
     # What a run that goes on has already written is counted in what it can need.
     needed -= _count_bytes(run_dir.checkpoints, run_dir.weights, run_dir.batches)
-    free = shutil.disk_usage(_find_existing_parent(run_dir.path)).free
+    existing = next(path for path in (run_dir.path, *run_dir.path.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if free < needed:
         raise DiskFull(
             f"{run_dir.path} has {free / 1e9:.1f} GB free; checkpoints and published weights of "
@@ -233,7 +234,3 @@ def check_run(config: RunFile, run_dir: RunDir) -> Family:
 def _count_bytes(*folders: Path) -> int:
     files = (file for folder in folders if folder.is_dir() for file in folder.rglob("*"))
     return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def _find_existing_parent(path: Path) -> Path:
-    return path if path.exists() else _find_existing_parent(path.parent)

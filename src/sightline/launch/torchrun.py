@@ -23,12 +23,7 @@ from sightline.config import AnyRun, TrainerConfig, load_config
 from sightline.config.trainer import is_loopback
 from sightline.errors import ConfigError
 from sightline.launch.processes import POLL_S, Processes, ProcessSpec
-from sightline.launch.rank_specs import (
-    Rendezvous,
-    build_rank_spec,
-    build_trainer_specs,
-    open_rendezvous,
-)
+from sightline.launch.rank_specs import build_rank_spec, build_trainer_specs, open_rendezvous
 from sightline.launch.trainer_watchdog import TrainerWatchdog
 from sightline.launch.training_job import TrainingJob
 from sightline.run import RunDir
@@ -90,11 +85,8 @@ def build_local_specs(
     """The ranks that this launcher starts; torchrun starts the others, and is told where."""
     if context is None or context.size == 1:
         return build_trainer_specs(trainer, settings)
-    from sightline.trainer.rendezvous import RendezvousInfo
-
-    at = open_rendezvous(settings)
-    info = RendezvousInfo(str(run_dir.path.resolve()), at.address, at.channel, at.secret)
-    get_rendezvous_store(context).post(info)
+    at = open_rendezvous(settings, str(run_dir.path.resolve()))
+    get_rendezvous_store(context).post(at)
     return [build_rank_spec(trainer, 0, settings.ranks, at)]
 
 
@@ -104,9 +96,8 @@ def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
     context = find_context()
     if context is None or context.rank == 0:
         return False
-    info = get_rendezvous_store(context).read()
-    at = Rendezvous(info.meet, info.channel, info.secret)
-    run_dir = RunDir(Path(info.run_dir))
+    at = get_rendezvous_store(context).read()
+    run_dir = RunDir(Path(at.run_dir))
     file = load_config(job.file_kind, run_dir.config)
     threads = max(1, job.count_trainer_threads(file) // context.local_size)
     words = ["process", job.trainer, str(run_dir.path), "--threads", str(threads)]

@@ -28,11 +28,11 @@ from sightline.launch.processes import (
     num_cores,
     watch_processes,
 )
-from sightline.launch.sink_process import SinkProcess
 from sightline.launch.torchrun import TorchrunContext, build_local_specs, find_context
 from sightline.launch.trainer_watchdog import TrainerWatchdog
 from sightline.launch.training_job import TrainingJob
 from sightline.run import EventLog, RunDir
+from sightline.view.sinks.process import SinkProcess
 from sightline.wire.file import write_atomic
 
 

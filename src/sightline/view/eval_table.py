@@ -1,8 +1,9 @@
-"""The table of an evaluation on a terminal."""
+"""An evaluation as a table on a terminal, and as a line for each rollout."""
 
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -10,6 +11,21 @@ from rich.table import Table
 from sightline.rollout.evaluation import EvalSummary
 from sightline.rollout.player import PlayedRollout
 from sightline.run.confidence import confidence_interval
+
+
+def to_line(played: PlayedRollout) -> dict[str, Any]:
+    """A rollout as `--output` has it; without a reward it broke, and `error` says over what."""
+    trace = played.trace
+    return {
+        "task": trace.task,
+        "env": trace.env,
+        "reward": trace.reward,
+        "parts": trace.rewards,
+        "error": trace.error,
+        "truncated": trace.truncated,
+        "num_calls": played.num_calls,
+        "num_tokens": played.num_sampled_tokens,
+    }
 
 
 def print_eval_table(played: list[PlayedRollout], name: str, seconds: float) -> None:

@@ -19,6 +19,17 @@ def rank_process_name(rank: int, lead: str = "trainer") -> str:
     return f"{lead}-{rank}" if rank else lead
 
 
+class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the ranks of one trainer meet, and what they know one another by."""
+
+    run_dir: str
+    address: str
+    """host:port of torch.distributed."""
+    channel: str
+    """The address at which rank 0 hears the others."""
+    secret: str
+
+
 class RankStarted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="here"):
     """A rank has started, and listens; it has yet to load its model."""
 

@@ -16,7 +16,6 @@ import pytest
 from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.config import LoggingConfig
 from sightline.errors import ConfigError
-from sightline.launch.sink_process import SinkProcess
 from sightline.run import RunDir
 from sightline.view.events import by_step, read_events
 from sightline.view.sinks import RolloutRow, Sink
@@ -27,6 +26,7 @@ from sightline.view.sinks.feed import (
     SinkFeeder,
     feed_sinks,
 )
+from sightline.view.sinks.process import SinkProcess
 from sightline.view.sinks.protocol import check_sinks
 
 
