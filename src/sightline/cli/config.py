@@ -6,11 +6,10 @@ import argparse
 import json
 import tomllib
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from sightline import config
@@ -68,21 +67,16 @@ def format_markdown() -> str:
     only = config.SftFile.model_fields.keys() - config.RunFile.model_fields.keys()
     only_sft = " and ".join(f"[{section}]" for section in sorted(only))
     lines = [INTRODUCTION.format(sft=sft, only_sft=only_sft).rstrip()]
-    for section, kind in list_sections():
+    fields = {**config.RunFile.model_fields, **config.SftFile.model_fields}
+    for section, section_field in fields.items():
         lines += ["", f"## [{section}]", "", "| key | type | default | resume | meaning |"]
         lines.append("|---|---|---|---|---|")
-        for name, field in kind.model_fields.items():
+        for name, field in config.get_section_class(section_field.annotation).model_fields.items():
             extra = field.json_schema_extra
             mutable = "yes" if isinstance(extra, dict) and extra.get("mutable") else ""
             cells = [f"`{name}`", format_type(field), format_default(field), mutable]
             lines.append(f"| {' | '.join(cells)} | {' '.join((field.description or '').split())} |")
     return "\n".join(lines) + "\n"
-
-
-def list_sections() -> Iterator[tuple[str, type[BaseModel]]]:
-    fields = {**config.RunFile.model_fields, **config.SftFile.model_fields}
-    for name, field in fields.items():
-        yield name, config.get_section_class(field.annotation)
 
 
 def format_type(field: FieldInfo) -> str:

@@ -75,16 +75,12 @@ def num_cores() -> int:
 def build_environ(threads: int) -> dict[str, str]:
     """The variables of a process with so many compute threads; native libraries read their budget
     once, when they are loaded."""
-    count = str(threads)
+    libraries = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON")
     # The ranks of a run meet by themselves: what torchrun says is for the process that it started.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     return {
         **inherited,
-        "OMP_NUM_THREADS": count,
-        "MKL_NUM_THREADS": count,
-        "OPENBLAS_NUM_THREADS": count,
-        "NUMEXPR_NUM_THREADS": count,
-        "RAYON_NUM_THREADS": count,
+        **{f"{library}_NUM_THREADS": str(threads) for library in libraries},
         "TOKENIZERS_PARALLELISM": "false",
         # Spinning threads of one process would take the cores of the others.
         "OMP_WAIT_POLICY": "PASSIVE",
