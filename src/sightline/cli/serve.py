@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
+from sightline.cli.training import check_packages
 from sightline.config import InferenceConfig, ModelConfig
 from sightline.errors import ConfigError
 
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
         serve_vllm(spec)
     else:
+        check_packages()
         from sightline.inference.serve import serve
 
         serve(spec)

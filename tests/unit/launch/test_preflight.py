@@ -86,7 +86,7 @@ def test_a_port_in_use_is_refused(refuse) -> None:
 
 def test_an_environment_that_is_not_there_is_refused(refuse) -> None:
     assert "no module" in refuse("", "env.name=no_such_game")
-    assert "has no Nothing" in refuse("", "env.name=sightline.envs.color_codeword:Nothing")
+    assert "has no 'Nothing'" in refuse("", "env.name=sightline.envs.color_codeword:Nothing")
     assert "[env.args] do not fit" in refuse("", "env.args.colour=3")
 
 
