@@ -28,8 +28,8 @@ from pathlib import Path
 
 from watching import find_child, names_of
 
-from sightline.run import RunDir, read_events
-from sightline.run.events import by_step
+from sightline.run import RunDir
+from sightline.view.events import by_step, read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_S = 10.0

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from watching import find_child
 
-from sightline.run import RunDir, read_events
-from sightline.run.events import by_step
+from sightline.run import RunDir
+from sightline.view.events import by_step, read_events
 
 RUN_FILE = "examples/color_codeword/cpu.toml"
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sightline.run import RunDir, read_events
-from sightline.run.events import by_step
+from sightline.run import RunDir
+from sightline.view.events import by_step, read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "color_codeword"

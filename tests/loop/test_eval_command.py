@@ -10,8 +10,9 @@ import pytest
 
 from loop.jobs import sightline
 from sightline.families.registry import write_tiny
-from sightline.run import RunDir, read_events
+from sightline.run import RunDir
 from sightline.trace import read_traces
+from sightline.view.events import read_events
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
 

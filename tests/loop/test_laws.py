@@ -12,9 +12,9 @@ import pytest
 from loop.conftest import SMALL
 from loop.jobs import EXAMPLES, sightline, summary
 from sightline.media import MediaStore
-from sightline.run import RunDir, read_events
-from sightline.run.events import by_step
+from sightline.run import RunDir
 from sightline.trace import read_traces
+from sightline.view.events import by_step, read_events
 from sightline.view.inspect import count_images_in, inspect_run, list_image_free_files
 from sightline.wire.score import StepScores
 

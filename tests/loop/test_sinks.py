@@ -16,9 +16,9 @@ import pytest
 
 from loop.jobs import ledger
 from sightline.families.registry import write_tiny
-from sightline.run import RunDir, read_events
-from sightline.run.events import by_step
+from sightline.run import RunDir
 from sightline.trace import read_traces
+from sightline.view.events import by_step, read_events
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
 

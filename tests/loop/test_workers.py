@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from loop.jobs import sightline, summary
-from sightline.run import RunDir, read_events
-from sightline.run.events import by_step
+from sightline.run import RunDir
 from sightline.trace import read_traces
+from sightline.view.events import by_step, read_events
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from loop.jobs import Job, live_processes
 
-from sightline.run import read_events
-from sightline.run.events import by_step
+from sightline.view.events import by_step, read_events
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from loop.jobs import ledger, sightline
 
-from sightline.run import RunDir, read_events
-from sightline.run.events import by_step
+from sightline.run import RunDir
+from sightline.view.events import by_step, read_events
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 STEPS = 4

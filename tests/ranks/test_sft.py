@@ -18,8 +18,8 @@ import torch
 from loop.jobs import live_processes, sightline
 from safetensors.torch import load_file
 
-from sightline.run import RunDir, read_events
-from sightline.run.events import by_step
+from sightline.run import RunDir
+from sightline.view.events import by_step, read_events
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 STEPS = 8

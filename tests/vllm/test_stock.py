@@ -28,10 +28,10 @@ from sightline.message import user
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
 from sightline.rollout.stock_vllm_client import StockVLLMClient, collapse_pads
-from sightline.run import RunDir, read_events
-from sightline.run.events import by_step
+from sightline.run import RunDir
 from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.feed import BatchPreparer
+from sightline.view.events import by_step, read_events
 from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingParams
 from sightline.wire.sample import Batch
 from tests.loop.jobs import ROOT, sightline, summary

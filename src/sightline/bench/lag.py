@@ -18,8 +18,8 @@ from sightline import config
 from sightline.bench.harness.workspace import work_folder, write_tiny
 from sightline.config import RunFile, SftFile
 from sightline.errors import ConfigError, ProcessFailed
-from sightline.run.events import by_step, read_events
 from sightline.run.run_dir import RunDir
+from sightline.view.events import by_step, read_events
 from sightline.view.timeline import build_timeline, intersect_intervals, total_s
 
 LAGS = (0, 1)

@@ -19,8 +19,8 @@ from sightline.config import RunFile
 from sightline.config.load import apply_overrides
 from sightline.errors import ConfigError
 from sightline.media import MediaStore
-from sightline.run import RunDir, read_events
-from sightline.run.events import by_step
+from sightline.run import RunDir
+from sightline.view.events import by_step, read_events
 from sightline.wire.event import Event
 
 STAGES = ("wait", "materialize", "forward", "backward", "optimizer", "publish", "checkpoint")

@@ -1,4 +1,4 @@
-"""`sightline bench NAME`: measures a part and prints the figures."""
+"""`sightline bench NAME`: measure a part and print the figures."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class BenchmarkParser(Parser):
         return super().parse_known_args(args, namespace)
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("bench", help="measure a part and print the figures")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     nested = parser.add_subparsers(metavar="NAME", required=True, parser_class=BenchmarkParser)
     for name, words in BENCHMARKS.items():
         nested.add_parser(name, help=words)

@@ -1,4 +1,8 @@
-"""`sightline compare`: two runs side by side."""
+"""`sightline compare`: put two runs side by side.
+
+Prints the settings that differ, the figures of both runs, and their curves at the steps that both
+have.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,7 @@ import argparse
 from pathlib import Path
 
 
-def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "compare",
-        help="put two runs side by side",
-        description="Prints the settings that differ, the figures of both runs, and their curves "
-        "at the steps that both have.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument("second", type=Path, metavar="RUN", help="another")
     parser.add_argument("--markdown", action="store_true", help="print Markdown")

@@ -1,4 +1,4 @@
-"""`sightline config show|schema`: a run file as it is understood, and every setting there is."""
+"""`sightline config show|schema`: show a run file, or every setting."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import argparse
 import json
 import tomllib
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from sightline import config
@@ -27,8 +26,7 @@ A key marked "yes" under resume may change when a run is resumed; any other is r
 """
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("config", help="show a run file, or every setting")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     show = actions.add_parser("show", help="print a run file with every setting spelled out")
     show.add_argument("file", type=Path, metavar="FILE")
@@ -69,21 +67,16 @@ def format_markdown() -> str:
     only = config.SftFile.model_fields.keys() - config.RunFile.model_fields.keys()
     only_sft = " and ".join(f"[{section}]" for section in sorted(only))
     lines = [INTRODUCTION.format(sft=sft, only_sft=only_sft).rstrip()]
-    for section, kind in list_sections():
+    fields = {**config.RunFile.model_fields, **config.SftFile.model_fields}
+    for section, section_field in fields.items():
         lines += ["", f"## [{section}]", "", "| key | type | default | resume | meaning |"]
         lines.append("|---|---|---|---|---|")
-        for name, field in kind.model_fields.items():
+        for name, field in config.get_section_class(section_field.annotation).model_fields.items():
             extra = field.json_schema_extra
             mutable = "yes" if isinstance(extra, dict) and extra.get("mutable") else ""
             cells = [f"`{name}`", format_type(field), format_default(field), mutable]
             lines.append(f"| {' | '.join(cells)} | {' '.join((field.description or '').split())} |")
     return "\n".join(lines) + "\n"
-
-
-def list_sections() -> Iterator[tuple[str, type[BaseModel]]]:
-    fields = {**config.RunFile.model_fields, **config.SftFile.model_fields}
-    for name, field in fields.items():
-        yield name, config.get_section_class(field.annotation)
 
 
 def format_type(field: FieldInfo) -> str:

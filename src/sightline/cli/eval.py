@@ -1,7 +1,8 @@
-"""`sightline eval ENV`: held-out tasks against an OpenAI endpoint, or against a checkpoint.
+"""`sightline eval ENV`: score a model on an environment's held-out tasks.
 
-A checkpoint is played as a run evaluates it: the same player, seeds, prompts and limits. `--run`
-takes all of these from a run, so that its own evaluation is measured again.
+The model is an OpenAI endpoint or a checkpoint, which is played as a run evaluates it: the same
+player, seeds, prompts and limits. `--run` takes all of these from a run, so that its own evaluation
+is measured again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -38,8 +38,7 @@ SETTINGS = {
 """Options that take the place of a setting of the same name, by its section."""
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("eval", help="score a model on an environment's held-out tasks")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "env", metavar="ENV", nargs="?", help="a built-in environment, or 'module:Class'"
     )
@@ -81,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--env-args {args.env_args!r}", "write them as a JSON object")
     from sightline.envs.mix import build_environment
     from sightline.rollout.player import RolloutPlayer
+    from sightline.view.eval_table import print_eval_table, to_line
 
     config = _read_settings(args)
     if config.eval.tasks < 1:
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         played = asyncio.run(_play_all(args, config, player))
     if args.output:
         args.output.write_text("".join(json.dumps(to_line(one)) + "\n" for one in played))
-    print_table(played, args.env or env.name, time.monotonic() - began)
+    print_eval_table(played, args.env or env.name, time.monotonic() - began)
     return 0 if any(one.trace.reward is not None for one in played) else 1
 
 
@@ -139,17 +139,12 @@ def _open_chats(args: argparse.Namespace, config: RunFile, media: Path) -> Itera
     from sightline.launch.temporary_server import temporary_server
 
     model, inference = config.model, config.inference
-    options = {
-        "engine": inference.engine,
-        "python": inference.python,
-        "device": inference.device,
-        "dtype": model.dtype,
-        "max-num-seqs": inference.max_num_seqs,
-        "max-model-len": inference.max_model_len,
-        "prefill-chunk-tokens": inference.prefill_chunk_tokens,
-        **{name.replace("_", "-"): bound for name, bound in model.overrides().items()},
-    }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    served = ("engine", "python", "device", "max_num_seqs", "max_model_len", "prefill_chunk_tokens")
+    options = {name: getattr(inference, name) for name in served}
+    options |= {"dtype": model.dtype, **model.overrides()}
+    words = []
+    for name, value in options.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
     with temporary_server(args.checkpoint, media, words, args.threads) as address:
         yield build_policy_chats(model, config.media, inference, config.rollout, [address], store)
 
@@ -168,49 +163,3 @@ async def _play_all(args: argparse.Namespace, config: RunFile, player: Any) -> l
         )
     finally:
         await player.close()
-
-
-def to_line(played: PlayedRollout) -> dict[str, Any]:
-    """A rollout as `--output` has it; without a reward it broke, and `error` says over what."""
-    trace = played.trace
-    return {
-        "task": trace.task,
-        "env": trace.env,
-        "reward": trace.reward,
-        "parts": trace.rewards,
-        "error": trace.error,
-        "truncated": trace.truncated,
-        "num_calls": played.num_calls,
-        "num_tokens": played.num_sampled_tokens,
-    }
-
-
-def print_table(played: list[PlayedRollout], name: str, seconds: float) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from sightline.rollout.evaluation import EvalSummary
-    from sightline.run.confidence import confidence_interval
-
-    summary = EvalSummary([one.trace for one in played])
-    table = Table(title=f"{name}: {len(played)} held-out tasks")
-    for column in ("", "mean", "95% interval", "rollouts"):
-        table.add_column(column, justify="left" if not column else "right")
-    by_env = summary.by_env if len(summary.by_env) > 1 else {}
-    for prefix, part in [("", summary), *((f"{env}: ", part) for env, part in by_env.items())]:
-        for label, values in {"reward": part.rewards, **part.parts}.items():
-            if not values:
-                continue
-            low, high = confidence_interval(values)
-            mean = f"{statistics.fmean(values):.3f}"
-            table.add_row(prefix + label, mean, f"{low:.3f} to {high:.3f}", str(len(values)))
-    console = Console(highlight=False)
-    console.print(table)
-    broken = [trace for trace in summary.traces if trace.reward is None]
-    console.print(
-        f"{len(broken)} broken, {sum(trace.truncated for trace in summary.traces)} cut short; "
-        f"{sum(one.num_calls for one in played)} model calls, "
-        f"{sum(one.num_sampled_tokens for one in played)} tokens in {seconds:.1f} s"
-    )
-    if broken:
-        console.print(f"the first that broke, task {broken[0].task}: {broken[0].error.strip()}")

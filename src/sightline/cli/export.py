@@ -1,4 +1,7 @@
-"""`sightline export`: a plain transformers checkpoint of a run, or of one of its checkpoints."""
+"""`sightline export`: write a run's checkpoint for transformers and vLLM.
+
+Takes the newest whole checkpoint of a run, or the one that is named.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,7 @@ from sightline.errors import ConfigError
 from sightline.run import RunDir
 
 
-def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "export",
-        help="write a run's checkpoint for transformers and vLLM",
-        description="Takes the newest whole checkpoint of a run, or the one that is named.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, help="a run directory, or its checkpoints/step_N")
     parser.add_argument("target", type=Path, help="folder to write")
     parser.add_argument("--force", action="store_true", help="replace the folder if it is there")

@@ -1,4 +1,8 @@
-"""`sightline inspect`: decodes what a run sent to its trainer, and counts it."""
+"""`sightline inspect`: decode what a run sent to its trainer, and count it.
+
+Counts rollouts, samples, micro-batches and references of a run, and what must not be there:
+tensors, data URLs, references to missing files. Ends with status 1 if one of these three is not 0.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,7 @@ import argparse
 from pathlib import Path
 
 
-def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "inspect",
-        help="decode what a run sent to its trainer, and count it",
-        description="Counts rollouts, samples, micro-batches and references of a run, and what "
-        "must not be there: tensors, data URLs, references to missing files. Ends with status 1 "
-        "if one of these three is not 0.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--require-images", action="store_true",
         help="end with status 1 as well if nothing that was sent refers to an image",

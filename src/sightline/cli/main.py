@@ -101,7 +101,7 @@ def build_parser(words: Sequence[str] = ()) -> Parser:
     wanted = next((word for word in words if not word.startswith("-")), None)
     for name in [wanted] if wanted in names else names:
         module = importlib.import_module(f"{commands_package.__name__}.{name}")
-        add_command(module, subparsers)
+        add_command(name, module, subparsers)
     return parser
 
 
@@ -111,14 +111,15 @@ def list_commands() -> list[str]:
     return [name for name in found if name not in NOT_COMMANDS]
 
 
-def add_command(module: ModuleType, subparsers: Any) -> None:
-    """Adds the command of `module`; its `run` serves, if it has one, where no action names its
-    own."""
-    before = set(subparsers.choices)
-    module.add(subparsers)
-    for name in set(subparsers.choices) - before:
-        if hasattr(module, "run"):
-            subparsers.choices[name].set_defaults(run=module.run)
+def add_command(name: str, module: ModuleType, subparsers: Any) -> None:
+    """Adds the command of `module`, which its docstring explains; its `run` serves, if it has one,
+    where no action names its own."""
+    title, _, description = (module.__doc__ or "").partition("\n\n")
+    summary = title.partition(": ")[2].rstrip(".")
+    parser = subparsers.add_parser(name, help=summary, description=description)
+    module.add_arguments(parser)
+    if hasattr(module, "run"):
+        parser.set_defaults(run=module.run)
 
 
 def find_missing_extra(error: ModuleNotFoundError) -> ConfigError | None:

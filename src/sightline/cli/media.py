@@ -1,4 +1,4 @@
-"""`sightline media`: look into a store, put images into it, check it, free space in it."""
+"""`sightline media`: look after the images of a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.filesize import decimal
 
@@ -17,9 +16,7 @@ from sightline.media.store import MediaStore
 _PROGRESS_EVERY_S = 2.0
 
 
-def add(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add the command and its actions to the parser of `sightline`."""
-    parser = subparsers.add_parser("media", help="look after the images of a run")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="media_action", required=True, metavar="ACTION")
 
     put = actions.add_parser("put", help="store image files and print their refs")

@@ -1,4 +1,4 @@
-"""`sightline model tiny DIR`: a small checkpoint with random weights, for demos and tests."""
+"""`sightline model tiny DIR`: make checkpoints."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from sightline.errors import ConfigError
 from sightline.families import registry
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("model", help="make checkpoints")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     tiny = actions.add_parser("tiny", help="write a small checkpoint with random weights")
     tiny.add_argument("folder", type=Path, metavar="DIR", help="folder to write it to")

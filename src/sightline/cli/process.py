@@ -1,9 +1,10 @@
-"""`sightline process`: one process of a run, started by the launcher."""
+"""`sightline process`: one process of a run (used by the launcher)."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -17,13 +18,12 @@ import uvloop
 from sightline import config
 from sightline.config import RunFile, SftFile
 from sightline.errors import SightlineError
-from sightline.launch.child import SECRET_VARIABLE, write_error_file
 from sightline.run import RunDir
 from sightline.run.parent_death import die_with_parent
+from sightline.wire.rank_messages import SECRET_VARIABLE
 
 
-def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("process", help="one process of a run (used by the launcher)")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="server, evaluator, trainer, orchestrator, worker-N or sft")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--hub", default="", help="address of the orchestrator's channel")
@@ -48,26 +48,21 @@ def run(args: argparse.Namespace) -> int:
             signal.signal(number, signal.SIG_IGN)
     try:
         _run_process(args, run_dir)
-    except SightlineError as error:
-        traceback.print_exc()
-        write_error_file(run_dir, args.name, error.problem, error.fix)
-        return _exit_failed(args.name)
     except Exception as error:  # the launcher reports it as the run's one cause
         traceback.print_exc()
-        problem = f"{type(error).__name__}: {error}"
-        write_error_file(run_dir, args.name, problem, f"see {run_dir.logs / args.name}.log")
-        return _exit_failed(args.name)
+        found = {"problem": f"{type(error).__name__}: {error}"}
+        found["fix"] = f"see {run_dir.logs / args.name}.log"
+        if isinstance(error, SightlineError):
+            found = {"problem": error.problem, "fix": error.fix}
+        run_dir.error_file(args.name).write_text(json.dumps(found))
+        if args.name.startswith(("trainer", "sft")):
+            # Native threads of a trainer may be at work still: where the interpreter takes them
+            # down they abort the process, and its status would be theirs.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        return 1
     return 0
-
-
-def _exit_failed(name: str) -> int:
-    """Native threads of a trainer may be at work still: where the interpreter takes them down they
-    abort the process, and its status would be theirs."""
-    if name.startswith(("trainer", "sft")):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
-    return 1
 
 
 def _run_process(args: argparse.Namespace, run_dir: RunDir) -> None:

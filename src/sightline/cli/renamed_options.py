@@ -25,17 +25,10 @@ RENAMED_OPTIONS: dict[str, dict[str, str]] = {
 """For each command its old options, and what they are called now."""
 
 
-def find_renamed_option(words: Sequence[str]) -> tuple[str, str] | None:
-    """The first option of a command line that has its old name, with the new one."""
+def check_option_names(words: Sequence[str]) -> None:
+    """Refuses an option under its old name, with the new one."""
     command = next((word for word in words if not word.startswith("-")), "")
     for word in words:
         option = word.partition("=")[0]
         if new := RENAMED_OPTIONS.get(command, {}).get(option):
-            return option, new
-    return None
-
-
-def check_option_names(words: Sequence[str]) -> None:
-    """Refuses an option under its old name, with the new one."""
-    if found := find_renamed_option(words):
-        raise ConfigError(f"{found[0]} is now called {found[1]}", f"write {found[1]}")
+            raise ConfigError(f"{option} is now called {new}", f"write {new}")

@@ -1,4 +1,8 @@
-"""`sightline samples`: rollouts as parquet files, images inlined."""
+"""`sightline samples`: write rollouts as parquet files, with their images.
+
+Writes samples/step_N.parquet of a run: a row a rollout, each image once. With --to the files are
+uploaded, and nothing is left here.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,7 @@ import sys
 from pathlib import Path
 
 
-def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "samples",
-        help="write rollouts as parquet files, with their images",
-        description="Writes samples/step_N.parquet of a run: a row a rollout, each image once. "
-        "With --to the files are uploaded, and nothing is left here.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
     parser.add_argument(
         "--step", type=int, action="append", metavar="N", help="this step only; may be repeated"
@@ -30,27 +28,12 @@ def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
 
 
 def run(args: argparse.Namespace) -> int:
-    from sightline.errors import ConfigError
-    from sightline.run import RunDir
-    from sightline.view.samples_export import export_samples
+    from sightline.view.samples_export import export_command
 
-    headers = {}
-    for header in args.header:
-        name, colon, value = header.partition(":")
-        if not colon:
-            raise ConfigError(f"--header {header!r}", "write it NAME:VALUE")
-        headers[name.strip()] = value.strip()
     for number in (signal.SIGTERM, signal.SIGHUP):
         # Ends as an error does: what stands in a temporary folder is removed. Who is told to
         # ignore a signal, as by nohup, goes on.
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    most = int(args.max_image_mb * 1e6)
-    for name, found in export_samples(RunDir(args.run_dir), args.step, args.to, headers, most):
-        print(
-            f"{name}: {found.rollouts} rollouts, {found.images} images, {found.nbytes:,} bytes"
-            + (f", {found.left_out} images left out" if found.left_out else "")
-            + (f", {len(found.problems)} traces not read" if found.problems else ""),
-            flush=True,
-        )
+    export_command(args)
     return 0

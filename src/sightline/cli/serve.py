@@ -1,17 +1,17 @@
-"""`sightline serve MODEL`: an inference server on one checkpoint.
+"""`sightline serve MODEL`: serve a checkpoint.
 
-Options carry the names of settings: those of `[model]` and `[inference]` in a run file, and those
-that a server alone has.
+Options carry the names of settings: those of [model] and [inference] in a run file, and those that
+a server alone has.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from sightline.cli.training import check_packages
 from sightline.config import InferenceConfig, ModelConfig
 from sightline.errors import ConfigError
 
@@ -26,8 +26,7 @@ COMMAND_DEFAULTS = {"port": 8000, "threads": 1}
 """Settings whose default in a run file is that the launcher chooses; nobody does here."""
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("serve", help="serve a checkpoint")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="MODEL", help="folder of the checkpoint")
     parser.add_argument("--engine", default="torch", help=f"one of: {', '.join(ENGINES)}")
     parser.add_argument(
@@ -79,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
         serve_vllm(spec)
     else:
+        check_packages()
         from sightline.inference.serve import serve
 
         serve(spec)

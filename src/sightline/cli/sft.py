@@ -1,23 +1,20 @@
-"""`sightline sft`: supervised training on conversations, of a file or of an environment."""
+"""`sightline sft`: supervised training.
+
+Trains on conversations, of a file or of an environment. Overrides are written section.key=value.
+"""
 
 from __future__ import annotations
 
 import argparse
 
-from sightline.cli.training import add_arguments, run_training
+from sightline.cli import training
 
 
-def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "sft",
-        help="supervised training",
-        description="Trains on conversations, of a file or of an environment. Overrides are "
-        "written section.key=value.",
-    )
-    add_arguments(parser)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    training.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from sightline.launch.sft import SftJob
 
-    return run_training(SftJob(), args)
+    return training.run_training(SftJob(), args)

@@ -1,33 +1,27 @@
-"""`sightline trace`: read, export, compare and replay the traces of a run."""
+"""`sightline trace`: read, export, compare and replay traces."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 
-def add(subparsers: Any) -> None:
-    parser = subparsers.add_parser("trace", help="read, export, compare and replay traces")
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     show = actions.add_parser("show", help="print the conversations of a trace")
     show.add_argument("--full", action="store_true", help="do not shorten long messages")
-    show.set_defaults(action="show")
     export = actions.add_parser("export", help="print branches as JSON lines, images by reference")
     export.add_argument(
         "--output", type=Path, metavar="FILE", help="write here, not to the terminal"
     )
     export.add_argument("--images", type=Path, metavar="DIR", help="copy the images here")
-    export.set_defaults(action="export")
     differ = actions.add_parser("diff", help="find where traces first differ; exits 1 if they do")
-    differ.set_defaults(action="diff")
     replay = actions.add_parser(
         "replay", help="render and score traces again; exits 1 if something differs"
     )
     replay.add_argument("--server", metavar="URL", help="score against this server")
     replay.add_argument("--tolerance", type=float, default=1e-3, metavar="X",
                         help="of a logprob (default: %(default)s)")  # fmt: skip
-    replay.set_defaults(action="replay")
     for action in (show, export, differ, replay):
         action.add_argument("file", type=Path, metavar="FILE", help="a file of a run's traces/")
         if action is differ:

@@ -20,14 +20,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run directory")
 
 
-def run_training(job: TrainingJob[AnyRun], args: argparse.Namespace) -> int:
-    """Starts the run of a file, or goes on with one; or is one rank of it, under torchrun."""
-    from sightline.launch.training_run import resume_run, run_as_follower, start_run
-
+def check_packages() -> None:
+    """Raises where the packages of a trainer or an engine are missing: what imports them is a
+    process that starts later, or comes after other refusals."""
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:
-            # Only a process of the run would import it: said before one starts.
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def run_training(job: TrainingJob[AnyRun], args: argparse.Namespace) -> int:
+    """Starts the run of a file, or goes on with one; or is one rank of it, under torchrun."""
+    from sightline.launch.torchrun import run_as_follower
+    from sightline.launch.training_run import resume_run, start_run
+
+    check_packages()
     if run_as_follower(job):
         return 0
     if args.resume is not None:

@@ -1,4 +1,8 @@
-"""`sightline view`: the dashboard of runs, in a browser."""
+"""`sightline view`: show runs in a browser.
+
+Serves a dashboard of run directories, live or finished. It answers this machine only, unless --host
+names another address: then the printed link has a token.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,7 @@ import argparse
 from pathlib import Path
 
 
-def add(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "view",
-        help="show runs in a browser",
-        description="Serves a dashboard of run directories, live or finished. It answers this "
-        "machine only, unless --host names another address: then the printed link has a token.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN",
         help="a run directory, or a folder that holds some",

@@ -82,15 +82,11 @@ def check_checkpoint(model: ModelConfig, shown_by: str, shows_images: bool) -> F
     return family
 
 
-def describe_packing(family: Family) -> str:
-    return f"packing: {family.packing.kind} ({family.packing.reason})"
-
-
-def describe_family(family: Family, engine: str) -> str:
+def describe_family(family: Family, engine: str = "") -> str:
     """What a run does because of its model, and why. What vLLM keeps between turns depends on its
     kernels: its server says it in its log."""
     reuse = f"\n{describe_prefix_reuse(family)}" if engine == "torch" else ""
-    return describe_packing(family) + reuse
+    return f"packing: {family.packing.kind} ({family.packing.reason})" + reuse
 
 
 def check_store(root: Path, max_gb: float) -> None:
@@ -117,7 +113,8 @@ def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SP
     needed += copies * weights
     # What a run that goes on has already written is counted in what it can need.
     needed -= _count_bytes(run_dir.checkpoints, run_dir.weights, run_dir.batches)
-    free = shutil.disk_usage(_find_existing_parent(run_dir.path)).free
+    existing = next(path for path in (run_dir.path, *run_dir.path.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if free < needed:
         raise DiskFull(
             f"{run_dir.path} has {free / 1e9:.1f} GB free; checkpoints and published weights of "
@@ -237,7 +234,3 @@ def check_run(config: RunFile, run_dir: RunDir) -> Family:
 def _count_bytes(*folders: Path) -> int:
     files = (file for folder in folders if folder.is_dir() for file in folder.rglob("*"))
     return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def _find_existing_parent(path: Path) -> Path:
-    return path if path.exists() else _find_existing_parent(path.parent)

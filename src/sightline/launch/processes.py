@@ -23,7 +23,6 @@ from types import FrameType
 
 from sightline.config import RunFile
 from sightline.errors import ConfigError, ProcessFailed
-from sightline.launch.child import get_error_file
 from sightline.run import RunDir
 from sightline.wire.rank_messages import EXIT_OTHER_RANK_FAILED
 
@@ -76,16 +75,12 @@ def num_cores() -> int:
 def build_environ(threads: int) -> dict[str, str]:
     """The variables of a process with so many compute threads; native libraries read their budget
     once, when they are loaded."""
-    count = str(threads)
+    libraries = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON")
     # The ranks of a run meet by themselves: what torchrun says is for the process that it started.
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     return {
         **inherited,
-        "OMP_NUM_THREADS": count,
-        "MKL_NUM_THREADS": count,
-        "OPENBLAS_NUM_THREADS": count,
-        "NUMEXPR_NUM_THREADS": count,
-        "RAYON_NUM_THREADS": count,
+        **{f"{library}_NUM_THREADS": str(threads) for library in libraries},
         "TOKENIZERS_PARALLELISM": "false",
         # Spinning threads of one process would take the cores of the others.
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -134,7 +129,7 @@ class Processes:
 
     def start(self, spec: ProcessSpec) -> None:
         log = open(self.run_dir.logs / f"{spec.name}.log", "ab")  # noqa: SIM115
-        get_error_file(self.run_dir, spec.name).unlink(missing_ok=True)
+        self.run_dir.error_file(spec.name).unlink(missing_ok=True)
         with log:
             self._running[spec.name] = subprocess.Popen(
                 [spec.python or sys.executable, "-m", "sightline", *spec.arguments],
@@ -200,7 +195,7 @@ class Processes:
             if exit_code < 0
             else f"ended with {exit_code}"
         )
-        file = get_error_file(self.run_dir, name)
+        file = self.run_dir.error_file(name)
         log = self.run_dir.logs / f"{name}.log"
         can_resume = self.run_dir.progress.parent.is_dir()
         resume = f"then go on with `{self.resume_command}`" * can_resume

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from sightline.config import TrainerConfig
-from sightline.launch.child import SECRET_VARIABLE
 from sightline.launch.processes import ProcessSpec, reserve_port
-from sightline.wire.rank_messages import rank_process_name
+from sightline.wire.rank_messages import SECRET_VARIABLE, Rendezvous, rank_process_name
 
 
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the ranks of one trainer meet, and what they know one another by."""
-
-    address: str
-    """host:port of torch.distributed."""
-    channel: str
-    """The address at which rank 0 hears the others."""
-    secret: str
-
-
-def open_rendezvous(settings: TrainerConfig) -> Rendezvous:
+def open_rendezvous(settings: TrainerConfig, run_dir: str = "") -> Rendezvous:
     here = settings.address
     ports = [reserve_port(here, 0, "[trainer] address") for _ in range(2)]
     secret = settings.secret or secrets.token_hex(16)
-    return Rendezvous(f"{here}:{ports[0]}", f"tcp://{here}:{ports[1]}", secret)
+    return Rendezvous(run_dir, f"{here}:{ports[0]}", f"tcp://{here}:{ports[1]}", secret)
 
 
 def build_rank_spec(trainer: ProcessSpec, rank: int, ranks: int, at: Rendezvous) -> ProcessSpec:

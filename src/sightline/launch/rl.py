@@ -77,16 +77,12 @@ class RlJob(TrainingJob[RunFile]):
         self, file: RunFile, processes: Processes, specs: list[ProcessSpec], events: EventLog
     ) -> Callable[[], None]:
         events.write("state", phase="starting", threads={spec.name: spec.threads for spec in specs})
-
-        def on_lost(name: str, why: str) -> None:
-            events.write("lost", worker=name, reason=why)
-
         return WorkerSupervisor(
             processes,
             [spec for spec in specs if spec.name.startswith("worker-")],
             file.rollout.worker_hang_timeout_s,
             get_memory_limit(file),
-            on_lost,
+            lambda name, why: events.write("lost", worker=name, reason=why),
         ).supervise
 
     def get_logging(self, file: RunFile) -> LoggingConfig:

@@ -10,7 +10,7 @@ from sightline.launch.preflight import (
     check_conversations,
     check_disk,
     check_model,
-    describe_packing,
+    describe_family,
 )
 from sightline.launch.processes import ProcessSpec, num_cores
 from sightline.launch.training_job import TrainingJob
@@ -30,7 +30,7 @@ class SftJob(TrainingJob[SftFile]):
         else:
             family = check_conversations(file)
         check_disk(file, run_dir)
-        print(describe_packing(family))
+        print(describe_family(family))
 
     def count_trainer_threads(self, file: SftFile) -> int:
         return file.trainer.threads or num_cores()

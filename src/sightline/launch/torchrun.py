@@ -23,12 +23,7 @@ from sightline.config import AnyRun, TrainerConfig, load_config
 from sightline.config.trainer import is_loopback
 from sightline.errors import ConfigError
 from sightline.launch.processes import POLL_S, Processes, ProcessSpec
-from sightline.launch.rank_specs import (
-    Rendezvous,
-    build_rank_spec,
-    build_trainer_specs,
-    open_rendezvous,
-)
+from sightline.launch.rank_specs import build_rank_spec, build_trainer_specs, open_rendezvous
 from sightline.launch.trainer_watchdog import TrainerWatchdog
 from sightline.launch.training_job import TrainingJob
 from sightline.run import RunDir
@@ -90,19 +85,19 @@ def build_local_specs(
     """The ranks that this launcher starts; torchrun starts the others, and is told where."""
     if context is None or context.size == 1:
         return build_trainer_specs(trainer, settings)
-    from sightline.trainer.rendezvous import RendezvousInfo
-
-    at = open_rendezvous(settings)
-    info = RendezvousInfo(str(run_dir.path.resolve()), at.address, at.channel, at.secret)
-    get_rendezvous_store(context).post(info)
+    at = open_rendezvous(settings, str(run_dir.path.resolve()))
+    get_rendezvous_store(context).post(at)
     return [build_rank_spec(trainer, 0, settings.ranks, at)]
 
 
-def run_follower_rank(context: TorchrunContext, job: TrainingJob[AnyRun]) -> None:
-    """Runs one rank other than 0 until the run ends."""
-    info = get_rendezvous_store(context).read()
-    at = Rendezvous(info.meet, info.channel, info.secret)
-    run_dir = RunDir(Path(info.run_dir))
+def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
+    """Runs one rank of the trainer until the run ends, where torchrun started this process as
+    another than rank 0."""
+    context = find_context()
+    if context is None or context.rank == 0:
+        return False
+    at = get_rendezvous_store(context).read()
+    run_dir = RunDir(Path(at.run_dir))
     file = load_config(job.file_kind, run_dir.config)
     threads = max(1, job.count_trainer_threads(file) // context.local_size)
     words = ["process", job.trainer, str(run_dir.path), "--threads", str(threads)]
@@ -123,3 +118,4 @@ def run_follower_rank(context: TorchrunContext, job: TrainingJob[AnyRun]) -> Non
         processes.kill()
     if exit_code:
         raise processes.explain_exit(spec.name, exit_code)
+    return True

@@ -32,11 +32,8 @@ class TrainerWatchdog:
         """Raises for a trainer whose heartbeat stands still."""
         for name in self.names:
             silent_s = self._measure_silence(name)
-            if (
-                self.stall_timeout_s
-                and silent_s > self.stall_timeout_s
-                and self.processes.exit_code(name) is None
-            ):
+            is_silent = 0 < self.stall_timeout_s < silent_s
+            if is_silent and self.processes.exit_code(name) is None:
                 raise ProcessFailed(
                     f"{name} gave no heartbeat for {silent_s:.0f} s: its process is stopped, or "
                     "never lets go of the interpreter",

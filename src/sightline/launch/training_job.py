@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Generic, Protocol
+from typing import Generic
 
 from sightline.config import AnyRun, LoggingConfig
 from sightline.launch.processes import Processes, ProcessSpec
 from sightline.run import EventLog, RunDir
-
-
-class View(Protocol):
-    """What a person sees while the run goes on."""
-
-    def update(self) -> None: ...
-
-    def close(self) -> None: ...
+from sightline.view.console import LiveView
+from sightline.view.sft_progress import SftProgress
 
 
 class TrainingJob(ABC, Generic[AnyRun]):
@@ -53,7 +47,8 @@ class TrainingJob(ABC, Generic[AnyRun]):
         return LoggingConfig()
 
     @abstractmethod
-    def open_view(self, file: AnyRun, run_dir: RunDir) -> View: ...
+    def open_view(self, file: AnyRun, run_dir: RunDir) -> LiveView | SftProgress:
+        """What a person sees while the run goes on."""
 
     @abstractmethod
     def print_outcome(self, file: AnyRun, run_dir: RunDir, stopped_by: str) -> None:

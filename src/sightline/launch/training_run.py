@@ -28,26 +28,12 @@ from sightline.launch.processes import (
     num_cores,
     watch_processes,
 )
-from sightline.launch.sink_process import SinkProcess
-from sightline.launch.torchrun import (
-    TorchrunContext,
-    build_local_specs,
-    find_context,
-    run_follower_rank,
-)
+from sightline.launch.torchrun import TorchrunContext, build_local_specs, find_context
 from sightline.launch.trainer_watchdog import TrainerWatchdog
 from sightline.launch.training_job import TrainingJob
 from sightline.run import EventLog, RunDir
+from sightline.view.sinks.process import SinkProcess
 from sightline.wire.file import write_atomic
-
-
-def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
-    """Runs one rank of the trainer, where torchrun started this process as another than rank 0."""
-    context = find_context()
-    if context is None or context.rank == 0:
-        return False
-    run_follower_rank(context, job)
-    return True
 
 
 def start_run(job: TrainingJob[AnyRun], file: AnyRun) -> RunDir:
@@ -105,10 +91,9 @@ def _run(
         replace_broken()
         watchdog.check()
 
-    def on_sink_problem(words: str) -> None:
-        events.write("sink", words=words)
-
-    sinks = SinkProcess(job.get_logging(file), run_dir, on_sink_problem)
+    sinks = SinkProcess(
+        job.get_logging(file), run_dir, lambda words: events.write("sink", words=words)
+    )
     view = job.open_view(file, run_dir)
     failure, was_stopped = None, False
     try:

@@ -66,7 +66,7 @@ class WorkerSupervisor:
     specs: list[ProcessSpec]
     hang_timeout_s: float
     max_bytes: int
-    on_lost: Callable[[str, str], None]
+    on_lost: Callable[[str, str], object]
     """Hears the name of a worker that was replaced, and why."""
     silence_timeout_s: float = SILENCE_TIMEOUT_S
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from sightline.algo.registry import load_advantage, load_credit, load_filters
 from sightline.algo.verdicts import GroupJudge
@@ -13,7 +12,7 @@ from sightline.config import RunFile
 from sightline.media import MediaStore
 from sightline.orchestrator.background_evaluator import BackgroundEvaluator
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
-from sightline.orchestrator.dispatcher import RolloutDispatcher
+from sightline.orchestrator.dispatcher import RolloutDispatcher, SendControl
 from sightline.orchestrator.evaluator import Evaluator
 from sightline.orchestrator.loop import LoopComponents
 from sightline.orchestrator.policy_updater import UNKNOWN_VERSION, PolicyUpdater
@@ -22,13 +21,7 @@ from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.step_metrics import StepMetrics
 from sightline.rollout.client import GenerateClient
 from sightline.run import EventLog, RunDir
-from sightline.wire.control import BatchReady, ControlMessage, PublishedWeights
-
-
-class ControlSender(Protocol):
-    async def send(self, peer: str, message: ControlMessage) -> None: ...
-
-    async def announce(self, ready: BatchReady) -> None: ...
+from sightline.wire.control import BatchReady, PublishedWeights
 
 
 @dataclass
@@ -57,7 +50,8 @@ def build(
     store: MediaStore,
     run_state: RunState,
     events: EventLog,
-    sender: ControlSender,
+    send: SendControl,
+    announce: Callable[[BatchReady], Awaitable[None]],
     workers: list[str],
     clients: Sequence[GenerateClient],
     evaluator_client: GenerateClient | None,
@@ -65,7 +59,7 @@ def build(
     settings = config.orchestrator
     rollouts = RolloutScheduler(
         RolloutDispatcher(
-            sender.send,
+            send,
             workers,
             config.rollout.max_in_flight,
             config.rollout.max_in_flight_mb * 1_000_000,
@@ -105,7 +99,7 @@ def build(
             keep_truncated=config.rollout.keep_truncated,
         ),
         run_state=run_state,
-        trainer=sender,
+        announce=announce,
         observer=observer,
         groups_per_step=settings.groups_per_step,
         max_lag=settings.max_lag,

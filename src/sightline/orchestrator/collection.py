@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from sightline.algo.verdicts import GroupVerdict
-from sightline.orchestrator.group import Group
+from sightline.orchestrator.rollout_scheduler import Group
 from sightline.orchestrator.run_state import RewardRange
 from sightline.trace import Trace
 from sightline.wire.sample import Sample

@@ -55,9 +55,21 @@ class Evaluator:
             self._write_traces(f"{file}_exchanged", swapped)
             played += swapped
             extra["swapped"] = EvalSummary(swapped).metric
-        # One line in the metrics for each evaluation beside the run, not one for all of them.
         summary = EvalSummary(traces)
-        self._write_event(f"{name} {step}" if server else name, step, summary, extra)
+        self.events.write(
+            "eval",
+            step,
+            # One line in the metrics for each evaluation beside the run, not one for all of them.
+            name=f"{name} {step}" if server else name,
+            tasks=len(traces),
+            broken=len(traces) - len(summary.scored),
+            reward=summary.reward,
+            interval=list(summary.interval),
+            parts={part: sum(v) / len(v) for part, v in sorted(summary.parts.items())},
+            envs={env: one.metric for env, one in summary.by_env.items()},
+            metric=summary.metric,
+            **extra,
+        )
         # Counted when all is played: an evaluation that is cut short is played again.
         for trace in played:
             self.run_state.count_trace(trace)
@@ -84,23 +96,6 @@ class Evaluator:
                 f"{traces[0].error}",
                 "repair the environment or the server; logs/ has the details",
             )
-
-    def _write_event(
-        self, name: str, step: int, summary: EvalSummary, extra: dict[str, float]
-    ) -> None:
-        self.events.write(
-            "eval",
-            step,
-            name=name,
-            tasks=len(summary.traces),
-            broken=len(summary.traces) - len(summary.scored),
-            reward=summary.reward,
-            interval=list(summary.interval),
-            parts={part: sum(v) / len(v) for part, v in sorted(summary.parts.items())},
-            envs={env: one.metric for env, one in summary.by_env.items()},
-            metric=summary.metric,
-            **extra,
-        )
 
 
 def _list_images(trace: Trace) -> tuple[MediaRef, ...]:

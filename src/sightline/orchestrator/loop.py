@@ -15,16 +15,15 @@ run early is raised here, by a function `_check_...`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from sightline.algo.verdicts import NO_SIGNAL, GroupJudge, GroupVerdict
 from sightline.errors import MediaError, NoTrainableSamples
 from sightline.orchestrator.collection import StepCollection
-from sightline.orchestrator.group import Group
 from sightline.orchestrator.policy_updater import PolicyUpdater
-from sightline.orchestrator.rollout_scheduler import RolloutScheduler
+from sightline.orchestrator.rollout_scheduler import Group, RolloutScheduler
 from sightline.orchestrator.run_state import RunState, is_bad_media
 from sightline.wire.control import BatchReady
 from sightline.wire.sample import Batch
@@ -38,17 +37,14 @@ class LoopObserver(Protocol):
     def on_step(self, step: int, collection: StepCollection) -> None: ...
 
 
-class TrainerLink(Protocol):
-    async def announce(self, ready: BatchReady) -> None: ...
-
-
 @dataclass
 class LoopComponents:
     rollouts: RolloutScheduler
     policy: PolicyUpdater
     judge: GroupJudge
     run_state: RunState
-    trainer: TrainerLink
+    announce: Callable[[BatchReady], Awaitable[None]]
+    """Tells the trainer of a batch."""
     observer: LoopObserver
     groups_per_step: int
     max_lag: int
@@ -77,7 +73,7 @@ async def run(components: LoopComponents, steps: range) -> None:
             components.rollouts.next_group,
             components.rollouts.open_groups,
         )
-        await components.trainer.announce(ready)
+        await components.announce(ready)
         components.observer.on_step(step, collection)
         await components.policy.wait_for_version(step - components.max_lag)
 

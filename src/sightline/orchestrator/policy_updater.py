@@ -61,9 +61,5 @@ class PolicyUpdater:
         """Removes published versions that no engine can be told to adopt any more."""
         for folder in self.weights.iterdir():
             found = _VERSION_FOLDER.fullmatch(folder.name)
-            if (
-                found
-                and int(found.group(1)) < version
-                and int(found.group(1)) not in self.pinned_versions
-            ):
+            if found and (old := int(found[1])) < version and old not in self.pinned_versions:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sightline.config import InferenceConfig, RunFile
+from sightline.config import RunFile
 from sightline.errors import ProcessFailed, WireError
 from sightline.media import MediaStore
 from sightline.orchestrator import loop
@@ -45,10 +45,8 @@ class ControlRouter:
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     last_step: int = 0
     """The step that the trainer's last checkpoint covers."""
-    on_result: Callable[[RolloutResult, str], None] = lambda result, worker: None
-    on_published: Callable[[PublishedWeights], None] = lambda published: None
-    on_memory_report: Callable[[str, int], None] = lambda worker, held_bytes: None
-    on_worker_lost: Callable[[str, str], None] = lambda worker, why: None
+    components: OrchestratorComponents = field(init=False)
+    """Hears what the others send."""
 
     def __post_init__(self) -> None:
         self._ready_changed = asyncio.Condition()
@@ -64,19 +62,20 @@ class ControlRouter:
             await self._ready_changed.wait_for(lambda: names <= self.ready.keys())
 
     async def keep_receiving(self) -> None:
+        rollouts = self.components.rollouts
         while True:
             peer, data = await self.hub.receive()
             message = control.decode(data)
             match message:
                 case RolloutResult():
-                    self.on_result(message, peer)
+                    rollouts.on_result(message, peer)
                 case PublishedWeights():
-                    self.on_published(message)
+                    self.components.publish(message)
                 case MemoryReport():
-                    self.on_memory_report(peer, message.held_bytes)
+                    rollouts.dispatcher.on_memory_report(peer, message.held_bytes)
                 case ProcessReady():
                     if message.after:
-                        self.on_worker_lost(peer, message.after)
+                        rollouts.on_worker_lost(peer, message.after)
                     async with self._ready_changed:
                         self.ready[peer] = message
                         self._ready_changed.notify_all()
@@ -104,16 +103,18 @@ async def main(
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
     evaluator_clients = [GenerateClient(evaluator)] if evaluator else []
     store = MediaStore(media_root, max_bytes=int(config.media.max_gb * 1e9))
-    clients = build_clients(config.inference, servers, store)
+    clients = [
+        StockVLLMClient(server, store=store, banned_token_ids=())
+        if config.inference.engine == "stock_vllm"
+        else GenerateClient(server)
+        for server in servers
+    ]
     run_state = RunState.open(run_dir, config.orchestrator.keep_batches)
     components = build(
-        config, run_dir, store, run_state, events, router, workers, clients,
+        config, run_dir, store, run_state, events, router.send, router.announce, workers, clients,
         next(iter(evaluator_clients), None),
     )  # fmt: skip
-    router.on_result = components.rollouts.on_result
-    router.on_published = components.publish
-    router.on_worker_lost = components.rollouts.on_worker_lost
-    router.on_memory_report = components.rollouts.dispatcher.on_memory_report
+    router.components = components
     heartbeat = None if config.inference.servers else run_dir.heartbeat("server")
     stats_poller = ServerStatsPoller(clients, events, components.caches, heartbeat)
     stop = asyncio.Event()
@@ -145,15 +146,6 @@ async def main(
         for client in (*clients, *evaluator_clients):
             await client.close()
         router.hub.close()
-
-
-def build_clients(
-    inference: InferenceConfig, servers: Sequence[str], store: MediaStore
-) -> list[GenerateClient]:
-    """A client for each server, to give it weights and to ask how it is."""
-    if inference.engine == "stock_vllm":
-        return [StockVLLMClient(server, store=store, banned_token_ids=()) for server in servers]
-    return [GenerateClient(server) for server in servers]
 
 
 async def _replay_batches(router: ControlRouter, components: OrchestratorComponents) -> None:

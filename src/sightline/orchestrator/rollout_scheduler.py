@@ -11,12 +11,29 @@ from dataclasses import dataclass, field
 from sightline.errors import ProcessFailed
 from sightline.media import MediaRef
 from sightline.orchestrator.dispatcher import RolloutDispatcher
-from sightline.orchestrator.group import Group, rollout_id
 from sightline.rollout.evaluation import build_eval_request, derive_seed
 from sightline.trace import Trace, decode_trace
 from sightline.wire.control import CancelRollouts, RolloutRequest, RolloutResult
 
 WORKER_LOST = "worker_lost"
+
+
+@dataclass
+class Group:
+    """The rollouts of one task."""
+
+    index: int
+    """The group's number, and the index of its task."""
+    traces: list[Trace] = field(default_factory=list)
+    """Finished or broken rollouts; a broken one has an error."""
+
+    @property
+    def id(self) -> str:
+        return f"g{self.index}"
+
+    @property
+    def rewards(self) -> list[float]:
+        return [trace.reward for trace in self.traces if trace.reward is not None]
 
 
 @dataclass
@@ -62,7 +79,7 @@ class RolloutScheduler:
             group = Group(index)
             self._open[group.id] = group
             for i in range(self.group_size):
-                name = rollout_id(index, i)
+                name = f"{group.id}.{i}"
                 await self.dispatcher.submit(
                     RolloutRequest(
                         rollout_id=name,

@@ -3,7 +3,7 @@
 Readers of it stand in `view`; of a run's processes only the launcher has them.
 """
 
-from sightline.run.events import EventLog, EventTail, read_events
+from sightline.run.events import EventLog
 from sightline.run.run_dir import RunDir
 
-__all__ = ["EventLog", "EventTail", "RunDir", "read_events"]
+__all__ = ["EventLog", "RunDir"]

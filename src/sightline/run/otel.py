@@ -1,10 +1,4 @@
-"""Exports stages as OpenTelemetry spans; needs the packages of the extra `otel`.
-
-    a stage ends --> a bounded queue --> one thread --> OTLP/HTTP collector, or a file
-
-Whoever ends a stage never waits. A collector that is away or slow costs spans: the queue drops its
-oldest, and a line on stderr says so.
-"""
+"""Opens the export of stages, where the packages for it are there."""
 
 from __future__ import annotations
 
@@ -12,12 +6,7 @@ import importlib.util
 import sys
 
 from sightline.errors import ConfigError
-from sightline.run.stages import (
-    DEFAULT_LIMITS,
-    NO_STAGE_RECORDER,
-    ExportLimits,
-    StageRecorder,
-)
+from sightline.run.stages import DEFAULT_LIMITS, NO_STAGE_RECORDER, ExportLimits, StageRecorder
 
 
 def check_otel(target: str) -> None:

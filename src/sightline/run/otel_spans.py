@@ -1,4 +1,11 @@
-"""Stages as spans of OpenTelemetry; imported only where a run exports them."""
+"""Exports stages as OpenTelemetry spans; needs the packages of the extra `otel`, and is imported
+only where a run exports them.
+
+    a stage ends --> a bounded queue --> one thread --> OTLP/HTTP collector, or a file
+
+Whoever ends a stage never waits. A collector that is away or slow costs spans: the queue drops its
+oldest, and a line on stderr says so.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +26,10 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import DEFAULT_ON
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from sightline.run.stages import Attribute, ExportLimits
+from sightline.run.stages import Attribute, ExportLimits, Stage, StageRecorder
 from sightline.wire.file import append_line
 
 PREFIX = "sightline."
@@ -32,7 +39,7 @@ IDS = ("traceId", "spanId", "parentSpanId")
 KINDS = {"generate": SpanKind.CLIENT, "judge": SpanKind.CLIENT, "serve": SpanKind.SERVER}
 
 
-class OtelStages:
+class OtelStages(StageRecorder):
     def __init__(self, target: str, process: str, run: str, limits: ExportLimits) -> None:
         # Says once a second that nobody listens; `_LossReporter` says it once.
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
@@ -61,7 +68,7 @@ class OtelStages:
         parent = Context()
         if headers:
             parent = TraceContextTextMapPropagator().extract(headers, parent)
-        return _begin_stage(self._tracer, name, parent, attributes)
+        return _OtelStage(self._tracer, name, parent, attributes)
 
     def close(self) -> None:
         """Exports what waits, in a thread that is left alone if a collector holds it up."""
@@ -70,30 +77,28 @@ class OtelStages:
         closing.join(self._close_timeout_s)
 
 
-class _OtelStage:
-    def __init__(self, tracer: Tracer, span: Span) -> None:
+class _OtelStage(Stage):
+    def __init__(
+        self, tracer: Tracer, name: str, parent: Context, attributes: Mapping[str, Attribute]
+    ) -> None:
+        kind = KINDS.get(name, SpanKind.INTERNAL)
         self._tracer = tracer
-        self._span = span
+        self._span = tracer.start_span(name, parent, kind, _prefix_names(attributes))
+        self._inside = set_span_in_context(self._span, Context())
 
     @property
     def headers(self) -> dict[str, str]:
         carried: dict[str, str] = {}
-        TraceContextTextMapPropagator().inject(carried, self._inside())
+        TraceContextTextMapPropagator().inject(carried, self._inside)
         return carried
 
-    def _inside(self) -> Context:
-        return set_span_in_context(self._span, Context())
-
     def begin(self, name: str, **attributes: Attribute) -> _OtelStage:
-        return _begin_stage(self._tracer, name, self._inside(), attributes)
+        return _OtelStage(self._tracer, name, self._inside, attributes)
 
     def add_finished(self, name: str, began: float, ended: float, **attributes: Attribute) -> None:
-        span = self._tracer.start_span(
-            name,
-            self._inside(),
-            attributes=_prefix_names(attributes),
-            start_time=int(began * NANOSECONDS),
-        )
+        start = int(began * NANOSECONDS)
+        named = _prefix_names(attributes)
+        span = self._tracer.start_span(name, self._inside, attributes=named, start_time=start)
         span.end(int(ended * NANOSECONDS))
 
     def note(self, **attributes: Attribute) -> None:
@@ -102,20 +107,10 @@ class _OtelStage:
     def fail(self, why: str) -> None:
         self._span.set_status(Status(StatusCode.ERROR, why))
 
-    def __enter__(self) -> _OtelStage:
-        return self
-
     def __exit__(self, kind: type | None, error: object, trace: object) -> None:
         if kind is not None:
             self.fail(f"{kind.__name__}: {error}")
         self._span.end()
-
-
-def _begin_stage(
-    tracer: Tracer, name: str, parent: Context, attributes: Mapping[str, Attribute]
-) -> _OtelStage:
-    kind = KINDS.get(name, SpanKind.INTERNAL)
-    return _OtelStage(tracer, tracer.start_span(name, parent, kind, _prefix_names(attributes)))
 
 
 def _prefix_names(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:

@@ -55,6 +55,10 @@ class RunDir:
         """The file that a process touches for as long as it can run."""
         return self.logs / f"{name}.beat"
 
+    def error_file(self, name: str) -> Path:
+        """The problem and the fix of a process that failed, which the launcher quotes."""
+        return self.logs / f"{name}.error.json"
+
     def batch(self, step: int) -> Path:
         return self.batches / f"step_{step:06d}.msgpack"
 

@@ -9,7 +9,8 @@
             └── serve             the server, which finds its parent in the request's headers
                 └── queue, materialize, prefill, decode: what its engine knows
 
-Nothing is kept of `NO_STAGE` and `NO_STAGE_RECORDER`, which code has that nobody gave others.
+`Stage` and `StageRecorder` keep nothing: code that nobody gave others has `NO_STAGE` and
+`NO_STAGE_RECORDER`. `run.otel_spans` exports stages as spans of OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
 
 Attribute = str | int | float | bool
 
@@ -36,52 +36,19 @@ class ExportLimits:
 DEFAULT_LIMITS = ExportLimits()
 
 
-class Stage(Protocol):
+class Stage:
     """One stage that is under way. Left by an exception, it has failed."""
 
     @property
     def headers(self) -> Mapping[str, str]:
         """What a request carries, so that stages of another process go on from this one."""
-        ...
-
-    def begin(self, name: str, **attributes: Attribute) -> Stage: ...
-
-    def add_finished(self, name: str, began: float, ended: float, **attributes: Attribute) -> None:
-        """One inside this one that is over; seconds since 1970."""
-        ...
-
-    def note(self, **attributes: Attribute) -> None: ...
-
-    def fail(self, why: str) -> None: ...
-
-    def __enter__(self) -> Stage: ...
-
-    def __exit__(self, kind: type | None, error: object, trace: object) -> None: ...
-
-
-class StageRecorder(Protocol):
-    """Where the stages of a process go."""
-
-    def begin(
-        self, name: str, headers: Mapping[str, str] | None = None, **attributes: Attribute
-    ) -> Stage:
-        """The outermost stage of this process, inside the one that `headers` name, if they do."""
-        ...
-
-    def close(self) -> None:
-        """Takes a few seconds at most, whoever listens."""
-        ...
-
-
-class _NoStage:
-    headers: Mapping[str, str] = {}
+        return {}
 
     def begin(self, name: str, **attributes: Attribute) -> Stage:
         return self
 
-    def add_finished(
-        self, name: str, began: float, ended: float, **attributes: Attribute
-    ) -> None: ...
+    def add_finished(self, name: str, began: float, ended: float, **attributes: Attribute) -> None:
+        """Adds a stage inside this one that is over; seconds since 1970."""
 
     def note(self, **attributes: Attribute) -> None: ...
 
@@ -93,16 +60,22 @@ class _NoStage:
     def __exit__(self, kind: type | None, error: object, trace: object) -> None: ...
 
 
-class _NoStageRecorder:
+NO_STAGE = Stage()
+CURRENT_STAGE: ContextVar[Stage] = ContextVar("stage", default=NO_STAGE)
+"""The rollout's own, for what an environment calls: its code passes none on."""
+
+
+class StageRecorder:
+    """Where the stages of a process go."""
+
     def begin(
         self, name: str, headers: Mapping[str, str] | None = None, **attributes: Attribute
     ) -> Stage:
+        """The outermost stage of this process, inside the one that `headers` name, if they do."""
         return NO_STAGE
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Takes a few seconds at most, whoever listens."""
 
 
-NO_STAGE = _NoStage()
-NO_STAGE_RECORDER = _NoStageRecorder()
-CURRENT_STAGE: ContextVar[Stage] = ContextVar("stage", default=NO_STAGE)
-"""The rollout's own, for what an environment calls: its code passes none on."""
+NO_STAGE_RECORDER = StageRecorder()

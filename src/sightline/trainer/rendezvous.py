@@ -7,17 +7,11 @@ from datetime import timedelta
 import msgspec
 from torch.distributed import TCPStore
 
+from sightline.wire.rank_messages import Rendezvous
+
 STORE_KEY = "sightline/run"
 RENDEZVOUS_TIMEOUT_S = 600.0
 """How long rank 0 may take to check the run file and to make the run directory."""
-
-
-class RendezvousInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    run_dir: str
-    meet: str
-    """host:port of torch.distributed."""
-    channel: str
-    secret: str
 
 
 class RendezvousStore:
@@ -32,9 +26,9 @@ class RendezvousStore:
             timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
         )
 
-    def post(self, meeting: RendezvousInfo) -> None:
+    def post(self, meeting: Rendezvous) -> None:
         self._store.set(STORE_KEY, msgspec.json.encode(meeting).decode())
 
-    def read(self) -> RendezvousInfo:
+    def read(self) -> Rendezvous:
         """Waits for rank 0."""
-        return msgspec.json.decode(self._store.get(STORE_KEY), type=RendezvousInfo)
+        return msgspec.json.decode(self._store.get(STORE_KEY), type=Rendezvous)

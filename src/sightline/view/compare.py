@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sightline.run.events import by_step, find_number, numbers_of, read_events
 from sightline.run.run_dir import RunDir
 from sightline.view import formatting
+from sightline.view.events import by_step, find_number, numbers_of, read_events
 from sightline.view.run_files import RunFiles, get_run_dir
 from sightline.view.summary import build_summary
 from sightline.view.templating import get_template

@@ -21,9 +21,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from sightline.run.events import EventTail, find_number, numbers_of
 from sightline.run.run_dir import RunDir
 from sightline.view import formatting
+from sightline.view.events import EventTail, find_number, numbers_of
 from sightline.view.summary import swapped_metric
 from sightline.wire.event import Event
 

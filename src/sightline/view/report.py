@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sightline.run.events import find_number, numbers_of
 from sightline.run.run_dir import RunDir
+from sightline.view.events import find_number, numbers_of
 from sightline.view.formatting import count, duration, fixed, short, whole
 from sightline.view.report_data import ReportData, collect_report_data
 from sightline.view.summary import headlines, swapped_metric

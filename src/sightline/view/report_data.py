@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from sightline.run.events import by_step, find_number, numbers_of, read_events
 from sightline.run.run_dir import RunDir
 from sightline.view.chart import Series, line_chart, smooth
+from sightline.view.events import by_step, find_number, numbers_of, read_events
 from sightline.view.gallery import Gallery
 from sightline.view.report_rollouts import RolloutSection, pick_rollouts
 from sightline.view.run_files import RunFiles

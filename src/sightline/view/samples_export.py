@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -49,3 +50,21 @@ def export_samples(
             found = export_step(file, target, store, verdicts, max_rollout_bytes)
             upload(target, build_upload_url(to, name), headers)
         yield name, found
+
+
+def export_command(args: argparse.Namespace) -> None:
+    """What `sightline samples` does: exports, and prints a line for each file."""
+    headers = {}
+    for header in args.header:
+        name, colon, value = header.partition(":")
+        if not colon:
+            raise ConfigError(f"--header {header!r}", "write it NAME:VALUE")
+        headers[name.strip()] = value.strip()
+    most = int(args.max_image_mb * 1e6)
+    for name, found in export_samples(RunDir(args.run_dir), args.step, args.to, headers, most):
+        print(
+            f"{name}: {found.rollouts} rollouts, {found.images} images, {found.nbytes:,} bytes"
+            + (f", {found.left_out} images left out" if found.left_out else "")
+            + (f", {len(found.problems)} traces not read" if found.problems else ""),
+            flush=True,
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sightline.run import EventTail, RunDir
+from sightline.run import RunDir
+from sightline.view.events import EventTail
 from sightline.wire.event import Event
 
 PRINT_EVERY_STEPS = 20

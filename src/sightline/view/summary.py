@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sightline.run.events import by_step, find_number, numbers_of, read_events
 from sightline.run.run_dir import RunDir
 from sightline.view import formatting
+from sightline.view.events import by_step, find_number, numbers_of, read_events
 from sightline.wire.event import Event
 from sightline.wire.file import write_atomic
 

@@ -10,11 +10,24 @@ from sightline.wire.weights import WeightFile
 
 EXIT_OTHER_RANK_FAILED = 3
 """Exit status of a rank that ends because another failed; the launcher reports the other."""
+SECRET_VARIABLE = "SIGHTLINE_SECRET"
+"""The variable in which the ranks of a trainer get what they know one another by."""
 
 
 def rank_process_name(rank: int, lead: str = "trainer") -> str:
     """Name of the process that computes as this rank."""
     return f"{lead}-{rank}" if rank else lead
+
+
+class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the ranks of one trainer meet, and what they know one another by."""
+
+    run_dir: str
+    address: str
+    """host:port of torch.distributed."""
+    channel: str
+    """The address at which rank 0 hears the others."""
+    secret: str
 
 
 class RankStarted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="here"):

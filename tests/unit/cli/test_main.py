@@ -74,13 +74,16 @@ def test_only_command_files_are_commands() -> None:
 
 
 def test_a_command_runs_its_own_file_s_run_unless_an_action_names_another() -> None:
-    def add(subparsers: argparse._SubParsersAction[Parser]) -> None:
-        actions = subparsers.add_parser("thing").add_subparsers()
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        actions = parser.add_subparsers()
         actions.add_parser("one")
         actions.add_parser("two").set_defaults(run=lambda args: 2)
 
     parser = Parser()
-    add_command(SimpleNamespace(add=add, run=lambda args: 1), parser.add_subparsers())  # type: ignore[arg-type]
+    module = SimpleNamespace(
+        __doc__="`sightline thing`: does it.", add_arguments=add_arguments, run=lambda args: 1
+    )
+    add_command("thing", module, parser.add_subparsers())  # type: ignore[arg-type]
     for words, status in ((["thing", "one"], 1), (["thing", "two"], 2)):
         args = parser.parse_args(words)
         assert args.run(args) == status

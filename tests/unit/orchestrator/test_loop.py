@@ -60,7 +60,7 @@ class World:
                 self.max_lag, grpo, by_rollout, [], keep_without_signal=self.keeps_all
             ),
             run_state=self.run_state,
-            trainer=self,
+            announce=self.announce,
             observer=self,
             groups_per_step=3,
             max_lag=self.max_lag,

@@ -10,7 +10,8 @@ import aiohttp
 import pytest
 
 from sightline.orchestrator.server_stats import ServerStatsPoller
-from sightline.run import EventLog, read_events
+from sightline.run import EventLog
+from sightline.view.events import read_events
 
 
 class Server:

@@ -11,8 +11,9 @@ from sightline.media import MediaStore
 from sightline.orchestrator.loop import LoopComponents
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.step_metrics import StepMetrics
-from sightline.run import EventLog, RunDir, read_events
+from sightline.run import EventLog, RunDir
 from sightline.trace import decode_trace, encode_trace, read_traces
+from sightline.view.events import read_events
 from sightline.view.summary import build_summary
 from sightline.wire.control import RolloutRequest, RolloutResult
 from sightline.wire.file import read_lines

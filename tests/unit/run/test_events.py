@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sightline.run import EventLog, read_events
+from sightline.run import EventLog
+from sightline.view.events import read_events
 
 
 def test_an_event_that_cannot_be_written_is_counted_and_said_once(

@@ -20,12 +20,13 @@ from sightline.config import dump_toml
 from sightline.errors import ResumeRefused
 from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
-from sightline.run import RunDir, read_events
+from sightline.run import RunDir
 from sightline.trainer.build import build_learner
 from sightline.trainer.checkpoint import CheckpointStore, read_manifest
 from sightline.trainer.checkpoint_saver import CheckpointSaver
 from sightline.trainer.ranks import RankInfo
 from sightline.trainer.snapshot import ShardReader, ShardSnapshot, take_snapshot
+from sightline.view.events import read_events
 from sightline.wire.file import write_atomic
 from sightline.wire.weights import WeightFile
 

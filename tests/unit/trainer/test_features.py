@@ -12,11 +12,11 @@ from unit.trainer.test_resume import STEPS, run_file, train, weights_digest, wri
 from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
-from sightline.run import RunDir, read_events
-from sightline.run.events import by_step
+from sightline.run import RunDir
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import Learner
+from sightline.view.events import by_step, read_events
 from sightline.wire.sample import Batch
 
 

@@ -14,14 +14,14 @@ from unit.trainer.test_resume import run_file, train, weights_digest, write_batc
 
 from sightline.compute.host_copy import HostCopy
 from sightline.compute.weights import write_weights
-from sightline.run import RunDir, read_events
-from sightline.run.events import by_step
+from sightline.run import RunDir
 from sightline.trainer import loop
 from sightline.trainer.build import Orchestrator, build
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner
 from sightline.trainer.publish import Publisher, PublishTiming
 from sightline.trainer.step_result import StepResult
+from sightline.view.events import by_step, read_events
 from sightline.wire import control
 from sightline.wire.control import BatchReady, ControlMessage
 from sightline.wire.weights import Manifest

@@ -17,11 +17,11 @@ from sightline.envs.color_codeword import LETTERS, ColorCodeword
 from sightline.errors import MediaError, MessageError
 from sightline.media import MediaStore
 from sightline.message import assistant, system, user
-from sightline.run import RunDir, read_events
-from sightline.run.events import by_step
+from sightline.run import RunDir
 from sightline.trainer import loop, sft
 from sightline.trainer.build import build, build_conversations, build_learner, build_materializer
 from sightline.trainer.learner import Learner
+from sightline.view.events import by_step, read_events
 from sightline.wire.event import Event
 
 

@@ -16,8 +16,8 @@ from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic
 from sightline.errors import ConfigError
 from sightline.message import user
 from sightline.run import RunDir
-from sightline.run.events import by_step, read_events
 from sightline.trace import read_traces
+from sightline.view.events import by_step, read_events
 
 ROOT = Path(__file__).resolve().parents[3]
 NOTEBOOK = ROOT / "examples" / "notebook" / "read_a_run.ipynb"

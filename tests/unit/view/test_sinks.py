@@ -16,9 +16,8 @@ import pytest
 from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.config import LoggingConfig
 from sightline.errors import ConfigError
-from sightline.launch.sink_process import SinkProcess
 from sightline.run import RunDir
-from sightline.run.events import by_step, read_events
+from sightline.view.events import by_step, read_events
 from sightline.view.sinks import RolloutRow, Sink
 from sightline.view.sinks.feed import (
     NUM_SAMPLES,
@@ -27,6 +26,7 @@ from sightline.view.sinks.feed import (
     SinkFeeder,
     feed_sinks,
 )
+from sightline.view.sinks.process import SinkProcess
 from sightline.view.sinks.protocol import check_sinks
 
 

@@ -4,7 +4,8 @@ import json
 import pytest
 from rich.console import Console
 
-from sightline.run import RunDir, read_events
+from sightline.run import RunDir
+from sightline.view.events import read_events
 from sightline.view.summary import build_summary, print_summary, summarize
 
 from .event_fixtures import T0, append, evaluation, state, step, train, write_run

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from sightline.run.events import EventTail
+from sightline.view.events import EventTail
 from sightline.wire.event import Event
 
 STEP_EVENT_KINDS = ("step", "train", "probe", "sft", "sft_eval")

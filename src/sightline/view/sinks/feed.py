@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 
 from sightline.errors import MediaError, SightlineError
 from sightline.media import MediaStore
-from sightline.run.events import EventTail
 from sightline.run.run_dir import RunDir
 from sightline.view.dashboard import thumbnails, trace_files
 from sightline.view.dashboard.history import STEP_EVENT_KINDS, flatten_numbers
+from sightline.view.events import EventTail
 from sightline.view.run_files import RunFiles
 from sightline.view.sinks.protocol import CLOSE_TIMEOUT_S, RolloutRow, Sink, Thumbnail
 from sightline.view.verdicts import read_verdicts
