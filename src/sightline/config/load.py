@@ -12,7 +12,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from sightline.config.renamed import find_new_name, spell_setting, translate_old_names
-from sightline.config.section import ConfigSection, get_section_class
+from sightline.config.sections import ConfigSection, get_section_class
 from sightline.errors import ConfigError
 
 AnyFile = TypeVar("AnyFile", bound=ConfigSection)

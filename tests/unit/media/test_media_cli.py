@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from sightline.cli import media
-from sightline.errors import MediaError
+from sightline.errors import ConfigError, MediaError
 from sightline.media import MediaStore
 
 Picture = Callable[..., Image.Image]
@@ -104,17 +104,17 @@ def test_gc_of_a_shared_store_needs_its_runs(
     store: MediaStore, run_dir: Path, tmp_path: Path, picture: Picture
 ) -> None:
     digest = put_old(store, picture())
-    with pytest.raises(MediaError, match="which runs use the store"):
+    with pytest.raises(ConfigError, match="which runs use the store"):
         call("gc", "--store", store.root)
     with pytest.raises(MediaError, match="no run directory"):
         call("gc", "--store", store.root, "--run", tmp_path / "wrong")
-    with pytest.raises(MediaError, match="which store is meant"):
+    with pytest.raises(ConfigError, match="which store is meant"):
         call("gc", "--run", run_dir, run_dir)
     assert store.has(digest)
 
 
 def test_a_store_that_is_not_there_is_an_error_and_is_not_made(tmp_path: Path) -> None:
     for action in ("ls", "verify", "gc"):
-        with pytest.raises(MediaError, match="no store at"):
+        with pytest.raises(ConfigError, match="no store at"):
             call(action, "--store", tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
