@@ -11,7 +11,7 @@ import fcntl
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from sightline.media.ref import is_digest
@@ -46,17 +46,25 @@ def write(root: Path, path: Path, data: bytes) -> bool:
         if _has_bytes(path, data):
             os.utime(path)
             return False
-    temporary = path.parent / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-    try:
-        write_synced(temporary, data)
-        with lock_store(root):
-            os.rename(temporary, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
-        raise
-    sync_directory(path.parent)
+    write_atomic(path, data, lock_store(root))
     return True
+
+
+def write_atomic(
+    path: Path, data: bytes, while_renamed: AbstractContextManager[None] | None = None
+) -> None:
+    """Have `data` at `path`, durably: the new file takes the old one's place in one step."""
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        with while_renamed or nullcontext():
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_directory(path.parent)
 
 
 def renew_last_use(root: Path, path: Path) -> bool:
@@ -116,25 +124,16 @@ def _has_bytes(path: Path, data: bytes) -> bool:
         return False
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """A new file of these bytes, on the disk when this returns."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with open(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _make_directory(path: Path, root: Path) -> None:
     if path.is_dir():
         return
     root.mkdir(parents=True, exist_ok=True)
     for directory in (path.parent, path):
         directory.mkdir(exist_ok=True)
-        sync_directory(directory.parent)
+        _sync_directory(directory.parent)
 
 
-def sync_directory(path: Path) -> None:
+def _sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
