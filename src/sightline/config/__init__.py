@@ -6,8 +6,6 @@ setting of type `Mutable` may change when a run is resumed; any other would brea
 refused by name.
 """
 
-from __future__ import annotations
-
 from sightline.config.files import AnyRun, RunFile, SftFile, check_resume, iter_settings
 from sightline.config.load import dump_toml, load_config, load_stored_config, validate_config
 from sightline.config.sections import (
