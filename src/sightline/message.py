@@ -87,7 +87,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class ImageResolver(Protocol):
-    """What turns the url of an image into a ref; `media.Ingest` is one."""
+    """What turns the url of an image into a ref; `media.ImageIngestor` is one."""
 
     def resolve(self, url: str, path: str) -> MediaRef: ...
 
@@ -150,8 +150,7 @@ def to_message(message: Message | dict[str, Any], resolver: ImageResolver, path:
     if isinstance(message, Message):
         _check_parts(message.content, f"{path}.content")
         return message.as_message() if isinstance(message, AssistantMessage) else message
-    if not isinstance(message, dict):
-        raise MessageError.at(path, f"a {type(message).__name__}", "pass a dict or a Message")
+    _check_type(message, dict, path, "pass a dict or a Message")
     role = message.get("role")
     if role not in ROLES:
         raise MessageError.at(f"{path}.role", f"{role!r}", f"use one of {', '.join(ROLES)}")
@@ -175,15 +174,16 @@ def to_message(message: Message | dict[str, Any], resolver: ImageResolver, path:
     )
 
 
+def _check_type(value: Any, kinds: Any, path: str, fix: str) -> None:
+    if not isinstance(value, kinds):
+        raise MessageError.at(path, f"a {type(value).__name__}", fix)
+
+
 def _check_parts(parts: Any, path: str) -> None:
     """A struct does not look at what it is made of; unchecked, it would fail far from here."""
-    if not isinstance(parts, tuple):
-        raise MessageError.at(path, f"a {type(parts).__name__}", "pass a tuple of parts")
+    _check_type(parts, tuple, path, "pass a tuple of parts")
     for i, part in enumerate(parts):
-        if not isinstance(part, (TextPart, ImagePart)):
-            raise MessageError.at(
-                f"{path}[{i}]", f"a {type(part).__name__}", "pass TextPart and ImagePart only"
-            )
+        _check_type(part, Part, f"{path}[{i}]", "pass TextPart and ImagePart only")
 
 
 def _read_content(content: Any, resolver: ImageResolver, path: str) -> tuple[Part, ...]:
@@ -191,20 +191,18 @@ def _read_content(content: Any, resolver: ImageResolver, path: str) -> tuple[Par
         return ()
     if isinstance(content, str):
         return text(content)
-    if not isinstance(content, (list, tuple)):
-        raise MessageError.at(path, f"a {type(content).__name__}", "pass a string or a list")
+    _check_type(content, (list, tuple), path, "pass a string or a list")
     return join_texts(
         [_read_part(part, resolver, f"{path}[{i}]") for i, part in enumerate(content)]
     )
 
 
 def _read_part(part: Any, resolver: ImageResolver, path: str) -> Part:
-    if isinstance(part, (TextPart, ImagePart)):
+    if isinstance(part, Part):
         return part
     if isinstance(part, (str, MediaRef)):
         return _build_part(part)
-    if not isinstance(part, dict):
-        raise MessageError.at(path, f"a {type(part).__name__}", "pass a dict with a type")
+    _check_type(part, dict, path, "pass a dict with a type")
     # The type decides, and nothing else: some programs write every key of every kind of part.
     kind = part.get("type")
     if kind in TEXT_KINDS:
@@ -246,8 +244,7 @@ def get_image_source(part: dict[str, Any], path: str) -> tuple[str | MediaRef, s
 def _read_tool_calls(calls: Any, path: str) -> tuple[ToolCall, ...]:
     if calls is None:
         return ()
-    if not isinstance(calls, (list, tuple)):
-        raise MessageError.at(path, f"a {type(calls).__name__}", "pass a list of tool calls")
+    _check_type(calls, (list, tuple), path, "pass a list of tool calls")
     return tuple(_read_tool_call(call, f"{path}[{i}]") for i, call in enumerate(calls))
 
 

@@ -16,7 +16,7 @@ from sightline.run import RunDir
 from sightline.trace import read_traces
 from sightline.view.events import by_step, read_events
 from sightline.view.inspect import count_images_in, inspect_run, list_image_free_files
-from sightline.wire.score import StepScores
+from sightline.wire.micro_batch import StepScores
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
 

@@ -19,7 +19,7 @@ from sightline.algo.aggregation import AGGREGATIONS, AggregationFunction
 from sightline.algo.credit import CREDITS, CreditFunction, GroupRewards
 from sightline.algo.filters import Filter, rare_token, repetitive, too_long
 from sightline.config import FiltersConfig
-from sightline.config.objects import load_object
+from sightline.config.load import load_object
 from sightline.errors import ConfigError
 from sightline.message import assistant, user
 from sightline.trace import Node, PolicySpan, Trace

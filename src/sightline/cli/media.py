@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from sightline.errors import ConfigError, MediaCorrupt, MediaError
-from sightline.media.references import collect_digests, is_run_dir
 from sightline.media.store import MediaStore
+from sightline.view.images_in_use import collect_digests, is_run_dir
 
 _PROGRESS_EVERY_S = 2.0
 

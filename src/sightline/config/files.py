@@ -7,34 +7,19 @@ from typing import Any, Self, TypeVar
 
 from pydantic import model_validator
 
-from sightline.config.inference import InferenceConfig
-from sightline.config.section import ConfigSection, get_section_class
-from sightline.config.sections import (
-    DataConfig,
-    EnvConfig,
-    EvalConfig,
-    FiltersConfig,
-    LoggingConfig,
-    LoraConfig,
-    MediaConfig,
-    ModelConfig,
-    OrchestratorConfig,
-    RolloutConfig,
-    RunConfig,
-    SftConfig,
-)
-from sightline.config.trainer import TrainerConfig
+from sightline.config import sections
+from sightline.config.sections import ConfigSection, get_section_class
 from sightline.errors import ResumeRefused
 
 
 class _TrainingFile(ConfigSection):
     """What both commands that train read."""
 
-    model: ModelConfig
-    run: RunConfig = RunConfig()
-    media: MediaConfig = MediaConfig()
-    trainer: TrainerConfig = TrainerConfig()
-    lora: LoraConfig = LoraConfig()
+    model: sections.ModelConfig
+    run: sections.RunConfig = sections.RunConfig()
+    media: sections.MediaConfig = sections.MediaConfig()
+    trainer: sections.TrainerConfig = sections.TrainerConfig()
+    lora: sections.LoraConfig = sections.LoraConfig()
 
     @model_validator(mode="after")
     def _trains_what_it_adapts(self) -> Self:
@@ -48,21 +33,21 @@ class _TrainingFile(ConfigSection):
 class RunFile(_TrainingFile):
     """What `sightline rl` reads."""
 
-    env: EnvConfig
-    rollout: RolloutConfig = RolloutConfig()
-    filters: FiltersConfig = FiltersConfig()
-    orchestrator: OrchestratorConfig = OrchestratorConfig()
-    inference: InferenceConfig = InferenceConfig()
-    eval: EvalConfig = EvalConfig()
-    logging: LoggingConfig = LoggingConfig()
+    env: sections.EnvConfig
+    rollout: sections.RolloutConfig = sections.RolloutConfig()
+    filters: sections.FiltersConfig = sections.FiltersConfig()
+    orchestrator: sections.OrchestratorConfig = sections.OrchestratorConfig()
+    inference: sections.InferenceConfig = sections.InferenceConfig()
+    eval: sections.EvalConfig = sections.EvalConfig()
+    logging: sections.LoggingConfig = sections.LoggingConfig()
 
 
 class SftFile(_TrainingFile):
     """What `sightline sft` reads."""
 
-    sft: SftConfig
-    env: EnvConfig | None = None
-    data: DataConfig | None = None
+    sft: sections.SftConfig
+    env: sections.EnvConfig | None = None
+    data: sections.DataConfig | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

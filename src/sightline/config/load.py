@@ -1,8 +1,9 @@
-"""A file of settings, read, checked and written."""
+"""A file of settings, read, checked and written; and the objects that it names."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import tomli_w
 from pydantic import ValidationError
 
 from sightline.config.renamed import find_new_name, spell_setting, translate_old_names
-from sightline.config.section import ConfigSection, get_section_class
+from sightline.config.sections import ConfigSection, get_section_class
 from sightline.errors import ConfigError
 
 AnyFile = TypeVar("AnyFile", bound=ConfigSection)
@@ -100,3 +101,20 @@ def _known_names(kind: type[ConfigSection], names: list[str]) -> list[str]:
 def dump_toml(file: ConfigSection) -> str:
     """The file as TOML, every setting spelled out."""
     return tomli_w.dumps(file.model_dump(exclude_none=True))
+
+
+def load_object(path: str, setting: str) -> Any:
+    """The object that `setting` names as "module:name", such as an environment, imported."""
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{setting} = {path!r}: there is no module {error.name!r}",
+            "check the spelling, and that the folder of the module is on PYTHONPATH, or install it",
+        ) from error
+    if not hasattr(module, name):
+        raise ConfigError(
+            f"{setting} = {path!r}: {module_name} has no {name!r}", "check the spelling"
+        )
+    return getattr(module, name)

@@ -72,8 +72,9 @@ def translate_old_names(values: dict[str, Any]) -> dict[str, Any]:
         *path, last = new.split(".")
         value, target = table.pop(key), values
         for name in path:
-            target = target.setdefault(name, {})
-        target.setdefault(last, value)
+            target = target.setdefault(name, {}) if isinstance(target, dict) else target
+        if isinstance(target, dict):  # a plain value in its place is for the checks to refuse
+            target.setdefault(last, value)
     if values.get("monitor") == {}:
         del values["monitor"]
     return values

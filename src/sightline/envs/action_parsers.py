@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from sightline.config.objects import load_object
+from sightline.config.load import load_object
 from sightline.envs.protocol import Chat, Outcome
 from sightline.errors import ConfigError
 from sightline.message import Message

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from sightline.config import InferenceConfig, ModelConfig
 from sightline.config.load import validate_config
-from sightline.config.section import ConfigSection
+from sightline.config.sections import ConfigSection
 from sightline.families import Family
 
 MEBIBYTE = 2**20

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sightline.config import AnyRun, TrainerConfig, load_config
-from sightline.config.trainer import is_loopback
+from sightline.config.sections import is_loopback
 from sightline.errors import ConfigError
 from sightline.launch.processes import POLL_S, Processes, ProcessSpec
 from sightline.launch.rank_specs import build_rank_spec, build_trainer_specs, open_rendezvous

@@ -62,27 +62,33 @@ def fetch(
         )
     deadline = time.monotonic() + timeout_s
     address = _get_public_address(host, port, allowed_hosts, resolve, timeout_s)
-    connect = _PinnedHttpsConnection if parts.scheme == "https" else _PinnedHttpConnection
-    left_s = max(deadline - time.monotonic(), _LEAST_S)
-    connection = connect(host, port, timeout=left_s)
-    connection.address = address
-    # A timeout of the socket begins anew with every byte; this one covers the whole exchange.
-    watchdog = threading.Timer(left_s, connection.cut)
-    watchdog.daemon = True
-    watchdog.start()
+    connection = http.client.HTTPConnection(host, port)
+    watchdog: threading.Timer | None = None
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     try:
+        wire = socket.create_connection((address, port), _left_s(deadline))
+        if parts.scheme == "https":
+            # The certificate is checked against the host's name, not the address.
+            wire = ssl.create_default_context().wrap_socket(wire, server_hostname=host)
+        connection.sock = wire
+        # A timeout of the socket begins anew with every byte; this one covers the whole exchange.
+        watchdog = threading.Timer(_left_s(deadline), _shut_down, [wire])
+        watchdog.daemon = True
+        watchdog.start()
         connection.request("GET", target, headers={"Accept": "image/*"})
         with connection.getresponse() as response:
             body = response.read(max_bytes + 1) if response.status == 200 else b""
-        is_late = connection.is_cut
+        is_late = time.monotonic() >= deadline
     except (OSError, http.client.HTTPException, ValueError) as error:
-        what = f"no answer within {timeout_s} s" if connection.is_cut else str(error)
+        what = str(error)
+        if time.monotonic() >= deadline:
+            what = f"no answer within {timeout_s} s"
         raise MediaRefused(
             f"fetching an image from {host} failed: {what}", "send the image as a data: url"
         ) from error
     finally:
-        watchdog.cancel()
+        if watchdog is not None:
+            watchdog.cancel()
         connection.close()
     if is_late:
         raise MediaRefused(
@@ -95,6 +101,15 @@ def fetch(
             "give the final address of the image: redirects are not followed",
         )
     return body
+
+
+def _left_s(deadline: float) -> float:
+    return max(deadline - time.monotonic(), _LEAST_S)
+
+
+def _shut_down(wire: socket.socket) -> None:
+    with suppress(OSError):
+        wire.shutdown(socket.SHUT_RDWR)
 
 
 def _get_public_address(
@@ -148,29 +163,3 @@ def _is_public(address: str) -> bool:
     if inner is None and found in _NAT64:
         inner = ipaddress.IPv4Address(found.packed[-4:])
     return inner is None or _is_public(str(inner))
-
-
-class _PinnedHttpConnection(http.client.HTTPConnection):
-    """A connection to an address that was looked up and checked before."""
-
-    address: str
-    is_cut = False
-    # `sock` is let go when an answer says that it is the last; the answer still reads from it.
-    wire: socket.socket | None = None
-
-    def connect(self) -> None:
-        self.sock = self.wire = socket.create_connection((self.address, self.port), self.timeout)
-
-    def cut(self) -> None:
-        self.is_cut = True
-        if self.wire is not None:
-            with suppress(OSError):
-                self.wire.shutdown(socket.SHUT_RDWR)
-
-
-class _PinnedHttpsConnection(_PinnedHttpConnection):
-    def connect(self) -> None:
-        super().connect()
-        # The certificate is checked against the host's name, not the address.
-        context = ssl.create_default_context()
-        self.sock = self.wire = context.wrap_socket(self.sock, server_hostname=self.host)

@@ -2,22 +2,37 @@
 
 Every process that puts holds a shared lock on `<root>/.lock` for the moment in which a file
 appears or has its time renewed; the sweep holds it alone while it looks at a file's time and
-removes it. Neither holds it while data is written.
+removes it. Neither holds it while data is written. Nothing is removed by itself: only a person's
+command goes through a whole store, to `verify` it or to collect garbage (`gc`).
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import itertools
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from sightline.media.ref import is_digest
+import msgspec
+
+from sightline.errors import MediaError
+from sightline.media.ref import check_digest, is_digest
 
 LOCK_NAME = ".lock"
 TEMPORARY_PREFIX = ".tmp-"
+
+# Files looked at under one exclusive lock: writers wait for no more than these.
+_BATCH = 256
+
+# A younger temporary file may belong to a writer that is alive, whatever age images may go at.
+_TEMPORARY_MIN_AGE_S = 60.0
+
+Progress = Callable[[int], None]
+"""Called now and then with the number of files seen so far."""
 
 
 @contextmanager
@@ -46,17 +61,25 @@ def write(root: Path, path: Path, data: bytes) -> bool:
         if _has_bytes(path, data):
             os.utime(path)
             return False
-    temporary = path.parent / f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-    try:
-        write_synced(temporary, data)
-        with lock_store(root):
-            os.rename(temporary, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
-        raise
-    sync_directory(path.parent)
+    write_atomic(path, data, lock_store(root))
     return True
+
+
+def write_atomic(
+    path: Path, data: bytes, while_renamed: AbstractContextManager[None] | None = None
+) -> None:
+    """Have `data` at `path`, durably: the new file takes the old one's place in one step."""
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        with while_renamed or nullcontext():
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_directory(path.parent)
 
 
 def renew_last_use(root: Path, path: Path) -> bool:
@@ -94,10 +117,6 @@ def is_image_file(entry: os.DirEntry[str]) -> bool:
     return is_digest(name) and entry.path.endswith(os.path.join(name[:2], name[2:4], name))
 
 
-def is_temporary(entry: os.DirEntry[str]) -> bool:
-    return entry.name.startswith(TEMPORARY_PREFIX)
-
-
 def _directories(path: str | Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(path) as entries:
@@ -116,27 +135,114 @@ def _has_bytes(path: Path, data: bytes) -> bool:
         return False
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """A new file of these bytes, on the disk when this returns."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with open(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _make_directory(path: Path, root: Path) -> None:
     if path.is_dir():
         return
     root.mkdir(parents=True, exist_ok=True)
     for directory in (path.parent, path):
         directory.mkdir(exist_ok=True)
-        sync_directory(directory.parent)
+        _sync_directory(directory.parent)
 
 
-def sync_directory(path: Path) -> None:
+def _sync_directory(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+class VerifyReport(msgspec.Struct, frozen=True):
+    num_files: int
+    size_bytes: int
+    corrupt: list[str]
+    """Digests whose bytes hash to something else, or cannot be read."""
+    leftovers: list[str]
+    """Paths, relative to the root, that are no image: temporary files and strays."""
+
+
+class GcReport(msgspec.Struct, frozen=True):
+    removed: list[str]
+    """Digests that were removed; in a dry run, that would be."""
+    removed_bytes: int
+    num_in_use: int
+    num_young: int
+    """Not in use, but used within the last `min_age_s` seconds."""
+    num_temporary: int
+    """Half-written files of dead writers, removed as well."""
+    dry_run: bool
+
+
+def verify(root: Path, progress: Progress | None = None) -> VerifyReport:
+    num_files = size_bytes = 0
+    corrupt: list[str] = []
+    leftovers: list[str] = []
+    for entry in iter_files(root):
+        if not is_image_file(entry):
+            leftovers.append(os.path.relpath(entry.path, root))
+            continue
+        try:
+            with open(entry.path, "rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+                size_bytes += file.tell()
+        except FileNotFoundError:
+            continue
+        except OSError:
+            found = "unreadable"
+        num_files += 1
+        if found != entry.name:
+            corrupt.append(entry.name)
+        if progress:
+            progress(num_files)
+    return VerifyReport(num_files, size_bytes, corrupt, leftovers)
+
+
+def gc(
+    root: Path,
+    in_use: Collection[str],
+    min_age_s: float,
+    *,
+    dry_run: bool,
+    progress: Progress | None = None,
+) -> GcReport:
+    # A set of refs or urls matches no file name, and would remove everything.
+    for digest in in_use:
+        check_digest(digest)
+    if not root.is_dir():
+        raise MediaError(f"no store at {root}", "name the directory of an existing store")
+    removed: list[str] = []
+    removed_bytes = num_in_use = num_young = num_temporary = num_seen = 0
+    entries = iter_files(root)
+    while batch := list(itertools.islice(entries, _BATCH)):
+        with lock_store(root, exclusive=True):
+            now = read_disk_clock(root)
+            for entry in batch:
+                try:
+                    # Not entry.stat(), which may be from before the lock.
+                    status = os.stat(entry.path)
+                except FileNotFoundError:
+                    continue
+                age_s = now - status.st_mtime
+                if entry.name.startswith(TEMPORARY_PREFIX):
+                    if age_s >= max(min_age_s, _TEMPORARY_MIN_AGE_S):
+                        num_temporary += 1
+                        _remove(entry.path, dry_run)
+                elif not is_image_file(entry):
+                    pass
+                elif entry.name in in_use:
+                    num_in_use += 1
+                elif age_s < min_age_s:
+                    num_young += 1
+                else:
+                    removed.append(entry.name)
+                    removed_bytes += status.st_size
+                    _remove(entry.path, dry_run)
+        num_seen += len(batch)
+        if progress:
+            progress(num_seen)
+    return GcReport(removed, removed_bytes, num_in_use, num_young, num_temporary, dry_run)
+
+
+def _remove(path: str, dry_run: bool) -> None:
+    if not dry_run:
+        os.unlink(path)

@@ -1,9 +1,9 @@
 """What an image's bytes say about themselves, read without decoding a pixel.
 
 Each `_walk_*` function goes through the structure of one format from its first byte to its end
-mark, so that a file cut anywhere is refused here, and returns the size in which the pixels are
-stored together with the EXIF block, if there is one. Bytes after the end mark are ignored, as
-decoders do.
+mark, so that a file cut anywhere is refused here, and returns the width and height in which the
+pixels are stored and the EXIF block, empty where there is none. Bytes after the end mark are
+ignored, as decoders do.
 """
 
 from __future__ import annotations
@@ -74,12 +74,6 @@ class ImageHeader(NamedTuple):
     """EXIF's number for how the stored pixels are turned: 1 is upright, 5 to 8 swap the sides."""
 
 
-class _StoredSize(NamedTuple):
-    width: int
-    height: int
-    exif: bytes
-
-
 def read_header(data: bytes) -> ImageHeader:
     """The header of a whole PNG, JPEG, WebP or GIF; `MediaRefused` for anything else."""
     for mime, begins, walk in _FORMATS:
@@ -121,6 +115,12 @@ def exif_orientation(exif: bytes) -> int:
 _EXIF_WHOLE_NUMBERS = {1: "B", 3: "H", 4: "I"}
 
 
+def _check_follow(data: bytes, at: int, num_bytes: int, format_name: str, what: str) -> None:
+    if at + num_bytes > len(data):
+        left = max(0, len(data) - at)
+        raise _truncated(format_name, f"{what} needs {num_bytes} bytes, {left} follow")
+
+
 def _truncated(format_name: str, where: str) -> MediaRefused:
     return MediaRefused(
         f"truncated {format_name}: {where}",
@@ -140,43 +140,31 @@ def _broken(format_name: str, where: str) -> MediaRefused:
 _PNG_DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
 
 
-def _walk_png(data: bytes) -> _StoredSize:
+def _walk_png(data: bytes) -> tuple[int, int, bytes]:
+    _check_follow(data, 8, 25, "PNG", "its first chunk")
+    if data[8:16] != b"\0\0\0\x0dIHDR":
+        raise _broken("PNG", f"its first chunk begins {data[8:16]!r}, not as IHDR of 13 bytes")
+    width, height, depth, colour = struct.unpack_from(">IIBB", data, 16)
+    if depth not in _PNG_DEPTHS.get(colour, ()):
+        raise _broken("PNG", f"colour type {colour} with {depth} bits does not exist")
     view = memoryview(data)
-    size: tuple[int, int] | None = None
     seen: set[bytes] = set()
     exif = b""
     at = 8
     while b"IEND" not in seen:
-        if at + 8 > len(data):
-            raise _truncated("PNG", f"the file ends at byte {len(data)}, before its IEND chunk")
+        _check_follow(data, at, 8, "PNG", f"the chunk at byte {at}, before any IEND,")
         length, kind = struct.unpack_from(">I4s", data, at)
-        name, end = kind.decode("latin-1"), at + 12 + length
-        if end > len(data):
-            left = max(0, len(data) - at - 8)
-            raise _truncated(
-                "PNG", f"chunk {name!r} at byte {at} needs {length + 4} bytes, {left} follow"
-            )
+        name, body, end = kind.decode("latin-1"), at + 8, at + 12 + length
+        _check_follow(data, body, length + 4, "PNG", f"chunk {name!r} at byte {at}")
         if zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
             raise _broken("PNG", f"chunk {name!r} at byte {at} does not match its checksum")
-        if size is None:
-            size = _png_size(data, kind, length)
-        elif kind == b"eXIf":
-            exif = data[at + 8 : end - 4]
+        if kind == b"eXIf":
+            exif = data[body : end - 4]
         seen.add(kind)
         at = end
     if b"IDAT" not in seen:
         raise _broken("PNG", "it has no IDAT chunk, so no pixels")
-    assert size is not None
-    return _StoredSize(*size, exif)
-
-
-def _png_size(data: bytes, kind: bytes, length: int) -> tuple[int, int]:
-    if kind != b"IHDR" or length != 13:
-        raise _broken("PNG", f"its first chunk is {kind!r} of {length} bytes, not IHDR of 13")
-    width, height, depth, colour = struct.unpack_from(">IIBB", data, 16)
-    if depth not in _PNG_DEPTHS.get(colour, ()):
-        raise _broken("PNG", f"colour type {colour} with {depth} bits does not exist")
-    return width, height
+    return width, height, exif
 
 
 # --- JPEG
@@ -189,7 +177,7 @@ _JPEG_FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _JPEG_SCAN, _JPEG_END, _JPEG_EXIF = 0xDA, 0xD9, 0xE1
 
 
-def _walk_jpeg(data: bytes) -> _StoredSize:
+def _walk_jpeg(data: bytes) -> tuple[int, int, bytes]:
     size: tuple[int, int] | None = None
     has_scan = False
     exif = b""
@@ -200,19 +188,13 @@ def _walk_jpeg(data: bytes) -> _StoredSize:
             break
         if marker in _JPEG_ALONE:
             continue
-        if at + 2 > len(data):
-            raise _truncated(
-                "JPEG", f"the file ends at byte {len(data)}, inside segment {marker:#x}"
-            )
+        segment = f"segment {marker:#x} at byte {at - 2}"
+        _check_follow(data, at, 2, "JPEG", segment)
         length = int.from_bytes(data[at : at + 2], "big")
         body, end = at + 2, at + length
         if length < 2:
-            raise _broken("JPEG", f"segment {marker:#x} at byte {at - 2} says {length} bytes")
-        if end > len(data):
-            left = len(data) - at
-            raise _truncated(
-                "JPEG", f"segment {marker:#x} at byte {at - 2} needs {length}, {left} follow"
-            )
+            raise _broken("JPEG", f"{segment} says {length} bytes")
+        _check_follow(data, at, length, "JPEG", segment)
         if marker in _JPEG_FRAMES:
             if size is not None:
                 raise _broken("JPEG", f"a second frame header at byte {at - 2}")
@@ -228,7 +210,7 @@ def _walk_jpeg(data: bytes) -> _StoredSize:
         at = end
     if size is None or not has_scan:
         raise _broken("JPEG", "it ends before any pixels")
-    return _StoredSize(*size, exif)
+    return *size, exif
 
 
 def _jpeg_marker(data: bytes, at: int) -> tuple[int, int]:
@@ -258,7 +240,7 @@ def _jpeg_size(frame: bytes) -> tuple[int, int]:
 # --- WebP
 
 
-def _walk_webp(data: bytes) -> _StoredSize:
+def _walk_webp(data: bytes) -> tuple[int, int, bytes]:
     end = 8 + int.from_bytes(data[4:8], "little")
     if end > len(data):
         raise _truncated("WebP", f"its header says {end} bytes, the file has {len(data)}")
@@ -283,7 +265,7 @@ def _walk_webp(data: bytes) -> _StoredSize:
         at = stop + (length & 1)
     if size is None or not has_pixels:
         raise _broken("WebP", "it has no image chunk")
-    return _StoredSize(*size, exif)
+    return *size, exif
 
 
 def _webp_size(kind: bytes, body: bytes) -> tuple[int, int]:
@@ -304,9 +286,8 @@ def _webp_size(kind: bytes, body: bytes) -> tuple[int, int]:
 # --- GIF
 
 
-def _walk_gif(data: bytes) -> _StoredSize:
-    if len(data) < 13:
-        raise _truncated("GIF", f"a header of {len(data)} bytes, 13 are needed")
+def _walk_gif(data: bytes) -> tuple[int, int, bytes]:
+    _check_follow(data, 0, 13, "GIF", "its header")
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + _gif_table(flags)
     first = True
@@ -319,8 +300,7 @@ def _walk_gif(data: bytes) -> _StoredSize:
         if introducer == 0x21:
             at = _gif_blocks(data, at + 2)
         elif introducer == 0x2C:
-            if at + 10 > len(data):
-                raise _truncated("GIF", f"the frame at byte {at} has no whole header")
+            _check_follow(data, at, 10, "GIF", f"the frame header at byte {at}")
             left, top, across, down, flags = struct.unpack_from("<HHHHB", data, at + 1)
             if first:  # a frame larger than the canvas widens it, as decoders do
                 width, height = max(width, left + across), max(height, top + down)
@@ -330,7 +310,7 @@ def _walk_gif(data: bytes) -> _StoredSize:
             raise _broken("GIF", f"byte {at} is {introducer:#x}, which begins no block")
     if first:
         raise _broken("GIF", "it has no frame")
-    return _StoredSize(width, height, b"")
+    return width, height, b""
 
 
 def _gif_table(flags: int) -> int:
@@ -347,7 +327,8 @@ def _gif_blocks(data: bytes, at: int) -> int:
     raise _truncated("GIF", f"the data blocks at byte {start} have no end")
 
 
-_FORMATS: tuple[tuple[str, Callable[[bytes], bool], Callable[[bytes], _StoredSize]], ...] = (
+_Walk = Callable[[bytes], tuple[int, int, bytes]]
+_FORMATS: tuple[tuple[str, Callable[[bytes], bool], _Walk], ...] = (
     ("image/png", lambda data: data.startswith(b"\x89PNG\r\n\x1a\n"), _walk_png),
     ("image/jpeg", lambda data: data.startswith(b"\xff\xd8\xff"), _walk_jpeg),
     ("image/webp", lambda data: data[:4] == b"RIFF" and data[8:12] == b"WEBP", _walk_webp),

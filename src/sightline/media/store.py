@@ -29,7 +29,7 @@ from sightline.errors import (
     MediaUndecodable,
     StoreFull,
 )
-from sightline.media import decode, files, sweep
+from sightline.media import decode, files
 from sightline.media.header import ImageHeader, ImageLimits
 from sightline.media.ref import MediaRef, check_digest, verify_bytes
 
@@ -118,7 +118,7 @@ class MediaStore:
         if isinstance(source, str):
             raise MediaRefused(
                 f"put was given the text {source[:60]!r}",
-                "give a path as pathlib.Path; a url goes through Ingest(store).resolve, "
+                "give a path as pathlib.Path; a url goes through ImageIngestor(store).resolve, "
                 "which knows which sources are allowed",
             )
         if decode.is_pil_image(source):
@@ -228,9 +228,9 @@ class MediaStore:
 
     # --- looking after it
 
-    def verify(self, progress: sweep.Progress | None = None) -> sweep.VerifyReport:
+    def verify(self, progress: files.Progress | None = None) -> files.VerifyReport:
         """Read every file of `root` and report the damaged ones; nothing is removed."""
-        return sweep.verify(self.root, progress)
+        return files.verify(self.root, progress)
 
     def gc(
         self,
@@ -238,15 +238,15 @@ class MediaStore:
         min_age_s: float = 3600.0,
         *,
         dry_run: bool = False,
-        progress: sweep.Progress | None = None,
-    ) -> sweep.GcReport:
+        progress: files.Progress | None = None,
+    ) -> files.GcReport:
         """Remove images of `root` that are not `in_use` and had no use for `min_age_s` seconds.
 
         Images of a rollout in progress are in no file yet: while a run goes on, `min_age_s` must
         be longer than its longest rollout.
         """
         with self._disk_errors():
-            report = sweep.gc(self.root, in_use, min_age_s, dry_run=dry_run, progress=progress)
+            report = files.gc(self.root, in_use, min_age_s, dry_run=dry_run, progress=progress)
         with self._survey_lock:
             self._survey = None
         return report

@@ -1,4 +1,4 @@
-"""Items to uint8 patches, for a moment. Inference server and trainer both come here.
+"""Images become uint8 patches here, for the inference server and the trainer alike.
 
 Decoding runs in a bounded pool, once per key however many ask at once; the cache is bounded in
 bytes; a pixel digest names what was made. Failures are never cached.

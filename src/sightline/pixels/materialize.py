@@ -25,10 +25,6 @@ class Pixels:
     """uint8 (patches, values), the repeated frame left out."""
     digest: str
 
-    @property
-    def nbytes(self) -> int:
-        return int(self.patches.nbytes)
-
 
 def pixel_digest(item: MediaItem, patches: np.ndarray) -> str:
     """BLAKE2b, 16 bytes, over fingerprint, grid and patches."""
@@ -92,7 +88,7 @@ class Materializer:
         # By the whole item, not its key: one that lies about its image's size fails alone, and
         # finds nothing that was made for the true one.
         self._cache: LRUCache[MediaItem, Pixels] = LRUCache(
-            self.max_bytes, getsizeof=lambda pixels: pixels.nbytes
+            self.max_bytes, getsizeof=lambda pixels: pixels.patches.nbytes
         )
         self._flights: dict[MediaItem, Future[Pixels]] = {}
 
@@ -148,7 +144,7 @@ class Materializer:
                 self.counts.failed += 1
                 return
             self.counts.made += 1
-            if pixels.nbytes > self.max_bytes:
+            if pixels.patches.nbytes > self.max_bytes:
                 self.counts.oversized += self.max_bytes > 0
                 return
             num_before = len(self._cache)

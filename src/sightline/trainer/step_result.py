@@ -10,8 +10,7 @@ import torch
 from sightline.trainer.probe import ImageSwapProbe
 from sightline.trainer.step_timer import StepTimer
 from sightline.wire.array import Array
-from sightline.wire.micro_batch import MicroBatch, TokenOrigin
-from sightline.wire.score import StepScores
+from sightline.wire.micro_batch import MicroBatch, StepScores, TokenOrigin
 
 
 @dataclass(slots=True)

@@ -29,8 +29,8 @@ from sightline.pack import PackSize, pack
 from sightline.run.run_dir import RunDir
 from sightline.trace import Node, flatten, read_traces
 from sightline.view.run_files import get_run_dir
+from sightline.wire.micro_batch import StepScores
 from sightline.wire.sample import Batch, Sample, digest_batch
-from sightline.wire.score import StepScores
 
 PER_TOKEN = {"token_ids", "trained", "logprobs", "advantages", "versions"}
 """The arrays that a sample or a node may hold: a number for a token."""

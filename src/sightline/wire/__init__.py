@@ -1,4 +1,4 @@
-"""Everything that crosses a process boundary.
+"""The messages and files by which processes talk to one another.
 
 What we send ourselves is keyed structs that refuse unknown fields; the answers of an engine
 (`generate`) are read leniently, as it may say more than we know. Beside them stand the two other

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 
-from sightline.media.files import sync_directory, write_synced
+from sightline.media.files import write_atomic
 
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Have `data` at `path`, durably: the new file takes the old one's place in one step."""
-    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
-    try:
-        write_synced(part, data)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    sync_directory(path.parent)
+__all__ = ["append_line", "read_lines", "write_atomic"]
 
 
 def append_line(path: Path, line: bytes, sync: bool = False) -> None:

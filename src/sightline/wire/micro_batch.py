@@ -1,4 +1,5 @@
-"""What one forward pass uses: nodes side by side, each once, and who may see whom.
+"""What one forward pass uses: nodes side by side, each once, and who may see whom; and the scores
+that come of it.
 
 Letters: T tokens, S trained tokens, A position axes (1, or 3 for MRoPE).
 A token q attends to k when k <= q < subtree_end[k].
@@ -10,7 +11,7 @@ import msgspec
 
 from sightline.errors import Misaligned
 from sightline.wire.array import Array
-from sightline.wire.codec import check_schema
+from sightline.wire.codec import Codec, check_schema
 from sightline.wire.item import MediaItem, Slot
 from sightline.wire.sample import Segment
 
@@ -83,3 +84,27 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def num_patches(self) -> int:
         return sum(packed.item.num_patches for packed in self.items)
+
+
+class StepScores(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the trainer thinks of the tokens of one step, by trace and node."""
+
+    step: int
+    origins: list[TokenOrigin]
+    """Each names the node whose tokens lie at [start, stop) of the arrays."""
+    logprobs: Array
+    """float32, log-probabilities by the trainer, before the update."""
+    ratios: Array
+    """float32, importance ratios of trainer to sampler."""
+    advantages: Array
+    """float32."""
+
+    def to_bytes(self) -> bytes:
+        return _codec.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> StepScores:
+        return _codec.decode(data)
+
+
+_codec = Codec[StepScores](StepScores, "the scores of a step")

@@ -22,7 +22,7 @@ from sightline.view.dashboard.index import RolloutIndex
 from sightline.view.dashboard.mismatch import DIMENSIONS
 from sightline.view.dashboard.rollout_page import read_node_scores
 from sightline.view.dashboard.run_view import RunView
-from sightline.wire.score import StepScores
+from sightline.wire.micro_batch import StepScores
 
 SMALL = SyntheticSize(steps=4, rollouts_per_step=20, images=12, conversations=20, group_size=5)
 

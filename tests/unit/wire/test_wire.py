@@ -19,9 +19,8 @@ from sightline.wire.control import BatchReady, PublishedWeights, RolloutRequest
 from sightline.wire.file import append_line, read_lines, write_atomic
 from sightline.wire.generate import GenerateRequest, MultiModalFeatures, Placeholder, SamplingParams
 from sightline.wire.item import check_slots
-from sightline.wire.micro_batch import MicroBatch, TokenOrigin
+from sightline.wire.micro_batch import MicroBatch, StepScores, TokenOrigin
 from sightline.wire.sample import Batch, Segment
-from sightline.wire.score import StepScores
 from sightline.wire.weights import Manifest, WeightFile, parse_version_label
 
 REF = MediaRef("ab" * 32, "image/png", 64, 32, 100)

@@ -29,8 +29,7 @@ from sightline.trace.node import float32_array, int32_array
 from sightline.wire import Array, MediaItem, Slot
 from sightline.wire.event import Event
 from sightline.wire.file import append_line
-from sightline.wire.micro_batch import TokenOrigin
-from sightline.wire.score import StepScores
+from sightline.wire.micro_batch import StepScores, TokenOrigin
 
 START_TIME = 1_790_000_000.0
 WORDS = (

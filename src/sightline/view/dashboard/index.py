@@ -28,7 +28,7 @@ from sightline.trace import Trace
 from sightline.view.dashboard import schema, trace_files
 from sightline.view.dashboard.mismatch import StepMismatch, measure_mismatch
 from sightline.view.verdicts import parse_verdicts
-from sightline.wire.score import StepScores
+from sightline.wire.micro_batch import StepScores
 
 BUSY_TIMEOUT_S = 30.0
 

@@ -12,8 +12,7 @@ import numpy as np
 
 from sightline.errors import Misaligned
 from sightline.trace import Node, Trace
-from sightline.wire.micro_batch import TokenOrigin
-from sightline.wire.score import StepScores
+from sightline.wire.micro_batch import StepScores, TokenOrigin
 
 NUM_WORST = 12
 """Tokens that are kept of each step: so many of the trainer's own version, and of older ones."""

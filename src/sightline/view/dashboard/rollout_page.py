@@ -15,7 +15,7 @@ from sightline.trace import Node, Trace
 from sightline.view.dashboard import queries, trace_files
 from sightline.view.dashboard.run_view import RunView
 from sightline.wire import Slot
-from sightline.wire.score import StepScores
+from sightline.wire.micro_batch import StepScores
 
 MAX_TOKENS = 4096
 """The most tokens of a node in one answer."""

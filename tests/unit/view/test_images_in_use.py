@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from sightline.errors import MediaError
-from sightline.media import MediaRef, references
-from sightline.media.references import collect_digests
+from sightline.media import MediaRef
+from sightline.view import images_in_use
+from sightline.view.images_in_use import collect_digests
 
 
 def digest(seed: int) -> str:
@@ -24,12 +25,12 @@ def ref(seed: int) -> MediaRef:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    for folder in references.RUN_FOLDERS:
+    for folder in images_in_use.RUN_FOLDERS:
         (tmp_path / "run" / folder).mkdir(parents=True)
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("folder", references.RUN_FOLDERS)
+@pytest.mark.parametrize("folder", images_in_use.RUN_FOLDERS)
 def test_digests_are_found_in_every_folder_that_may_refer(run_dir: Path, folder: str) -> None:
     deep = run_dir / folder / "step_3" / "rank_0"
     deep.mkdir(parents=True)
@@ -59,7 +60,7 @@ def test_digests_written_one_after_another_are_all_found(run_dir: Path) -> None:
 def test_a_digest_across_the_border_of_two_chunks_is_found(
     run_dir: Path, offset: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(references, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(images_in_use, "_CHUNK_BYTES", 64)
     (run_dir / "traces" / "t").write_bytes(b"-" * offset + digest(1).encode() + b"-" * 100)
     assert collect_digests(run_dir) == {digest(1)}
 
@@ -135,7 +136,7 @@ def test_a_file_renamed_into_place_during_the_search_is_found(
     half = run_dir / "batches" / "a.tmp"
     half.write_text("half")
     (run_dir / "batches" / "b").write_text("x")
-    search = references._digests_in_file
+    search = images_in_use._digests_in_file
 
     def search_while_the_writer_finishes(path: Path) -> object:
         if half.exists() and path.name == "b":
@@ -143,7 +144,7 @@ def test_a_file_renamed_into_place_during_the_search_is_found(
             half.rename(run_dir / "batches" / "a")
         return search(path)
 
-    monkeypatch.setattr(references, "_digests_in_file", search_while_the_writer_finishes)
+    monkeypatch.setattr(images_in_use, "_digests_in_file", search_while_the_writer_finishes)
     assert collect_digests(run_dir) == {digest(1)}
 
 
