@@ -23,7 +23,7 @@ from sightline.message import ImageResolver
 from sightline.render import Renderer
 from sightline.rollout.chat import RolloutChat
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.intercept import InterceptionServer
+from sightline.rollout.interception_server import InterceptionServer
 from sightline.rollout.model_chat import ModelChat
 from sightline.rollout.openai_chat import OpenAIChat
 from sightline.rollout.openai_client import OpenAIClient
