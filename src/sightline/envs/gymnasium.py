@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from sightline.envs.action_parsers import EpisodeRules, build_parser
+from sightline.envs.actions import EpisodeRules, build_parser
 from sightline.envs.extras import import_extra
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.envs.threads import SerialThread

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -32,6 +32,7 @@ from sightline.errors import EngineError, EnvironmentFailed, SightlineError
 from sightline.media import MediaRef, UrlRefCache
 from sightline.message import ImageResolver, Message
 from sightline.rollout.chat import CompletedTurn, RolloutChat
+from sightline.rollout.model_chat import AgentEndpoint
 from sightline.rollout.openai_api.completion import (
     ChatChoice,
     ChatCompletion,
@@ -63,8 +64,6 @@ class _AgentSession:
     """A rollout in play, and the requests of its agent that are under way."""
 
     chat: RolloutChat
-    api_key: str
-    open_base_url: Callable[[], str]
     urls: UrlRefCache
     """Images that its agent has shown: a history comes with every request."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -156,18 +155,14 @@ class InterceptionServer:
     async def serve_rollout(self, chat: RolloutChat) -> AsyncIterator[None]:
         """Requests with `chat.api_key` reach `chat` while this lasts, and none afterwards."""
         self._loop = asyncio.get_running_loop()
-        session = _AgentSession(
-            chat,
-            f"sk-{secrets.token_urlsafe(24)}",
-            self.open_base_url,
-            UrlRefCache(self._resolver.resolve, chat.store),
-        )
-        self._sessions[session.api_key] = session
-        chat.agent_endpoint = session
+        session = _AgentSession(chat, UrlRefCache(self._resolver.resolve, chat.store))
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        self._sessions[key] = session
+        chat.agent_endpoint = AgentEndpoint(key, self.open_base_url)
         try:
             yield
         finally:
-            del self._sessions[session.api_key]
+            del self._sessions[key]
             if session.requests:
                 for request in session.requests:
                     request.cancel()

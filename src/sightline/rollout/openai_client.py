@@ -34,9 +34,6 @@ class OpenAIClient(RetryingClient):
         super().__post_init__()
         self.headers = {"authorization": f"Bearer {self.api_key}", **self.headers}
 
-    def open_base_url(self) -> str:
-        return self.base_url
-
     async def complete(
         self, messages: list[dict[str, Any]], tools: Tools | None, **sampling: Any
     ) -> dict[str, Any]:
