@@ -26,20 +26,11 @@ _errors = msgspec.json.Decoder(ErrorAnswer)
 
 
 @dataclass
-class WireCounts(RequestCounts):
-    """Bytes that crossed the wire to the server, by what they were."""
-
-    reference_bytes: int = 0
-    """Bytes of `sent_bytes` that name images."""
-
-
-@dataclass
 class GenerateClient(RetryingClient):
     """One for each server that a process asks; a generation that is under way has no time limit."""
 
     settings: dict[str, Any] = field(default_factory=dict, kw_only=True)
     """The processor settings of this side, to show beside the server's where they differ."""
-    counts: WireCounts = field(default_factory=WireCounts, kw_only=True)
     unreachable_fix: str = field(
         default="look at the log of the inference server (logs/server.log where the run started "
         "it), and start it again",
@@ -50,7 +41,7 @@ class GenerateClient(RetryingClient):
 
     def for_server(self, base_url: str) -> Self:
         """A client of another server, with counts of its own and this one's pacer."""
-        return replace(self, base_url=base_url, counts=WireCounts())
+        return replace(self, base_url=base_url, counts=RequestCounts())
 
     async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
         """`turn` is the stage that the request is a part of."""

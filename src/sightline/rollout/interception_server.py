@@ -199,7 +199,7 @@ class InterceptionServer:
         if self._find_session(http) is None:
             return _error_response(UNKNOWN_KEY)
         model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "sightline"}
-        return _json_response({"object": "list", "data": [model]})
+        return web.json_response({"object": "list", "data": [model]})
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         session = self._find_session(http)
@@ -212,9 +212,9 @@ class InterceptionServer:
         name = f"chatcmpl-{session.chat.trace.id}-{turn.node.id}"
         answer = _build_completion(turn, name, request.model or MODEL_NAME)
         if not request.stream:
-            response = _json_response(completion_body(answer))
-            self.counts.agent_received_bytes += len(response.body)  # type: ignore[arg-type]
-            return response
+            body = msgspec.json.encode(completion_body(answer))
+            self.counts.agent_received_bytes += len(body)
+            return web.json_response(body=body)
         stream = web.StreamResponse(
             headers={"content-type": "text/event-stream", "cache-control": "no-cache"}
         )
@@ -320,16 +320,7 @@ def _build_completion(turn: CompletedTurn, name: str, model: str) -> ChatComplet
     )
 
 
-def _json_response(
-    body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
-) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(body),
-        status=status,
-        headers=headers,
-        content_type="application/json",
-    )
-
-
 def _error_response(error: OpenAIErrorResponse) -> web.Response:
-    return _json_response(error.body, error.status, error.headers)
+    return web.json_response(
+        body=msgspec.json.encode(error.body), status=error.status, headers=error.headers
+    )

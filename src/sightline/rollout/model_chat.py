@@ -131,12 +131,10 @@ class ModelChat(ABC):
 
     @property
     def base_url(self) -> str:
-        """Where an agent of the environment's own finds the model, as an OpenAI endpoint."""
         return self._get_agent_endpoint().open_base_url()
 
     @property
     def api_key(self) -> str:
-        """Leads a request at `base_url` to this chat."""
         return self._get_agent_endpoint().api_key
 
     def _get_agent_endpoint(self) -> AgentEndpoint:

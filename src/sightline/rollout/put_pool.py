@@ -100,7 +100,7 @@ def unwrap_refs(value: Any) -> Any:
         return {key: unwrap_refs(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [unwrap_refs(inner) for inner in value]
-    if isinstance(value, Message) and any(type(ref) is PendingRef for ref in value.images):
+    if isinstance(value, Message) and any(unwrap_refs(ref) is not ref for ref in value.images):
         return msgspec.structs.replace(value, content=tuple(map(unwrap_refs, value.content)))
     if isinstance(value, ImagePart):
         return ImagePart(unwrap_refs(value.ref))

@@ -32,6 +32,8 @@ class RequestCounts:
     requests: int = 0
     retries: int = 0
     sent_bytes: int = 0
+    reference_bytes: int = 0
+    """Bytes of `sent_bytes` that name images, where the client knows them."""
     received_bytes: int = 0
 
 
