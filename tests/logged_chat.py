@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from sightline.media import MediaStore
 from sightline.render import Renderer
 from sightline.rollout.chat import RolloutChat
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.put_pool import PendingPuts, PutPool
+from sightline.rollout.put_pool import PendingPuts
 from sightline.trace import Node, Trace
 from sightline.wire import Slot
 from sightline.wire.generate import (
@@ -127,7 +128,7 @@ def chat_to(
         trace=Trace(id="t", reward=1.0, temperature=temperature),
         renderer=renderer,
         store=store,
-        pending=PendingPuts(PutPool(store)),
+        pending=PendingPuts(store, ThreadPoolExecutor(1)),
         client=client,
         modality=modality,
         temperature=temperature,

@@ -15,7 +15,7 @@ from sightline.families import load_renderer
 from sightline.media import ImageIngestor, MediaRef, MediaStore
 from sightline.message import ImagePart, Message, TextPart, ToolCall, to_message, to_messages
 from sightline.render.message_fields import list_image_paths
-from sightline.rollout.openai_api.images import resolve_images
+from sightline.rollout.openai_api.request import resolve_images
 
 UNKNOWN_KINDS: list[Any] = [
     "video", "video_url", "input_video", "audio", "audio_url", "input_audio", "file", "input_file",

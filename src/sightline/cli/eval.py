@@ -146,7 +146,7 @@ def _open_chats(args: argparse.Namespace, config: RunFile, media: Path) -> Itera
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     with temporary_server(args.checkpoint, media, words, args.threads) as address:
-        yield build_policy_chats(model, config.media, inference, config.rollout, [address], store)
+        yield build_policy_chats(config, [address], store)
 
 
 async def _play_all(args: argparse.Namespace, config: RunFile, player: Any) -> list[PlayedRollout]:

@@ -7,7 +7,6 @@ Workers load neither torch nor transformers.
 
 from sightline.envs.conversation import Conversation
 from sightline.envs.protocol import (
-    BlockingChat,
     Chat,
     Environment,
     Outcome,
@@ -15,6 +14,7 @@ from sightline.envs.protocol import (
     Task,
     load_environment,
 )
+from sightline.envs.threads import BlockingChat
 from sightline.envs.windows import last_images, last_turns
 
 __all__ = [

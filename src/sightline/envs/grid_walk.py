@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image, ImageDraw
 
-from sightline.envs.action_formats import (
+from sightline.envs.actions import (
     ActionField,
     TextActions,
     ToolActions,

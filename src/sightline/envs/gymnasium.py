@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from PIL import Image
 
-from sightline.envs.action_parsers import EpisodeRules, build_parser
+from sightline.envs.actions import EpisodeRules, build_parser
 from sightline.envs.extras import import_extra
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.envs.threads import SerialThread
@@ -63,11 +64,13 @@ class GymnasiumEnvironment(Environment):
         Renderers load their libraries with the first frame, which threads must not do at once.
         """
         try:
-            probe = self.make()
-            probe.reset(seed=0)
-            frame = probe.render()
-            probe.close()
-        except error_type as error:
+            # What Gymnasium warns of here, a missing render mode, is an error of ours below.
+            with warnings.catch_warnings(action="ignore"):
+                probe = self.make()
+                probe.reset(seed=0)
+                frame = probe.render()
+                probe.close()
+        except (error_type, TypeError) as error:
             raise ConfigError(
                 f"{self.name}: {error}",
                 "check [env.args] id and kwargs, name the module that registers it as `module`, "

@@ -18,7 +18,7 @@ from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from sightline.envs.action_formats import (
+from sightline.envs.actions import (
     ActionField,
     TextActions,
     ToolActions,

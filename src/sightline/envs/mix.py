@@ -5,14 +5,11 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
-import random
 from collections.abc import Sequence
-from typing import Any
 
 from sightline.config import EnvConfig
-from sightline.envs.protocol import Environment, Reward, Task, load_environment
+from sightline.envs.protocol import Environment, load_environment
 from sightline.errors import ConfigError
-from sightline.message import Message
 
 
 class EnvironmentMix(Environment):
@@ -36,18 +33,6 @@ class EnvironmentMix(Environment):
         drawn = hashlib.blake2b(f"{split}:{index}".encode(), digest_size=8).digest()
         at = int.from_bytes(drawn, "big") / 2**64 * self._stops[-1]
         return self.members[min(bisect.bisect_right(self._stops, at), len(self.members) - 1)]
-
-    def task(self, index: int, split: str) -> Task:
-        return self.choose_environment(index, split).task(index, split)
-
-    def rollout(self, task: Task, chat: Any) -> Any:
-        return self.choose_environment(task.index, task.split).rollout(task, chat)
-
-    def truncated(self, task: Task) -> Reward:
-        return self.choose_environment(task.index, task.split).truncated(task)
-
-    def demonstration(self, task: Task, put: Any, rng: random.Random) -> list[Message]:
-        return self.choose_environment(task.index, task.split).demonstration(task, put, rng)
 
 
 def build_environment(env: EnvConfig) -> Environment:

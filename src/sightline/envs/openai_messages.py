@@ -1,8 +1,8 @@
-"""Messages as a program sends them to an OpenAI endpoint, and its answer as a message."""
+"""Messages as OpenAI's endpoints write them, and an answer of theirs as a message."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sightline.errors import EngineError
@@ -12,15 +12,20 @@ from sightline.message import AssistantMessage, Message, TextPart, ToolCall, tex
 GetImageUrl = Callable[[MediaRef], str]
 
 
-def to_openai_message(message: Message, url_of: GetImageUrl) -> dict[str, Any]:
-    """A message as OpenAI's endpoints take it; `url_of` says how an image is shown there."""
+def to_openai_message(
+    message: Message, url_of: GetImageUrl, call_ids: Sequence[str] = ()
+) -> dict[str, Any]:
+    """A message as OpenAI's endpoints take it; `url_of` says how an image is shown there.
+
+    `call_ids` name the calls to which the model itself gave no name.
+    """
     sent: dict[str, Any] = {"role": message.role, "content": _to_openai_content(message, url_of)}
     if message.reasoning is not None:
         sent["reasoning_content"] = message.reasoning
     if message.tool_calls:
         sent["tool_calls"] = [
             {
-                "id": call.id or f"call_{k}",
+                "id": call.id or (call_ids[k] if call_ids else f"call_{k}"),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
@@ -33,6 +38,7 @@ def to_openai_message(message: Message, url_of: GetImageUrl) -> dict[str, Any]:
 
 def _to_openai_content(message: Message, url_of: GetImageUrl) -> Any:
     if not message.images:
+        # Null beside calls is OpenAI's own way; elsewhere programs expect text.
         return message.text or (None if message.tool_calls else "")
     return [
         {"type": "text", "text": part.text}

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sightline.envs.action_parsers import EpisodeRules, build_parser
+from sightline.envs.actions import EpisodeRules, build_parser
 from sightline.envs.extras import import_extra
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.errors import ConfigError, EnvironmentFailed

@@ -8,7 +8,7 @@ import random
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any, Protocol, Self, TypeVar, cast
+from typing import Any, Protocol, Self, cast
 
 from sightline.config.load import load_object
 from sightline.errors import ConfigError
@@ -17,7 +17,6 @@ from sightline.message import AssistantMessage, Message
 from sightline.render import Tools
 
 Messages = Sequence[Message | dict[str, Any]]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,39 +114,6 @@ class Chat(Protocol):
     def rng(self) -> random.Random:
         """Random numbers, seeded by the rollout."""
         ...
-
-
-class BlockingChat(Protocol):
-    """The conversation of a rollout that is a plain function: in a thread, where calls wait."""
-
-    def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage: ...
-
-    def ask(self, all_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage: ...
-
-    def put(self, image: Any) -> MediaRef: ...
-
-    def get(self, ref: MediaRef) -> bytes: ...
-
-    def wait(self, work: Awaitable[T]) -> T:
-        """The result of something asynchronous, such as the verdict of a judge model."""
-        ...
-
-    @property
-    def asynchronous(self) -> Chat:
-        """The `Chat` behind this one, whose calls one may `wait` for: a `Conversation`, say."""
-        ...
-
-    @property
-    def num_calls(self) -> int: ...
-
-    @property
-    def base_url(self) -> str: ...
-
-    @property
-    def api_key(self) -> str: ...
-
-    @property
-    def rng(self) -> random.Random: ...
 
 
 class Environment:

@@ -7,13 +7,21 @@ of other rollouts would never start. None of them holds up the end of the proces
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeVar
+
+from sightline.envs.protocol import Chat, Messages
+from sightline.errors import EnvironmentFailed
+from sightline.media import MediaRef
+from sightline.message import AssistantMessage
+from sightline.render import Tools
 
 T = TypeVar("T")
 WorkQueue = SimpleQueue[Callable[[], None] | None]
@@ -107,3 +115,95 @@ class ThreadPerCallExecutor(ThreadPoolExecutor):
         """Waits for nothing: what hangs would hold up the end of the loop."""
         while self._idle:
             self._idle.pop().put(None)
+
+
+@dataclass
+class BlockingChat:
+    """The chat of a rollout that is a plain function: in a thread, where calls wait.
+
+    When the rollout is over, every call ends the thread.
+    """
+
+    asynchronous: Chat
+    """The `Chat` behind this one, whose calls one may `wait` for: a `Conversation`, say."""
+    loop: asyncio.AbstractEventLoop
+
+    def __post_init__(self) -> None:
+        self._is_over = False
+        self._under_way: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def rng(self) -> random.Random:
+        return self.asynchronous.rng
+
+    @property
+    def num_calls(self) -> int:
+        return self.asynchronous.num_calls
+
+    def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
+        return self.wait(self.asynchronous.send(new_messages, tools=tools))
+
+    def ask(self, all_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
+        return self.wait(self.asynchronous.ask(all_messages, tools=tools))
+
+    @property
+    def base_url(self) -> str:
+        return self.asynchronous.base_url
+
+    @property
+    def api_key(self) -> str:
+        return self.asynchronous.api_key
+
+    def put(self, image: Any) -> MediaRef:
+        # The work is done by the threads that put, so that no more than a few do it at a time.
+        # Looking into a ref waits for it.
+        ref = self.asynchronous.put(image)
+        return MediaRef(*(getattr(ref, name) for name in MediaRef.__struct_fields__))
+
+    def get(self, ref: MediaRef) -> bytes:
+        return self.asynchronous.get(ref)
+
+    def wait(self, work: Awaitable[T]) -> T:
+        """The result of something asynchronous, such as the verdict of a judge model."""
+        with self._lock:
+            if self._is_over:
+                if isinstance(work, Coroutine):
+                    work.close()
+                raise _rollout_over_error()
+            future = asyncio.run_coroutine_threadsafe(guard_user_code(work), self.loop)
+            self._under_way.add(future)
+        try:
+            return future.result()
+        except CancelledError:
+            if self._is_over:
+                raise _rollout_over_error() from None
+            raise
+        finally:
+            self._under_way.discard(future)
+
+    def end(self) -> None:
+        """What the thread waits for is cancelled, and so is whatever it asks for from now on."""
+        with self._lock:
+            self._is_over = True
+            under_way = list(self._under_way)
+        for future in under_way:
+            future.cancel()
+
+
+def _rollout_over_error() -> asyncio.CancelledError:
+    # No Exception: user code that goes on after any of those would never end.
+    return asyncio.CancelledError("the rollout is over")
+
+
+async def guard_user_code(work: Awaitable[T]) -> T:
+    """The result of user code; sys.exit and its like would end the event loop."""
+    try:
+        return await work
+    except (Exception, asyncio.CancelledError, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise EnvironmentFailed(
+            f"the rollout ended with {type(error).__name__}: {error}",
+            "return a reward, or raise an Exception",
+        ) from error

@@ -9,7 +9,6 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
 from typing import Any, Literal
 
 import msgspec
@@ -20,7 +19,6 @@ from sightline.message import AssistantMessage, ImagePart, Message, Part, TextPa
 from sightline.message import join_texts as joined
 
 Put = Callable[[Any], MediaRef]
-JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 
 
 class ToolError(Exception):
@@ -147,21 +145,18 @@ def _split_annotation(hint: Any) -> tuple[Any, str]:
 
 
 def _type_schema(hint: Any, where: str) -> dict[str, Any]:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint in JSON_TYPES:
-        return {"type": JSON_TYPES[hint]}
-    if origin is Literal:
-        return {"enum": list(args)}
-    if origin in (typing.Union, UnionType):
-        return {"anyOf": [_type_schema(kind, where) for kind in args]}
-    if hint is list or origin is list:
-        return {"type": "array", **({"items": _type_schema(args[0], where)} if args else {})}
-    if hint is dict or origin is dict:
-        return {"type": "object"}
-    raise ConfigError(
-        f"{where}: {hint} has no JSON type",
-        "use str, int, float, bool, Literal, list, dict, or a union of those",
-    )
+    if typing.get_origin(hint) is Literal:  # whose values msgspec would sort
+        return {"enum": list(typing.get_args(hint))}
+    try:
+        (schema,), classes = msgspec.json.schema_components((hint,))
+    except TypeError:
+        schema, classes = {}, {}
+    if classes or not schema:
+        raise ConfigError(
+            f"{where}: {hint} has no JSON type",
+            "use str, int, float, bool, Literal, list, dict, or a union of those",
+        )
+    return schema
 
 
 def _result_message(call: ToolCall, result: Any, put: Put) -> Message:

@@ -34,8 +34,12 @@ from sightline.rollout.openai_api.completion import (
     stream_events,
 )
 from sightline.rollout.openai_api.error_response import OpenAIErrorResponse
-from sightline.rollout.openai_api.images import resolve_images
-from sightline.rollout.openai_api.request import SERVER_RULES, ChatRequest, read_chat_request
+from sightline.rollout.openai_api.request import (
+    SERVER_RULES,
+    ChatRequest,
+    read_chat_request,
+    resolve_images,
+)
 from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, SamplingParams
 
 SAMPLING_TYPES: dict[str, type] = {

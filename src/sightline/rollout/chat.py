@@ -52,12 +52,10 @@ class RolloutChat(ModelChat):
 
     @property
     def history(self) -> list[Message]:
-        """What has been said up to here, from the first message to the last answer."""
         return [self.trace.nodes[node].message for node in self.trace.path(self.leaf)]
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens of the last prompt and its answer."""
         return self.trace.graph.end(self.leaf)
 
     @property
@@ -69,7 +67,6 @@ class RolloutChat(ModelChat):
         return sum(node.num_sampled for node in self.trace.turns)
 
     async def messages(self, messages: Messages) -> list[Message]:
-        """The messages in our form, with their images taken into the store."""
         await self.pending.settle()
         return await self.run_in_pool(self.renderer.read_messages, unwrap_refs(messages))
 

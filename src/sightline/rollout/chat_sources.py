@@ -16,18 +16,18 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sightline.config import InferenceConfig, MediaConfig, ModelConfig, RolloutConfig
+from sightline.config import RunFile
 from sightline.families import load_family, load_renderer
 from sightline.media import ImageIngestor, MediaStore
 from sightline.message import ImageResolver
 from sightline.render import Renderer
 from sightline.rollout.chat import RolloutChat
 from sightline.rollout.client import GenerateClient
-from sightline.rollout.intercept import InterceptionServer
-from sightline.rollout.model_chat import ModelChat
+from sightline.rollout.interception_server import InterceptionServer
+from sightline.rollout.model_chat import AgentEndpoint, ModelChat
 from sightline.rollout.openai_chat import OpenAIChat
 from sightline.rollout.openai_client import OpenAIClient
-from sightline.rollout.put_pool import PendingPuts, PutPool
+from sightline.rollout.put_pool import PUT_THREADS, PendingPuts
 from sightline.rollout.stock_vllm_client import StockVLLMClient
 from sightline.run.stages import Stage
 from sightline.trace import Trace
@@ -47,7 +47,7 @@ class ChatSource(ABC):
     """Takes images of messages in; left out, one that knows data: and media: only."""
 
     def __post_init__(self) -> None:
-        self.put_pool = PutPool(self.store)
+        self._put_pool = ThreadPoolExecutor(PUT_THREADS, thread_name_prefix="put")
         # Not the loop's own executor, which is user code's: what hangs there holds up nobody else.
         self._pool = ThreadPoolExecutor(thread_name_prefix="chat")
         self._resolver = self.resolver or ImageIngestor(self.store)
@@ -71,14 +71,14 @@ class ChatSource(ABC):
         return {}
 
     async def close(self) -> None:
-        self.put_pool.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._put_pool, self._pool):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _shared(self, request: RolloutRequest, trace: Trace, stage: Stage) -> dict[str, Any]:
         return {
             "trace": trace,
             "store": self.store,
-            "pending": PendingPuts(self.put_pool),
+            "pending": PendingPuts(self.store, self._put_pool),
             "rng": random.Random(request.seed),
             "seed": request.seed,
             "temperature": request.temperature,
@@ -160,7 +160,7 @@ class OpenAIChats(ChatSource):
             client=self.client,
             resolver=self._resolver,
             shares_store=self.shares_store,
-            agent_endpoint=self.client,
+            agent_endpoint=AgentEndpoint(self.client.api_key, lambda: self.client.base_url),
         )
 
     async def close(self) -> None:
@@ -168,15 +168,9 @@ class OpenAIChats(ChatSource):
         await super().close()
 
 
-def build_policy_chats(
-    model: ModelConfig,
-    media: MediaConfig,
-    inference: InferenceConfig,
-    rollout: RolloutConfig,
-    servers: Sequence[str],
-    store: MediaStore,
-) -> PolicyChats:
-    """Chats as the sections of a run file describe them, for workers and for `sightline eval`."""
+def build_policy_chats(config: RunFile, servers: Sequence[str], store: MediaStore) -> PolicyChats:
+    """Chats as a run file describes them, for workers and for `sightline eval`."""
+    model, media, inference = config.model, config.media, config.inference
     family = load_family(model.path, **model.overrides())
     resolver = ImageIngestor(store, media.file_roots, media.http_hosts)
     renderer = load_renderer(model.path, store, family, resolver, model.number_images)
@@ -190,8 +184,8 @@ def build_policy_chats(
         )
     return PolicyChats(
         store=store,
-        max_tokens=rollout.max_tokens,
-        max_turns=rollout.max_turns,
+        max_tokens=config.rollout.max_tokens,
+        max_turns=config.rollout.max_turns,
         resolver=resolver,
         renderer=renderer,
         client=client,

@@ -12,7 +12,7 @@ import msgspec
 from sightline.errors import EngineError
 from sightline.rollout.pacer import LoopPacer
 from sightline.run.stages import NO_STAGE, Stage
-from sightline.transport.http_client import UNREACHABLE, RequestCounts, RetryingClient
+from sightline.transport.http_client import RequestCounts, RetryingClient
 from sightline.wire.generate import (
     AdoptRequest,
     ErrorAnswer,
@@ -26,26 +26,22 @@ _errors = msgspec.json.Decoder(ErrorAnswer)
 
 
 @dataclass
-class WireCounts(RequestCounts):
-    """Bytes that crossed the wire to the server, by what they were."""
-
-    reference_bytes: int = 0
-    """Bytes of `sent_bytes` that name images."""
-
-
-@dataclass
 class GenerateClient(RetryingClient):
     """One for each server that a process asks; a generation that is under way has no time limit."""
 
     settings: dict[str, Any] = field(default_factory=dict, kw_only=True)
     """The processor settings of this side, to show beside the server's where they differ."""
-    counts: WireCounts = field(default_factory=WireCounts, kw_only=True)
+    unreachable_fix: str = field(
+        default="look at the log of the inference server (logs/server.log where the run started "
+        "it), and start it again",
+        kw_only=True,
+    )
     pacer: LoopPacer = field(default_factory=LoopPacer, kw_only=True)
     """Shared by the clients of all servers: what they do on the event loop takes turns."""
 
     def for_server(self, base_url: str) -> Self:
         """A client of another server, with counts of its own and this one's pacer."""
-        return replace(self, base_url=base_url, counts=WireCounts())
+        return replace(self, base_url=base_url, counts=RequestCounts())
 
     async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
         """`turn` is the stage that the request is a part of."""
@@ -86,12 +82,4 @@ class GenerateClient(RetryingClient):
             problem += f"; ours: {json.dumps(self.settings, sort_keys=True)}"
         return EngineError(
             problem, body.fix or "see docs/serving.md", kind=body.type, status=status
-        )
-
-    def unreachable_error(self, error: Exception) -> EngineError:
-        return EngineError(
-            f"the inference server at {self.base_url} does not answer: {error}",
-            "look at its log (logs/server.log where the run started it), and start it again",
-            kind=UNREACHABLE,
-            status=503,
         )

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from sightline.errors import (
     EnvironmentFailed,
@@ -21,7 +21,7 @@ from sightline.errors import (
     TurnLimitReached,
 )
 from sightline.media import MediaRef, MediaStore
-from sightline.rollout.put_pool import PendingPuts, unwrap_ref
+from sightline.rollout.put_pool import PendingPuts
 from sightline.run.stages import NO_STAGE, Stage
 from sightline.trace import Trace
 
@@ -33,15 +33,13 @@ TRACE_BYTES_PER_TOKEN = 48
 """Memory of a rollout for each token of its trace, an estimate that bounds rollouts in flight."""
 
 
-class AgentEndpoint(Protocol):
+@dataclass(frozen=True)
+class AgentEndpoint:
     """Where an agent of the environment's own finds the model of one rollout."""
 
-    @property
-    def api_key(self) -> str: ...
-
-    def open_base_url(self) -> str:
-        """The address, which listens from the first call on."""
-        ...
+    api_key: str
+    open_base_url: Callable[[], str]
+    """The address, which listens from the first call on."""
 
 
 @dataclass(kw_only=True)
@@ -119,8 +117,7 @@ class ModelChat(ABC):
         return self.pending.put(image)
 
     def get(self, ref: MediaRef) -> bytes:
-        found: MediaRef = unwrap_ref(ref)
-        return self.store.get(found)
+        return self.store.get(ref)
 
     @property
     def memory_bytes(self) -> int:
@@ -134,12 +131,10 @@ class ModelChat(ABC):
 
     @property
     def base_url(self) -> str:
-        """Where an agent of the environment's own finds the model, as an OpenAI endpoint."""
         return self._get_agent_endpoint().open_base_url()
 
     @property
     def api_key(self) -> str:
-        """Leads a request at `base_url` to this chat."""
         return self._get_agent_endpoint().api_key
 
     def _get_agent_endpoint(self) -> AgentEndpoint:

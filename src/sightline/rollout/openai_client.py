@@ -9,12 +9,11 @@ import msgspec
 
 from sightline.errors import EngineError
 from sightline.render import Tools
-from sightline.transport.http_client import UNREACHABLE, RetryingClient
+from sightline.transport.http_client import RetryingClient
 
 RETRY_STATUSES = (408, 425, 429, 502, 503, 504)
 FIRST_ANSWER_TIMEOUT_S = 10.0
 """An address at which nothing answers for so long at the start is taken for a wrong one."""
-_ADDRESS_FIX = "check the address: it ends in /v1 on most servers"
 
 
 @dataclass
@@ -29,13 +28,11 @@ class OpenAIClient(RetryingClient):
     first_retry_s: float = 0.25
     longest_retry_s: float = 10.0
     retry_statuses: tuple[int, ...] = RETRY_STATUSES
+    unreachable_fix: str = "check the address: it ends in /v1 on most servers"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.headers = {"authorization": f"Bearer {self.api_key}", **self.headers}
-
-    def open_base_url(self) -> str:
-        return self.base_url
 
     async def complete(
         self, messages: list[dict[str, Any]], tools: Tools | None, **sampling: Any
@@ -70,7 +67,7 @@ class OpenAIClient(RetryingClient):
         except msgspec.MsgspecError as error:
             raise EngineError(
                 f"{self.base_url}{path} does not answer as an OpenAI endpoint: {error}",
-                _ADDRESS_FIX,
+                self.unreachable_fix,
                 kind="foreign",
             ) from error
 
@@ -83,12 +80,4 @@ class OpenAIClient(RetryingClient):
             pass
         return EngineError(
             f"the endpoint answered {status}: {text}", "see the endpoint's docs", code, status
-        )
-
-    def unreachable_error(self, error: Exception) -> EngineError:
-        return EngineError(
-            f"nothing answers at {self.base_url}: {error}",
-            _ADDRESS_FIX,
-            kind=UNREACHABLE,
-            status=503,
         )

@@ -15,8 +15,7 @@ from sightline.envs import Environment, Outcome, Task
 from sightline.errors import EngineError, EnvironmentFailed, SightlineError
 from sightline.rollout.chat_sources import ChatSource
 from sightline.rollout.model_chat import ModelChat
-from sightline.rollout.rollout_threads import RolloutThreads
-from sightline.rollout.timeout import CLEANUP_GRACE_S, RolloutTimeout, run_with_timeout
+from sightline.rollout.rollout_threads import RolloutThreads, RolloutTimeout
 from sightline.run.stages import CURRENT_STAGE, NO_STAGE_RECORDER, Stage, StageRecorder
 from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
@@ -45,8 +44,6 @@ class RolloutPlayer:
     chats: ChatSource
     timeout_s: float
     _: KW_ONLY
-    grace_s: float = CLEANUP_GRACE_S
-    """Time for the clean-up of a rollout that is over its time."""
     threads: RolloutThreads = field(default_factory=RolloutThreads)
     stages: StageRecorder = NO_STAGE_RECORDER
     """Where the stages of its rollouts go."""
@@ -116,7 +113,7 @@ class RolloutPlayer:
     async def _run_rollout(self, request: RolloutRequest, chat: ModelChat) -> Outcome:
         async with self.chats.serve_agent(chat):
             work = self._run_user_code(request, chat)
-            result = await run_with_timeout(self.timeout_s, work, self.threads, self.grace_s)
+            result = await self.threads.run_with_timeout(self.timeout_s, work)
         return to_outcome(result, chat.trace.env)
 
     async def _run_user_code(self, request: RolloutRequest, chat: ModelChat) -> Any:

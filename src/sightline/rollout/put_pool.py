@@ -8,17 +8,16 @@ it to the model waits for that first.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
 
-from sightline.envs.protocol import Messages
 from sightline.media import MediaRef, MediaStore
 from sightline.message import ImagePart, Message
 
-MAX_THREADS = 4
+PUT_THREADS = 4
 """The store's work is mostly outside the interpreter's lock; more threads would only contend."""
 
 
@@ -44,7 +43,7 @@ class PendingRef:
         return getattr(self._future.result(), name)
 
     def __eq__(self, other: object) -> bool:
-        return self.ref == unwrap_ref(other)
+        return self.ref == unwrap_refs(other)
 
     def __hash__(self) -> int:
         return hash(self.ref)
@@ -53,44 +52,20 @@ class PendingRef:
         return repr(self.ref) if self._future.done() else "PendingRef()"
 
 
-def is_pending(value: Any) -> bool:
-    return type(value) is PendingRef
-
-
-def unwrap_ref(value: Any) -> Any:
-    """The ref itself, for one that may be pending; anything else as it is."""
-    return value.ref if is_pending(value) else value
-
-
-@dataclass
-class PutPool:
-    """The threads that put; one of these per worker process."""
-
-    store: MediaStore
-    threads: int = MAX_THREADS
-
-    def __post_init__(self) -> None:
-        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="put")
-
-    def start(self, image: Any) -> Future[MediaRef]:
-        return self._pool.submit(self.store.put, image)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
 @dataclass
 class PendingPuts:
     """What one rollout has put and not waited for yet."""
 
-    put_pool: PutPool
+    store: MediaStore
+    pool: Executor
+    """The threads that put, `PUT_THREADS` for the rollouts of a process."""
 
     def __post_init__(self) -> None:
         self._waiting: dict[Future[MediaRef], int] = {}
 
     def put(self, image: Any) -> MediaRef:
-        future = self.put_pool.start(image)
-        self._waiting[future] = image_memory_bytes(image)
+        future = self.pool.submit(self.store.put, image)
+        self._waiting[future] = _image_memory_bytes(image)
         return cast(MediaRef, PendingRef(future))
 
     async def settle(self) -> None:
@@ -111,7 +86,7 @@ class PendingPuts:
         return sum(self._waiting.values())
 
 
-def image_memory_bytes(image: Any) -> int:
+def _image_memory_bytes(image: Any) -> int:
     """Bytes that an image takes in memory while it waits."""
     if isinstance(image, bytes | bytearray | memoryview):
         return len(image)
@@ -119,17 +94,14 @@ def image_memory_bytes(image: Any) -> int:
     return 3 * size[0] * size[1] if isinstance(size, tuple) and len(size) == 2 else 0
 
 
-def unwrap_refs(messages: Messages) -> Messages:
-    """The messages with true refs in the places of pending ones, which have all arrived."""
-    found: Messages = _unwrap(messages)
-    return found
-
-
-def _unwrap(value: Any) -> Any:
+def unwrap_refs(value: Any) -> Any:
+    """Messages with true refs in the places of pending ones, which have all arrived."""
     if isinstance(value, dict):
-        return {key: _unwrap(inner) for key, inner in value.items()}
+        return {key: unwrap_refs(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_unwrap(inner) for inner in value]
-    if isinstance(value, Message) and any(map(is_pending, value.images)):
-        return msgspec.structs.replace(value, content=tuple(map(_unwrap, value.content)))
-    return ImagePart(unwrap_ref(value.ref)) if isinstance(value, ImagePart) else unwrap_ref(value)
+        return [unwrap_refs(inner) for inner in value]
+    if isinstance(value, Message) and any(unwrap_refs(ref) is not ref for ref in value.images):
+        return msgspec.structs.replace(value, content=tuple(map(unwrap_refs, value.content)))
+    if isinstance(value, ImagePart):
+        return ImagePart(unwrap_refs(value.ref))
+    return value.ref if type(value) is PendingRef else value

@@ -36,26 +36,6 @@ from sightline.wire.control import (
 MEMORY_REPORT_EVERY_S = 0.5
 
 
-def build_player(
-    config: RunFile,
-    media_root: Path,
-    servers: Sequence[str],
-    stages: StageRecorder = NO_STAGE_RECORDER,
-) -> RolloutPlayer:
-    """The player of a worker process, as a run file describes it."""
-    chats = build_policy_chats(
-        config.model,
-        config.media,
-        config.inference,
-        config.rollout,
-        servers,
-        MediaStore(media_root),
-    )
-    return RolloutPlayer(
-        build_environment(config.env), chats, config.rollout.timeout_s, stages=stages
-    )
-
-
 def tune_interpreter() -> None:
     """Called when everything is loaded, so that the event loop waits for little else."""
     # Threads that work in Python give way to it ten times sooner than they would.
@@ -83,7 +63,9 @@ async def main(
     stages: StageRecorder = NO_STAGE_RECORDER,
 ) -> None:
     """`after` says how the worker of the same name ended that this one replaces."""
-    player = build_player(config, media_root, context.servers, stages)
+    chats = build_policy_chats(config, context.servers, MediaStore(media_root))
+    env = build_environment(config.env)
+    player = RolloutPlayer(env, chats, config.rollout.timeout_s, stages=stages)
     tune_interpreter()
     running: dict[str, asyncio.Task[None]] = {}
     heartbeat = Heartbeat(context.heartbeat_file, player.threads.stuck_s)

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 
 from sightline.config import DataConfig, MediaConfig
 from sightline.envs import Environment
-from sightline.envs.cell_images import put_cell_images
 from sightline.envs.protocol import Tools
-from sightline.envs.task_files import open_tasks
+from sightline.envs.task_files import open_tasks, put_cell_images
 from sightline.errors import MediaError, MessageError
 from sightline.media import ImageIngestor, MediaRef, MediaStore
 from sightline.message import IMAGE_KINDS, ImageResolver, Message, get_image_source, to_messages

@@ -32,6 +32,8 @@ class RequestCounts:
     requests: int = 0
     retries: int = 0
     sent_bytes: int = 0
+    reference_bytes: int = 0
+    """Bytes of `sent_bytes` that name images, where the client knows them."""
     received_bytes: int = 0
 
 
@@ -53,6 +55,8 @@ class RetryingClient:
     """Statuses after which the same request may be answered."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Headers of every request."""
+    unreachable_fix: str = "check the address, and that the server runs"
+    """What to do where nothing answers."""
     counts: RequestCounts = field(default_factory=RequestCounts)
 
     def __post_init__(self) -> None:
@@ -66,15 +70,6 @@ class RetryingClient:
             "look at the server's log",
             kind="foreign",
             status=status,
-        )
-
-    def unreachable_error(self, error: Exception) -> EngineError:
-        """What is said where nothing answers."""
-        return EngineError(
-            f"the server at {self.base_url} does not answer: {type(error).__name__} {error}",
-            "check the address, and that the server runs",
-            kind=UNREACHABLE,
-            status=503,
         )
 
     async def request(
@@ -154,4 +149,5 @@ class RetryingClient:
                 after = answer.headers.get("retry-after", "")
                 return self.read_error(answer.status, data), float(after) if after.isdigit() else 0
         except (aiohttp.ClientError, TimeoutError) as error:
-            return self.unreachable_error(error), 0.0
+            problem = f"{self.base_url} does not answer: {type(error).__name__} {error}"
+            return EngineError(problem, self.unreachable_fix, kind=UNREACHABLE, status=503), 0.0

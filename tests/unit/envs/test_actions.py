@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sightline.envs.action_formats import ActionField, TextActions, ToolActions
+from sightline.envs.actions import ActionField, TextActions, ToolActions
 from sightline.message import Message, ToolCall, assistant
 
 FIELDS = (ActionField("x", num_values=160), ActionField("y", num_values=128))

@@ -99,7 +99,7 @@ def test_a_step_that_hangs_does_not_hold_up_a_rollout_that_is_cancelled(
 
     async def main() -> None:
         async with playing(made.env, load_renderer(tiny_model, store), store) as player:
-            player.timeout_s = player.grace_s = 600.0
+            player.timeout_s = player.threads.grace_s = 600.0
             playing_it = asyncio.create_task(
                 player.play(RolloutRequest("r", "g", 0, "train", 7, 1.0))
             )

@@ -31,8 +31,9 @@ def test_tasks_come_by_weight_and_always_from_the_same_one() -> None:
     assert 0.72 < share["color_codeword"] / 4000 < 0.78
     assert [env.choose_environment(i, "train") for i in range(4000)] == drawn
     for index in range(20):
-        squares = 2 if env.choose_environment(index, "eval").name == "color_codeword" else 4
-        assert len(env.task(index, "eval").data) == 3 * squares
+        member = env.choose_environment(index, "eval")
+        squares = 2 if member.name == "color_codeword" else 4
+        assert len(member.task(index, "eval").data) == 3 * squares
 
 
 def test_a_mix_survives_the_round_trip(tmp_path: Any) -> None:

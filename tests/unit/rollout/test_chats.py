@@ -48,7 +48,8 @@ class Trial:
         async def main() -> Trace:
             async with playing(env or Plays(rollout), self.renderer, self.store) as player:
                 for name, value in limits.items():
-                    setattr(player if hasattr(player, name) else player.chats, name, value)
+                    parts = (player, player.threads, player.chats)
+                    setattr(next(part for part in parts if hasattr(part, name)), name, value)
                 self.player: RolloutPlayer = player
                 played = await player.play(RolloutRequest("r", "g", 0, "train", 7, 1.0))
                 return played.trace

@@ -19,8 +19,7 @@ from sightline.envs import Chat
 from sightline.errors import MediaError, MessageError
 from sightline.families import load_renderer
 from sightline.media import ImageIngestor, MediaStore
-from sightline.rollout.openai_api.images import resolve_images
-from sightline.rollout.openai_api.request import read_chat_request
+from sightline.rollout.openai_api.request import read_chat_request, resolve_images
 from sightline.trace import Trace, encode_trace
 from sightline.trace import decode_trace as decode_trace
 

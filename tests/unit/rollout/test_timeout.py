@@ -113,7 +113,7 @@ def test_a_clean_up_that_does_not_end_costs_the_rollout_and_is_counted(
                     raise
 
         async with playing(Plays(rollout), load_renderer(tiny_model, store), store) as player:
-            player.timeout_s = player.grace_s = 0.05
+            player.timeout_s = player.threads.grace_s = 0.05
             played = await asyncio.wait_for(
                 player.play(RolloutRequest("r", "g", 0, "train", 7, 1.0)), 60
             )

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from sightline.envs.openai_messages import to_openai_message
 from sightline.message import AssistantMessage
 
 CHUNK_CHARS = 48
@@ -40,15 +41,8 @@ class ChatChoice:
         return "tool_calls" if self.message.tool_calls else "stop"
 
     @property
-    def calls(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "id": call.id or name,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call, name in zip(self.message.tool_calls, self.call_ids, strict=True)
-        ]
+    def body(self) -> dict[str, Any]:
+        return to_openai_message(self.message, lambda ref: ref.url, self.call_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +85,9 @@ def completion_body(answer: ChatCompletion) -> dict[str, Any]:
 
 
 def _choice_body(index: int, choice: ChatChoice) -> dict[str, Any]:
-    message: dict[str, Any] = {
-        "role": "assistant",
-        # Null beside calls is the dialect's own way; elsewhere programs expect text.
-        "content": choice.message.text or (None if choice.message.tool_calls else ""),
-        "refusal": None,
-    }
-    if choice.message.reasoning is not None:
-        message["reasoning_content"] = choice.message.reasoning
-    if choice.message.tool_calls:
-        message["tool_calls"] = choice.calls
     return {
         "index": index,
-        "message": message,
+        "message": {**choice.body, "refusal": None},
         "finish_reason": choice.finish_reason,
         "logprobs": _logprobs_body(choice),
         **_token_ids_body(choice),
@@ -147,7 +131,7 @@ def _deltas(choice: ChatChoice) -> Iterator[dict[str, Any]]:
         yield {"reasoning_content": piece}
     for piece in _split_text(message.text):
         yield {"content": piece}
-    for k, call in enumerate(choice.calls):
+    for k, call in enumerate(choice.body.get("tool_calls", ())):
         arguments = call["function"].pop("arguments")
         call["function"]["arguments"] = ""
         yield {"tool_calls": [{"index": k, **call}]}

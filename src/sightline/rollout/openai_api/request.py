@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from sightline.errors import MessageError
+from sightline.media import MediaRef
+from sightline.message import IMAGE_KINDS, get_image_source
 from sightline.render.protocol import Tools
 
 SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
@@ -24,6 +26,10 @@ _COMMON_FIELDS = frozenset({
     "model", "messages", "tools", "max_tokens", "max_completion_tokens", "stream",
     "stream_options",
 })  # fmt: skip
+
+
+ResolveUrl = Callable[[str, str], MediaRef]
+"""The ref of a url, and the JSON path that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,3 +175,36 @@ def _read_flag(value: Any, name: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise MessageError.at(name, "not a boolean", "pass true or false")
     return bool(value)
+
+
+def resolve_images(messages: list[Any], take: ResolveUrl) -> list[Any]:
+    """The messages with a ref in place of every url of an image.
+
+    What is not of the shape of an image part is left as it is: the parser refuses it with its path.
+    """
+    return [_resolve_message(message, take, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _resolve_message(message: Any, take: ResolveUrl, path: str) -> Any:
+    if not isinstance(message, dict):
+        return message
+    content = message.get("content")
+    if isinstance(content, list) and any(map(_is_image, content)):
+        message = {
+            **message,
+            "content": [
+                _resolve_part(part, take, f"{path}.content[{k}]") if _is_image(part) else part
+                for k, part in enumerate(content)
+            ],
+        }
+    # The newer name of the role; templates know the older one.
+    return {**message, "role": "system"} if message.get("role") == "developer" else message
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in IMAGE_KINDS
+
+
+def _resolve_part(part: dict[str, Any], take: ResolveUrl, path: str) -> dict[str, Any]:
+    image, where = get_image_source(part, path)
+    return {"type": "image", "ref": image if isinstance(image, MediaRef) else take(image, where)}

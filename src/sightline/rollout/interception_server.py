@@ -1,4 +1,6 @@
-"""One port a worker process, one key a rollout; each request becomes a turn of its trace.
+"""The interception server: any program with an OpenAI SDK talks to the model that is trained.
+
+One port a worker process, one key a rollout; each request becomes a turn of its trace.
 
     agent --POST /v1/chat/completions--> images into the store --> messages
           <--answer or typed error-- commit <-- generate <-- the trace's next turn
@@ -18,7 +20,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +32,7 @@ from sightline.errors import EngineError, EnvironmentFailed, SightlineError
 from sightline.media import MediaRef, UrlRefCache
 from sightline.message import ImageResolver, Message
 from sightline.rollout.chat import CompletedTurn, RolloutChat
-from sightline.rollout.intercept.body import RequestBody
+from sightline.rollout.model_chat import AgentEndpoint
 from sightline.rollout.openai_api.completion import (
     ChatChoice,
     ChatCompletion,
@@ -43,8 +45,7 @@ from sightline.rollout.openai_api.error_response import (
     UNKNOWN_KEY,
     OpenAIErrorResponse,
 )
-from sightline.rollout.openai_api.images import resolve_images
-from sightline.rollout.openai_api.request import ChatRequest, read_chat_request
+from sightline.rollout.openai_api.request import ChatRequest, read_chat_request, resolve_images
 from sightline.trace.history_match import make_call_id
 
 MAX_BODY_BYTES = 1 << 28
@@ -63,8 +64,6 @@ class _AgentSession:
     """A rollout in play, and the requests of its agent that are under way."""
 
     chat: RolloutChat
-    api_key: str
-    open_base_url: Callable[[], str]
     urls: UrlRefCache
     """Images that its agent has shown: a history comes with every request."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -79,13 +78,52 @@ class AgentCounts:
     agent_received_bytes: int = 0
 
 
+class _RequestBody:
+    """The bytes of one request, from its first chunk until they are parsed.
+
+    A history of screenshots in base64 is far larger than anything else that a rollout holds, and an
+    answer may take minutes. So nothing else keeps it, and its bytes count while it is here.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        """Bytes received; they count on once taken, as what they are parsed into is as large."""
+        self._parts: list[bytes] = []
+
+    async def receive(self, http: web.Request, max_bytes: int) -> None:
+        """Raises EngineError, before it reads on, when the body has more than `max_bytes` bytes."""
+        if (http.content_length or 0) > max_bytes:
+            raise _too_large_error(max_bytes)
+        # Not http.read(): the request would keep what it returns until it is answered, and the
+        # event loop would put it together.
+        async for part, _ in http.content.iter_chunks():
+            self._parts.append(part)
+            self.num_bytes += len(part)
+            if self.num_bytes > max_bytes:
+                raise _too_large_error(max_bytes)
+
+    def take(self) -> bytes:
+        """The bytes, which are the caller's from here on."""
+        parts, self._parts = self._parts, []
+        return b"".join(parts)
+
+
+def _too_large_error(max_bytes: int) -> EngineError:
+    return EngineError(
+        f"the body has more than the {max_bytes} bytes that this server reads",
+        "send fewer or smaller images: a window of the history, or media: urls of stored ones",
+        kind="request_too_large",
+        status=413,
+    )
+
+
 class InterceptionServer:
     """Listens from the first `open_base_url` on. `resolver` takes the images of requests in."""
 
     def __init__(self, resolver: ImageResolver) -> None:
         self.max_body_bytes = MAX_BODY_BYTES
         self._resolver = resolver
-        self._bodies: set[RequestBody] = set()
+        self._bodies: set[_RequestBody] = set()
         self.counts = AgentCounts()
         """Requests and bytes since the start, of all rollouts."""
         self._sessions: dict[str, _AgentSession] = {}
@@ -117,18 +155,14 @@ class InterceptionServer:
     async def serve_rollout(self, chat: RolloutChat) -> AsyncIterator[None]:
         """Requests with `chat.api_key` reach `chat` while this lasts, and none afterwards."""
         self._loop = asyncio.get_running_loop()
-        session = _AgentSession(
-            chat,
-            f"sk-{secrets.token_urlsafe(24)}",
-            self.open_base_url,
-            UrlRefCache(self._resolver.resolve, chat.store),
-        )
-        self._sessions[session.api_key] = session
-        chat.agent_endpoint = session
+        session = _AgentSession(chat, UrlRefCache(self._resolver.resolve, chat.store))
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        self._sessions[key] = session
+        chat.agent_endpoint = AgentEndpoint(key, self.open_base_url)
         try:
             yield
         finally:
-            del self._sessions[session.api_key]
+            del self._sessions[key]
             if session.requests:
                 for request in session.requests:
                     request.cancel()
@@ -165,7 +199,7 @@ class InterceptionServer:
         if self._find_session(http) is None:
             return _error_response(UNKNOWN_KEY)
         model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "sightline"}
-        return _json_response({"object": "list", "data": [model]})
+        return web.json_response({"object": "list", "data": [model]})
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         session = self._find_session(http)
@@ -178,9 +212,9 @@ class InterceptionServer:
         name = f"chatcmpl-{session.chat.trace.id}-{turn.node.id}"
         answer = _build_completion(turn, name, request.model or MODEL_NAME)
         if not request.stream:
-            response = _json_response(completion_body(answer))
-            self.counts.agent_received_bytes += len(response.body)  # type: ignore[arg-type]
-            return response
+            body = msgspec.json.encode(completion_body(answer))
+            self.counts.agent_received_bytes += len(body)
+            return web.json_response(body=body)
         stream = web.StreamResponse(
             headers={"content-type": "text/event-stream", "cache-control": "no-cache"}
         )
@@ -200,7 +234,7 @@ class InterceptionServer:
     # -- the work
 
     async def _receive_request(self, session: _AgentSession, http: web.Request) -> _Reply:
-        body = RequestBody()
+        body = _RequestBody()
         self._bodies.add(body)
         try:
             await body.receive(http, self.max_body_bytes)
@@ -213,7 +247,7 @@ class InterceptionServer:
         finally:
             self._bodies.discard(body)
 
-    async def _answer_request(self, session: _AgentSession, body: RequestBody) -> _Reply:
+    async def _answer_request(self, session: _AgentSession, body: _RequestBody) -> _Reply:
         """Answers a request; whatever goes wrong is answered too, and kept on the trace."""
         chat = session.chat
         try:
@@ -241,7 +275,7 @@ class InterceptionServer:
             return OpenAIErrorResponse(500, type(error).__name__, f"{error}")
 
     def _read_request(
-        self, session: _AgentSession, body: RequestBody
+        self, session: _AgentSession, body: _RequestBody
     ) -> tuple[ChatRequest, list[Message]]:
         """In a thread: base64 is decoded, images are written, and the body is let go."""
         request = read_chat_request(body.take())
@@ -286,16 +320,7 @@ def _build_completion(turn: CompletedTurn, name: str, model: str) -> ChatComplet
     )
 
 
-def _json_response(
-    body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None
-) -> web.Response:
-    return web.Response(
-        body=msgspec.json.encode(body),
-        status=status,
-        headers=headers,
-        content_type="application/json",
-    )
-
-
 def _error_response(error: OpenAIErrorResponse) -> web.Response:
-    return _json_response(error.body, error.status, error.headers)
+    return web.json_response(
+        body=msgspec.json.encode(error.body), status=error.status, headers=error.headers
+    )
