@@ -128,20 +128,10 @@ class TextOnlyFamily:
         self.settings: dict[str, Any] = {"family": name, "shows_images": False}
         self.fingerprint = compute_fingerprint(self.settings)
 
-    def layout(self, width: int, height: int) -> ImageLayout:
-        _refuse_images()
+    def _refuse_images(self, *_: object) -> NoReturn:
+        raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
 
-    def item(self, ref: MediaRef) -> MediaItem:
-        _refuse_images()
-
-    def check_item(self, item: MediaItem) -> None:
-        _refuse_images()
-
-    def num_tokens(self, item: MediaItem) -> int:
-        _refuse_images()
-
-    def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
-        _refuse_images()
+    layout = item = check_item = num_tokens = patches = _refuse_images
 
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
@@ -149,10 +139,6 @@ class TextOnlyFamily:
         if slots:
             raise Misaligned("slots of a text-only checkpoint", "render with its own renderer")
         return compute_text_positions(num_tokens, start)
-
-
-def _refuse_images() -> NoReturn:
-    raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
 
 
 def compute_text_positions(num_tokens: int, start: int) -> tuple[np.ndarray, int]:

@@ -1,4 +1,4 @@
-"""Sizes to grids, and images to patches.
+"""Sizes to grids, images to patches, and the three positions a token of MRoPE.
 
 The arithmetic is that of transformers' Pillow image processor, and the float rows are
 bit-identical to its `pixel_values`. torchvision takes no part, installed or not.
@@ -19,9 +19,8 @@ from sightline.families.checkpoint_files import read_json
 from sightline.families.patchify import patchify
 from sightline.families.processor_settings import check_vision_config
 from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing
-from sightline.families.qwen_vl.positions import NUM_AXES, compute_mrope_positions
 from sightline.families.qwen_vl.settings import ProcessorSettings, read_processor_settings
-from sightline.families.vision_family import VisionFamily, fit_image
+from sightline.families.vision_family import VisionFamily, check_slots_fit, fit_image
 from sightline.wire import Slot
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ MAX_ASPECT = 200
 
 class QwenVLFamily(VisionFamily[ProcessorSettings]):
     name = "qwen_vl"
-    num_axes = NUM_AXES
+    num_axes = 3
 
     @classmethod
     def load(cls, path: Path, overrides: dict[str, int]) -> QwenVLFamily:
@@ -83,6 +82,34 @@ class QwenVLFamily(VisionFamily[ProcessorSettings]):
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
     ) -> tuple[np.ndarray, int]:
         return compute_mrope_positions(num_tokens, slots, self.merge, start)
+
+
+def compute_mrope_positions(
+    num_tokens: int, slots: Sequence[Slot], merge: int, start: int = 0
+) -> tuple[np.ndarray, int]:
+    """int32 (3, num_tokens) from `start` on, and the position of the token that comes next.
+
+    Text advances time, height and width by one. An image begins where the text left off on all
+    three, its tokens take their place in the merged grid, and the text goes on behind the longer
+    side of that grid.
+    """
+    check_slots_fit(slots, merge, num_tokens)
+    placed = np.empty((3, num_tokens), dtype=np.int32)
+    done, position = 0, start
+    for slot in slots:
+        t, rows, columns = slot.item.grid
+        h, w = rows // merge, columns // merge
+        text = slot.offset - done
+        placed[:, done : slot.offset] = np.arange(position, position + text, dtype=np.int32)
+        position += text
+        done = slot.offset + slot.length
+        place = placed[:, slot.offset : done]
+        place[:] = np.indices((t, h, w), dtype=np.int32).reshape(3, -1)
+        place += position
+        position += max(h, w)
+    text = num_tokens - done
+    placed[:, done:] = np.arange(position, position + text, dtype=np.int32)
+    return placed, position + text
 
 
 def _find_packing(text_config: dict[str, Any]) -> Packing:
