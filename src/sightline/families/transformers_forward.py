@@ -36,7 +36,7 @@ class TextForward:
     def __init__(self, model: nn.Module, text: Any) -> None:
         self.model = model
         self._text = text
-        self._head: nn.Module = model.lm_head
+        self._head: Any = model.lm_head
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return []
