@@ -10,6 +10,7 @@ chat format has no place for is refused with its path, never dropped.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -348,6 +349,14 @@ def list_image_paths(message: Message | dict[str, Any], path: str) -> list[str]:
         if isinstance(part, (ImagePart, MediaRef))
         or (isinstance(part, dict) and part.get("type") in IMAGE_KINDS)
     ]
+
+
+def encode_tool(tool: Any, path: str) -> str:
+    """A tool as JSON; `path` is for errors."""
+    try:
+        return json.dumps(tool, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise MessageError.at(path, f"not JSON: {error}", "pass plain dicts") from None
 
 
 def emit_ids(emitter: Emitter, ids: Sequence[int]) -> None:

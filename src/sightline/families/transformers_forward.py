@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,16 +18,7 @@ from torch import Tensor, nn
 
 from sightline.errors import FamilyError
 from sightline.families.device_copy import copy_to_device
-
-
-class PixelFamily(Protocol):
-    """What a vision tower asks of the family."""
-
-    patch: int
-    merge: int
-
-    @property
-    def table(self) -> np.ndarray: ...
+from sightline.families.vision_family import PixelFamily
 
 
 class TextForward:
@@ -93,7 +84,7 @@ class TextForward:
 class VisionForward(TextForward):
     """A model with a vision tower. A family says what the tower takes and what it gives."""
 
-    def __init__(self, model: nn.Module, family: PixelFamily, text: Any, tower: Any) -> None:
+    def __init__(self, model: nn.Module, family: PixelFamily[Any], text: Any, tower: Any) -> None:
         super().__init__(model, text)
         self._family = family
         self._tower = tower

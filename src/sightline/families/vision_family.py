@@ -9,7 +9,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import numpy as np
@@ -112,6 +112,30 @@ class VisionFamily(ABC, Generic[Settings]):
         """One axis: a visual token counts as a token of text does."""
         check_slots_fit(slots, self.merge, num_tokens)
         return compute_text_positions(num_tokens, start)
+
+
+class PixelFamily(VisionFamily[Settings]):
+    """A family whose vision tower takes normalized values of red, green and blue."""
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """float32 (256, 3): what a uint8 value of a channel becomes in a row."""
+        table = self.compute_table()
+        table.setflags(write=False)
+        return table
+
+    @abstractmethod
+    def compute_table(self) -> np.ndarray:
+        """The `table`, rounded as transformers rounds."""
+
+    @abstractmethod
+    def shape_rows(self, values: np.ndarray) -> np.ndarray:
+        """What the tower takes of (patches, 3, patch*patch) values, normalized or not."""
+
+    def rows(self, patches: np.ndarray) -> np.ndarray:
+        """float32 rows of uint8 patches."""
+        by_channel = patches.reshape(len(patches), 3, -1)
+        return self.shape_rows(self.table[by_channel, np.arange(3)[None, :, None]])
 
 
 class TextOnlyFamily:
