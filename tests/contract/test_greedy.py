@@ -12,7 +12,7 @@ from serving import Client, live
 
 from sightline.compute.model import load_model
 from sightline.families import load_family, load_renderer, registry
-from sightline.families.qwen_vl.tiny_config import TEMPLATES
+from sightline.families.qwen_vl.tiny import TEMPLATES
 from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.message import user

@@ -12,9 +12,9 @@ from PIL import Image
 
 from sightline.errors import MessageError
 from sightline.families import load_renderer
+from sightline.families.renderer import list_image_paths
 from sightline.media import ImageIngestor, MediaRef, MediaStore
 from sightline.message import ImagePart, Message, TextPart, ToolCall, to_message, to_messages
-from sightline.render.message_fields import list_image_paths
 from sightline.rollout.openai_api.request import resolve_images
 
 UNKNOWN_KINDS: list[Any] = [

@@ -29,32 +29,26 @@ def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
     known = _ID.fullmatch(str(model))
     if path.exists() or known is None:
         return path
-    name, revision = known[1], known[2]
+    import huggingface_hub
+
+    files = [*CONFIG_FILES, *(WEIGHT_FILES if with_weights else ())]
     for is_local in (True, False):
         try:
-            found = _download_snapshot(name, revision, with_weights, is_local)
+            found = Path(
+                huggingface_hub.snapshot_download(
+                    known[1], revision=known[2], allow_patterns=files, local_files_only=is_local
+                )
+            )
         except (OSError, ValueError) as error:
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
             continue
         if not (missing := _list_missing(found, with_weights)):
             return found
         problem = f"{found} lacks {', '.join(missing)}"
-    files = (*CONFIG_FILES, *WEIGHT_FILES) if with_weights else CONFIG_FILES
     raise FamilyError(
         f"{str(model)!r} is no folder, and as a model of the hub it cannot be fetched: {problem}",
         "make one with `sightline model tiny DIR`, name a folder, or put the files of the model "
         f"into the cache: {', '.join(files)}",
-    )
-
-
-def _download_snapshot(name: str, revision: str | None, with_weights: bool, is_local: bool) -> Path:
-    import huggingface_hub
-
-    patterns = [*CONFIG_FILES, *(WEIGHT_FILES if with_weights else ())]
-    return Path(
-        huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=patterns, local_files_only=is_local
-        )
     )
 
 

@@ -18,7 +18,9 @@ from sightline.wire import MediaItem, Slot
 
 if TYPE_CHECKING:
     import torch
+    from jaxtyping import Float, Int, UInt8
     from PIL import Image
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,36 +105,38 @@ class Forward(Protocol):
         """Decoder layers and vision blocks: each is sharded, and gathered, as a whole."""
         ...
 
-    def blank_image(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
-        """uint8 patches and grid of the smallest image; None where there is no vision tower."""
+    def blank_image(
+        self,
+    ) -> tuple[UInt8[Tensor, "patches values"], tuple[int, int, int]] | None:
+        """The patches and the grid of the smallest image; None where there is no vision tower."""
         ...
 
-    def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
-        """Features (visual tokens, F) of images whose uint8 patches are stacked in order.
+    def encode(
+        self, patches: UInt8[Tensor, "patches values"], grids: list[tuple[int, int, int]]
+    ) -> Float[Tensor, "visual_tokens features"]:
+        """The features of images whose patches are stacked in order.
 
-        F may hold several layers' features side by side; `hidden` takes them apart again.
+        They may be those of several layers side by side; `hidden` takes them apart again.
         """
         ...
 
     def hidden(
         self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        features: torch.Tensor | None,
-        feature_indices: torch.Tensor | None,
+        token_ids: Int[Tensor, "rows length"],
+        positions: Int[Tensor, "axes rows length"],
+        features: Float[Tensor, "visual_tokens features"] | None,
+        feature_indices: Int[Tensor, " visual_tokens"] | None,
         attention: Any,
-    ) -> torch.Tensor:
-        """Last hidden states (B, T, H) of token_ids (B, T) with positions (A, B, T).
+    ) -> Float[Tensor, "rows length hidden"]:
+        """The last hidden states. `features` replace the embeddings at `feature_indices`, which
+        count the tokens of all rows.
 
-        `features` (N, F) replace the embeddings at `feature_indices` (N,), indices into the
-        flattened B*T tokens. `attention` attends, by its `attend`, and has
-        the `state` that recurrent layers carry along a row, or None.
+        `attention` attends, by its `attend`, and has the `state` that recurrent layers carry along
+        a row, or None.
         """
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(N, vocabulary) of (N, H)."""
-        ...
+    def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ chat format has no place for is refused with its path, never dropped.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from typing import Any, ClassVar
 from sightline.errors import FamilyError, MediaRefused, MessageError
 from sightline.families.checkpoint_files import read_json
 from sightline.families.protocol import Family
+from sightline.media import MediaRef
 from sightline.message import (
+    IMAGE_KINDS,
     ROLES,
     AssistantMessage,
     ImagePart,
@@ -27,12 +30,12 @@ from sightline.message import (
     Message,
     Part,
     ToolCall,
+    check_message_list,
     text,
     to_message,
 )
 from sightline.render import Bridged, Emitter, Refused, Rendered, Tokenizer
-from sightline.render.bridge import HISTORY_REWRITTEN, STOP_IN_REASONING, find_bridge_refusal
-from sightline.render.message_fields import check_message_list, get_field, list_image_paths
+from sightline.render.bridge import find_bridge_refusal
 from sightline.render.protocol import Messages, Tools
 from sightline.wire import MediaItem
 
@@ -157,10 +160,10 @@ class BaseRenderer(ABC):
         stopped = len(completion_ids) > 0 and completion_ids[-1] in self.stop_token_ids
         ids = [int(token) for token in completion_ids[: -1 if stopped else None]]
         if stopped and self.is_reasoning_open(ids):
-            return Refused(STOP_IN_REASONING)
+            return Refused("stop_in_reasoning")
         read = [self._read(m, f"new_messages[{i}]") for i, m in enumerate(new_messages)]
         if self.rewrites_history(prompt_ids, ids, read):
-            return Refused(HISTORY_REWRITTEN)
+            return Refused("history_rewritten")
         start = len(prompt_ids) + len(completion_ids)
         emitter = Emitter(self._tokenizer, start)
         if not stopped and self.is_reasoning_open(ids):
@@ -329,6 +332,31 @@ def read_vocab_size(path: Path, tokenizer: Tokenizer) -> int:
             "use the tokenizer that belongs to the checkpoint",
         )
     return vocab_size
+
+
+def get_field(message: Message | dict[str, Any], name: str) -> Any:
+    return message.get(name) if isinstance(message, dict) else getattr(message, name, None)
+
+
+def list_image_paths(message: Message | dict[str, Any], path: str) -> list[str]:
+    """Where the images of a message stand, as its author counts: joined texts shift nothing."""
+    content = get_field(message, "content")
+    if not isinstance(content, (list, tuple)):
+        return []
+    return [
+        f"{path}.content[{i}]"
+        for i, part in enumerate(content)
+        if isinstance(part, (ImagePart, MediaRef))
+        or (isinstance(part, dict) and part.get("type") in IMAGE_KINDS)
+    ]
+
+
+def encode_tool(tool: Any, path: str) -> str:
+    """A tool as JSON; `path` is for errors."""
+    try:
+        return json.dumps(tool, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise MessageError.at(path, f"not JSON: {error}", "pass plain dicts") from None
 
 
 def emit_ids(emitter: Emitter, ids: Sequence[int]) -> None:

@@ -1,18 +1,21 @@
 """Small checkpoints with random weights: what the families that write them share.
 
-Tokenizers are byte-level with a handful of merges: they need no training corpus and are the same
-everywhere.
+A family's folder has `tiny.toml`, the numbers of its architecture, and `tiny.json.jinja`, which
+makes its JSON files of them. Tokenizers are byte-level with a handful of merges: they need no
+training corpus and are the same everywhere.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, cast
 
+import jinja2
 import torch
 from safetensors.torch import save
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -20,6 +23,7 @@ from tokenizers.models import BPE
 from transformers import GenerationConfig
 
 from sightline.errors import FamilyError
+from sightline.families.checkpoint_files import write_json
 
 MAX_TOKENS = 32768
 
@@ -32,35 +36,63 @@ ROLE_MERGES = (
 )  # fmt: skip
 
 
-class TinySettings(Protocol):
-    """A dataclass of the numbers of an architecture."""
-
-    def check(self) -> None:
-        """Raises FamilyError for numbers that no model can have."""
-        ...
-
-
-Settings = TypeVar("Settings", bound=TinySettings)
-
-
-def read_options(kind: type[Settings], options: Mapping[str, Any]) -> Settings:
-    """The settings of a checkpoint from options of the command line, checked."""
-    known = {field.name for field in dataclasses.fields(cast(Any, kind))}
-    for key in options.keys() - known:
-        raise FamilyError(f"no option {key!r}", f"use one of {', '.join(sorted(known))}")
-    settings = kind(**options)
-    settings.check()
-    return settings
+def read_tiny_settings(family: Path, size: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of an architecture of this size; `options` win."""
+    sizes = tomllib.loads((family / "tiny.toml").read_text())
+    if size not in sizes:
+        raise FamilyError(f"no size {size!r}", f"use one of {', '.join(sizes)}")
+    for key in options.keys() - sizes["tiny"].keys():
+        raise FamilyError(f"no option {key!r}", f"use one of {', '.join(sorted(sizes['tiny']))}")
+    return {**sizes["tiny"], **sizes[size], **options}
 
 
-def write_files(path: Path, write: Callable[[Path], None]) -> None:
-    """Moves what `write` puts into a folder to `path`: files appear whole, config.json last."""
+def build_tiny_files(
+    family: Path, settings: Mapping[str, Any], tokenizer: Tokenizer
+) -> dict[str, dict[str, Any]]:
+    """The JSON files of a checkpoint, by their names."""
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+    added = tokenizer.get_added_tokens_decoder()
+    flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    text = environment.from_string((family / "tiny.json.jinja").read_text()).render(
+        settings,
+        max_tokens=MAX_TOKENS,
+        token_id=tokenizer.token_to_id,
+        vocab_size=tokenizer.get_vocab_size(with_added_tokens=True),
+        special_tokens=[token.content for token in added.values() if token.special],
+        added_tokens={
+            str(i): {"content": token.content, **flags, "special": token.special}
+            for i, token in added.items()
+        },
+    )
+    return cast(dict[str, dict[str, Any]], json.loads(text))
+
+
+def write_checkpoint(
+    path: Path,
+    files: Mapping[str, dict[str, Any]],
+    tokenizer: Tokenizer,
+    chat_template: str,
+    model: Any,
+    weights: Mapping[str, torch.Tensor],
+) -> None:
+    """Writes the checkpoint into folder `path`: files appear whole, config.json last.
+
+    Not by `save_pretrained`: it draws a progress bar and makes a file that only its owner can read.
+    """
     path.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path, prefix=".tiny-") as folder:
-        write(Path(folder))
-        names = sorted(os.listdir(folder), key=lambda name: (name == "config.json", name))
-        for name in names:
-            os.replace(Path(folder) / name, path / name)
+    with tempfile.TemporaryDirectory(dir=path, prefix=".tiny-") as name:
+        folder = Path(name)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "chat_template.jinja").write_text(chat_template)
+        for file in files.keys() - {"config.json", "generation_config.json"}:
+            write_json(folder / file, files[file])
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        (folder / "model.safetensors").write_bytes(save(dict(weights), {"format": "pt"}))
+        sampling = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        GenerationConfig(**sampling, **files["generation_config.json"]).save_pretrained(folder)
+        for file in sorted(os.listdir(folder), key=lambda file: (file == "config.json", file)):
+            os.replace(folder / file, path / file)
 
 
 def build_bpe_tokenizer(
@@ -84,43 +116,3 @@ def build_bpe_tokenizer(
         + [AddedToken(token, special=False, normalized=False) for token in plain_tokens]
     )
     return tokenizer
-
-
-def describe_added_tokens(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The `added_tokens_decoder` of tokenizer_config.json."""
-    return {
-        str(token_id): {
-            "content": token.content,
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-            "single_word": False,
-            "special": token.special,
-        }
-        for token_id, token in sorted(tokenizer.get_added_tokens_decoder().items())
-    }
-
-
-def save_model(
-    folder: Path,
-    model: Any,
-    weights: Mapping[str, torch.Tensor],
-    tokenizer: Tokenizer,
-    stops: Sequence[str],
-    pad: str,
-) -> None:
-    """Writes config, weights and generation config.
-
-    Not by `save_pretrained`: it draws a progress bar and makes a file that only its owner can read.
-    """
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
-    (folder / "model.safetensors").write_bytes(save(dict(weights), {"format": "pt"}))
-    GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        eos_token_id=[tokenizer.token_to_id(token) for token in stops],
-        pad_token_id=tokenizer.token_to_id(pad),
-    ).save_pretrained(folder)

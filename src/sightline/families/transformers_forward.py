@@ -3,32 +3,22 @@
 The parts of transformers' model are called one by one, so that images go where the slots say
 (its own forward pass searches for pad ids) and each distinct image is encoded once. What depends on
 the sizes of images is worked out on the host: asked of the device, each answer would be waited for.
-
-Letters: N patches or visual tokens, B rows, T tokens, A axes of positions, H hidden size.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor, nn
 
 from sightline.errors import FamilyError
 from sightline.families.device_copy import copy_to_device
-
-
-class PixelFamily(Protocol):
-    """What a vision tower asks of the family."""
-
-    patch: int
-    merge: int
-
-    @property
-    def table(self) -> np.ndarray: ...
+from sightline.families.vision_family import PixelFamily
 
 
 class TextForward:
@@ -37,7 +27,7 @@ class TextForward:
     def __init__(self, model: nn.Module, text: Any) -> None:
         self.model = model
         self._text = text
-        self._head: nn.Module = model.lm_head
+        self._head: Any = model.lm_head
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return []
@@ -45,20 +35,24 @@ class TextForward:
     def blocks(self) -> list[nn.Module]:
         return list(self._text.layers)
 
-    def blank_image(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
+    def blank_image(
+        self,
+    ) -> tuple[UInt8[Tensor, "patches values"], tuple[int, int, int]] | None:
         return None
 
-    def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
+    def encode(
+        self, patches: UInt8[Tensor, "patches values"], grids: list[tuple[int, int, int]]
+    ) -> Float[Tensor, "visual_tokens features"]:
         raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
 
     def hidden(
         self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        features: torch.Tensor | None,
-        feature_indices: torch.Tensor | None,
+        token_ids: Int[Tensor, "rows length"],
+        positions: Int[Tensor, "axes rows length"],
+        features: Float[Tensor, "visual_tokens features"] | None,
+        feature_indices: Int[Tensor, " visual_tokens"] | None,
         attention: Any,
-    ) -> torch.Tensor:
+    ) -> Float[Tensor, "rows length hidden"]:
         embeds = self._text.embed_tokens(token_ids)
         extra: dict[str, Any] = {}
         if features is not None and feature_indices is not None and len(feature_indices):
@@ -79,18 +73,18 @@ class TextForward:
             pattern=attention,
             **extra,
         )
-        hidden: torch.Tensor = out.last_hidden_state
+        hidden: Tensor = out.last_hidden_state
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._head(hidden)
+    def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
+        logits: Tensor = self._head(hidden)
         return logits
 
 
 class VisionForward(TextForward):
     """A model with a vision tower. A family says what the tower takes and what it gives."""
 
-    def __init__(self, model: nn.Module, family: PixelFamily, text: Any, tower: Any) -> None:
+    def __init__(self, model: nn.Module, family: PixelFamily[Any], text: Any, tower: Any) -> None:
         super().__init__(model, text)
         self._family = family
         self._tower = tower
@@ -105,20 +99,24 @@ class VisionForward(TextForward):
         """
         raise NotImplementedError
 
-    def rows(self, patches: torch.Tensor) -> torch.Tensor:
-        """Float rows of uint8 patches (N, 3*patch*patch), as the tower takes them."""
+    def rows(self, patches: UInt8[Tensor, "patches values"]) -> Float[Tensor, "patches ..."]:
+        """The values of patches, as the tower takes them."""
         raise NotImplementedError
 
-    def get_features(self, output: Any) -> torch.Tensor:
-        """Features (visual tokens, F) of what the tower gave."""
+    def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
+        """The features in what the tower gave."""
         raise NotImplementedError
 
-    def blank_image(self) -> tuple[torch.Tensor, tuple[int, int, int]] | None:
+    def blank_image(
+        self,
+    ) -> tuple[UInt8[Tensor, "patches values"], tuple[int, int, int]] | None:
         side, values = self._family.merge, 3 * self._family.patch**2
         return torch.zeros(side * side, values, dtype=torch.uint8), (1, side, side)
 
-    def look_up(self, patches: torch.Tensor) -> torch.Tensor:
-        """Normalized values (N, 3, patch*patch) of uint8 patches (N, 3*patch*patch).
+    def look_up(
+        self, patches: UInt8[Tensor, "patches values"]
+    ) -> Float[Tensor, "patches channels=3 pixels"]:
+        """The normalized values of patches.
 
         By table, one column a channel: arithmetic would round differently on other devices.
         """
@@ -126,7 +124,9 @@ class VisionForward(TextForward):
         channel = torch.arange(3, device=patches.device).view(1, 3, 1)
         return self._table[by_channel, channel]
 
-    def encode(self, patches: torch.Tensor, grids: list[tuple[int, int, int]]) -> torch.Tensor:
+    def encode(
+        self, patches: UInt8[Tensor, "patches values"], grids: list[tuple[int, int, int]]
+    ) -> Float[Tensor, "visual_tokens features"]:
         rows = self.rows(patches).to(next(self._tower.parameters()).dtype)
         inputs = {
             name: copy_to_device(value, rows.device) if isinstance(value, np.ndarray) else value

@@ -9,7 +9,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import numpy as np
@@ -114,6 +114,30 @@ class VisionFamily(ABC, Generic[Settings]):
         return compute_text_positions(num_tokens, start)
 
 
+class PixelFamily(VisionFamily[Settings]):
+    """A family whose vision tower takes normalized values of red, green and blue."""
+
+    @cached_property
+    def table(self) -> np.ndarray:
+        """float32 (256, 3): what a uint8 value of a channel becomes in a row."""
+        table = self.compute_table()
+        table.setflags(write=False)
+        return table
+
+    @abstractmethod
+    def compute_table(self) -> np.ndarray:
+        """The `table`, rounded as transformers rounds."""
+
+    @abstractmethod
+    def shape_rows(self, values: np.ndarray) -> np.ndarray:
+        """What the tower takes of (patches, 3, patch*patch) values, normalized or not."""
+
+    def rows(self, patches: np.ndarray) -> np.ndarray:
+        """float32 rows of uint8 patches."""
+        by_channel = patches.reshape(len(patches), 3, -1)
+        return self.shape_rows(self.table[by_channel, np.arange(3)[None, :, None]])
+
+
 class TextOnlyFamily:
     """The family `name` of a checkpoint without a vision tower: no grid, no pixels."""
 
@@ -128,20 +152,10 @@ class TextOnlyFamily:
         self.settings: dict[str, Any] = {"family": name, "shows_images": False}
         self.fingerprint = compute_fingerprint(self.settings)
 
-    def layout(self, width: int, height: int) -> ImageLayout:
-        _refuse_images()
+    def _refuse_images(self, *_: object) -> NoReturn:
+        raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
 
-    def item(self, ref: MediaRef) -> MediaItem:
-        _refuse_images()
-
-    def check_item(self, item: MediaItem) -> None:
-        _refuse_images()
-
-    def num_tokens(self, item: MediaItem) -> int:
-        _refuse_images()
-
-    def patches(self, image: Image.Image, item: MediaItem) -> np.ndarray:
-        _refuse_images()
+    layout = item = check_item = num_tokens = patches = _refuse_images
 
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
@@ -149,10 +163,6 @@ class TextOnlyFamily:
         if slots:
             raise Misaligned("slots of a text-only checkpoint", "render with its own renderer")
         return compute_text_positions(num_tokens, start)
-
-
-def _refuse_images() -> NoReturn:
-    raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
 
 
 def compute_text_positions(num_tokens: int, start: int) -> tuple[np.ndarray, int]:

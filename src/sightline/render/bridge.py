@@ -1,7 +1,7 @@
 """When a prompt and its completion cannot be bridged to new messages: one law for all families.
 
 The names are counted in metrics and listed in docs/chat_formats.md. A chat format itself decides
-the last two, by hooks of `families.renderer.BaseRenderer`.
+two more, by hooks of `families.renderer.BaseRenderer`: stop_in_reasoning and history_rewritten.
 """
 
 from __future__ import annotations
@@ -9,16 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from sightline.message import ROLES
-
-NO_NEW_MESSAGES = "no_new_messages"
-UNKNOWN_ROLE = "unknown_role"
-ASSISTANT_AMONG_NEW = "assistant_among_new"
-SYSTEM_AMONG_NEW = "system_among_new"
-PROMPT_WITHOUT_HEADER = "prompt_without_header"
-STOP_INSIDE_COMPLETION = "stop_inside_completion"
-MEDIA_IN_COMPLETION = "media_in_completion"
-STOP_IN_REASONING = "stop_in_reasoning"
-HISTORY_REWRITTEN = "history_rewritten"
 
 
 def find_bridge_refusal(
@@ -35,17 +25,17 @@ def find_bridge_refusal(
     `header` is what every prompt ends with: it opens the assistant's turn.
     """
     if not roles:
-        return NO_NEW_MESSAGES
+        return "no_new_messages"
     if any(role not in ROLES for role in roles):
-        return UNKNOWN_ROLE
+        return "unknown_role"
     if "assistant" in roles:
-        return ASSISTANT_AMONG_NEW
+        return "assistant_among_new"
     if "system" in roles:
-        return SYSTEM_AMONG_NEW
+        return "system_among_new"
     if list(prompt_ids[-len(header) :]) != list(header):
-        return PROMPT_WITHOUT_HEADER
+        return "prompt_without_header"
     if not set(completion_ids[:-1]).isdisjoint(stop_token_ids):
-        return STOP_INSIDE_COMPLETION
+        return "stop_inside_completion"
     if not set(completion_ids).isdisjoint(media_token_ids):
-        return MEDIA_IN_COMPLETION
+        return "media_in_completion"
     return None

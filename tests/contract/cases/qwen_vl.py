@@ -29,7 +29,7 @@ def _with_merges(kind: str) -> Callable[[Path], None]:
     """
 
     def write(path: Path) -> None:
-        from sightline.families.qwen_vl import tiny, tiny_tokenizer
+        from sightline.families.qwen_vl import tiny
         from sightline.families.tiny_checkpoint import ROLE_MERGES
 
         tiny.write(path, type=kind)
@@ -37,7 +37,7 @@ def _with_merges(kind: str) -> Callable[[Path], None]:
         words = (
             ("Ġ", "a"), ("t", "h"), ("th", "e"), ("Ġ", "the"), (".", "Ċ"), (".Ċ", "Ċ"), ('"', ":"),
         )  # fmt: skip
-        tokenizer = tiny_tokenizer.build_tokenizer((*ROLE_MERGES, *newlines, *words))
+        tokenizer = tiny.build_tokenizer((*ROLE_MERGES, *newlines, *words))
         tokenizer.save(str(path / "tokenizer.json"))
         (path / "tokenizer_config.json").write_text(
             json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|im_end|>"})

@@ -13,6 +13,7 @@ from PIL import Image
 from sightline import FamilyError, MediaStore, MessageError, load_family, load_renderer
 from sightline.families.kimi_k25 import tiny
 from sightline.families.kimi_k25.tool_declaration import declare_tools
+from sightline.families.tiny_checkpoint import build_tiny_files, read_tiny_settings
 from sightline.message import Message, ToolCall, assistant, text, user
 from sightline.render import Bridged, Refused, Renderer
 
@@ -44,7 +45,8 @@ def load(written: Path, store: MediaStore, tmp_path: Path) -> Load:
         tokenizer = tiny.build_tokenizer(think_tokens=think_tokens)
         config = json.loads((written / "config.json").read_text())
         config["text_config"]["vocab_size"] = tokenizer.get_vocab_size(with_added_tokens=True)
-        described = tiny.build_tokenizer_config(tokenizer, thinking)
+        settings = read_tiny_settings(tiny.FOLDER, "tiny", {"thinking": thinking})
+        described = build_tiny_files(tiny.FOLDER, settings, tokenizer)["tokenizer_config.json"]
         preprocessor = (written / "preprocessor_config.json").read_text()
         tokenizer.save(str(tmp_path / "tokenizer.json"))
         (tmp_path / "config.json").write_text(json.dumps(config))

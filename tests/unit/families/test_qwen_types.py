@@ -240,7 +240,8 @@ def test_the_engine_samples_at_the_logprobs_of_plain_transformers(
         max_num_seqs=4,
         max_model_len=512,
     )
-    engine = build_engine(settings, family, store, renderer.pad_token_ids)
+    materializer = Materializer(family, store, 1 << 20)
+    engine = build_engine(settings, family, materializer, renderer.pad_token_ids)
     done, finished = threading.Event(), []
 
     def deliver(requests: list[TorchRequest]) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, vision_utils
 from transformers.models.kimi_k25 import modeling_kimi_k25 as modeling
 
@@ -36,12 +37,13 @@ class KimiK25Forward(VisionForward):
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), *self._tower.layers]
 
-    def rows(self, patches: torch.Tensor) -> torch.Tensor:
-        """Float rows (N, 3, patch, patch) of uint8 patches (N, 3*patch*patch)."""
+    def rows(
+        self, patches: UInt8[Tensor, "patches values"]
+    ) -> Float[Tensor, "patches channels=3 height width"]:
         return self.look_up(patches).unflatten(-1, (self._family.patch, self._family.patch))
 
-    def get_features(self, output: Any) -> torch.Tensor:
-        features: torch.Tensor = self._projector(output.pooler_output).squeeze(1)
+    def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
+        features: Tensor = self._projector(output.pooler_output).squeeze(1)
         return features
 
     def compute_tower_inputs(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:

@@ -60,9 +60,8 @@ map_parameters = map_published_parameters
 def build_fields(
     family: KimiK25Family, item: MediaItem, patches: np.ndarray, normalizes: bool
 ) -> dict[str, EngineField]:
-    rows = family.rows(patches)
-    if normalizes:
-        rows = patches.reshape(rows.shape)
+    values = patches.reshape(len(patches), 3, -1)
+    rows = family.shape_rows(values) if normalizes else family.rows(patches)
     grid = np.array(item.grid, dtype=np.int64)
     return {
         "pixel_values": EngineField(rows, is_flat=True),

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from sightline.errors import MessageError
+from sightline.families.renderer import encode_tool
 from sightline.render.protocol import Tools
 
 _INDENT = "  "
@@ -42,7 +43,7 @@ def _declare_function(tool: Any, path: str) -> str:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise MessageError.at(path, "a function without a name", "give it a name")
     parameters = function.get("parameters") or {}
-    _check_json(function, path)
+    encode_tool(function, path)
     schemas = _Schemas(f"{path}.parameters")
     schemas.collect(parameters)
     lines = []
@@ -175,10 +176,3 @@ def _write_comments(schema: Any, indent: str) -> str:
 
 def _comment_lines(description: Any, indent: str) -> str:
     return "\n".join(f"{indent}// {line}" if line else "" for line in str(description).split("\n"))
-
-
-def _check_json(function: dict[str, Any], path: str) -> None:
-    try:
-        json.dumps(function)
-    except (TypeError, ValueError) as error:
-        raise MessageError.at(path, f"not JSON: {error}", "pass plain dicts") from None

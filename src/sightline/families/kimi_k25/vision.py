@@ -8,7 +8,6 @@ on torchvision; here Pillow resizes, so pixels are the same wherever no resize t
 from __future__ import annotations
 
 import math
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,13 +19,13 @@ from sightline.families.kimi_k25.settings import ProcessorSettings, read_process
 from sightline.families.patchify import patchify
 from sightline.families.processor_settings import check_vision_config
 from sightline.families.protocol import ImageLayout
-from sightline.families.vision_family import VisionFamily, fit_image
+from sightline.families.vision_family import PixelFamily, fit_image
 
 if TYPE_CHECKING:
     from PIL import Image
 
 
-class KimiK25Family(VisionFamily[ProcessorSettings]):
+class KimiK25Family(PixelFamily[ProcessorSettings]):
     name = "kimi_k25"
     modality = "vision_chunk"
 
@@ -47,10 +46,15 @@ class KimiK25Family(VisionFamily[ProcessorSettings]):
         pad = config.get("image_token_id", config.get("media_placeholder_token_id"))
         return cls(settings, () if pad is None else (int(pad),))
 
-    @cached_property
-    def table(self) -> np.ndarray:
-        """float32 (256, 3): what a uint8 value of a channel becomes in a row."""
-        return build_normalization_table(self._settings)
+    def compute_table(self) -> np.ndarray:
+        # Rescaling is folded into mean and deviation, in float32, as transformers folds it.
+        mean = np.array(self._settings.mean, np.float32)
+        std = np.array(self._settings.std, np.float32)
+        if self._settings.rescale is not None:
+            scale = np.float32(1 / self._settings.rescale)
+            mean, std = mean * scale, std * scale
+        table: np.ndarray = (np.arange(256, dtype=np.float32)[:, None] - mean) / std
+        return table
 
     def compute_layout(self, width: int, height: int) -> ImageLayout:
         new_height, new_width = fit_size(width, height, self._settings)
@@ -65,11 +69,9 @@ class KimiK25Family(VisionFamily[ProcessorSettings]):
         size = (layout.width, layout.height)
         return patchify(fit_image(image, size, padded, self._settings.resample), self.patch)
 
-    def rows(self, patches: np.ndarray) -> np.ndarray:
-        """float32 (patches, 3, patch, patch): what the vision tower takes."""
-        by_channel = patches.reshape(len(patches), 3, self.patch, self.patch)
-        values: np.ndarray = self.table[by_channel, np.arange(3)[None, :, None, None]]
-        return values
+    def shape_rows(self, values: np.ndarray) -> np.ndarray:
+        """(patches, 3, patch, patch)."""
+        return values.reshape(len(values), 3, self.patch, self.patch)
 
 
 def fit_size(width: int, height: int, settings: ProcessorSettings) -> tuple[int, int]:
@@ -83,13 +85,3 @@ def fit_size(width: int, height: int, settings: ProcessorSettings) -> tuple[int,
     )
     new_height, new_width = max(1, int(height * scale)), max(1, int(width * scale))
     return min(new_height, longest), min(new_width, longest)
-
-
-def build_normalization_table(settings: ProcessorSettings) -> np.ndarray:
-    # Rescaling is folded into mean and deviation, in float32, as transformers folds it.
-    mean, std = np.array(settings.mean, np.float32), np.array(settings.std, np.float32)
-    if settings.rescale is not None:
-        mean, std = mean * np.float32(1 / settings.rescale), std * np.float32(1 / settings.rescale)
-    table: np.ndarray = (np.arange(256, dtype=np.float32)[:, None] - mean) / std
-    table.setflags(write=False)
-    return table

@@ -1,8 +1,8 @@
 """Qwen-VL: Qwen2.5-VL, Qwen3-VL (dense, with experts), Qwen3.5 checkpoints, text-only Qwen3.
 
-`vision` has layout and pixels, `positions` the MRoPE arithmetic, `formats/` the chat formats and
-`render` what they share, `forward` the torch half and `tiny` small random checkpoints. This file
-loads without torch and transformers.
+`vision` has layout, pixels and the MRoPE arithmetic, `formats/` the chat formats and `render` what
+they share, `forward` the torch half and `tiny` small random checkpoints. This file loads without
+torch and transformers.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, vision_utils
 
 from sightline.errors import FamilyError
@@ -29,13 +30,13 @@ class QwenVLForward(VisionForward):
     def blocks(self) -> list[nn.Module]:
         return [*super().blocks(), *self._tower.blocks]
 
-    def rows(self, patches: torch.Tensor) -> torch.Tensor:
-        """Float rows (N, 3*temporal*patch*patch) of uint8 patches (N, 3*patch*patch)."""
+    def rows(self, patches: UInt8[Tensor, "patches values"]) -> Float[Tensor, "patches row"]:
+        """A patch, for each frame that the tower looks at."""
         values = self.look_up(patches)
         num, _, size = values.shape
         return values.unsqueeze(2).expand(num, 3, self._temporal, size).reshape(num, -1)
 
-    def get_features(self, output: Any) -> torch.Tensor:
+    def get_features(self, output: Any) -> Float[Tensor, "visual_tokens features"]:
         # Only some towers hand features of inner layers to the text model.
         deeper = getattr(output, "deepstack_features", None) or []
         return torch.cat([output.pooler_output, *deeper], dim=-1)
@@ -67,9 +68,11 @@ class QwenVLForward(VisionForward):
 
 
 def _add_deepstack_features(
-    hidden: torch.Tensor, places: torch.Tensor, features: torch.Tensor
-) -> torch.Tensor:
-    """`features` added to hidden (B, T, H) at `places` of the flattened B*T tokens."""
+    hidden: Float[Tensor, "rows length hidden"],
+    places: Int[Tensor, " visual_tokens"],
+    features: Float[Tensor, "visual_tokens hidden"],
+) -> Float[Tensor, "rows length hidden"]:
+    """`features` added to `hidden` at `places`, which count the tokens of all rows."""
     features = features.to(hidden.dtype)
     if len(hidden) == 1:  # no view, for which a compiler would make graphs of its own
         return hidden.index_add(1, places, features[None])

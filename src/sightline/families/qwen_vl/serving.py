@@ -39,16 +39,10 @@ def map_parameters(
 def build_fields(
     family: QwenVLFamily, item: MediaItem, patches: np.ndarray, normalizes: bool
 ) -> dict[str, EngineField]:
-    rows = repeat_frames(family, patches) if normalizes else family.rows(patches)
+    values = patches.reshape(len(patches), 3, -1)
+    rows = family.shape_rows(values) if normalizes else family.rows(patches)
     grid = np.array(item.grid, dtype=np.int64)
     return {
         "pixel_values": EngineField(rows, is_flat=True),
         "image_grid_thw": EngineField(grid, is_flat=False, stays_on_host=True),
     }
-
-
-def repeat_frames(family: QwenVLFamily, patches: np.ndarray) -> np.ndarray:
-    """uint8 (patches, 3*temporal*patch*patch): the one frame, for each that the tower looks at."""
-    num = len(patches)
-    planes = patches.reshape(num, 3, 1, -1)
-    return np.repeat(planes, family.temporal, axis=2).reshape(num, -1)

@@ -1,58 +1,105 @@
-"""Writes checkpoints with random weights: whole, and loadable by transformers."""
+"""Writes checkpoints with random weights: whole, and loadable by transformers.
+
+Their tokenizer has every added token of the real ones.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sightline.errors import FamilyError
-from sightline.families.checkpoint_files import write_json
-from sightline.families.qwen_vl.tiny_config import (
-    SIZES,
-    TEMPLATES,
-    TinySettings,
-    build_config_kwargs,
-    build_image_processor_config,
-    build_video_processor_config,
+from sightline.families.tiny_checkpoint import (
+    ROLE_MERGES,
+    build_bpe_tokenizer,
+    build_tiny_files,
+    read_tiny_settings,
+    write_checkpoint,
 )
-from sightline.families.qwen_vl.tiny_tokenizer import build_tokenizer, build_tokenizer_config
-from sightline.families.tiny_checkpoint import read_options, save_model, write_files
+
+FOLDER = Path(__file__).parent
+
+TEMPLATES = {
+    "qwen3_vl": "qwen3_vl.jinja",
+    "qwen3_vl_thinking": "reasoning.jinja",
+    "qwen3_vl_moe": "qwen3_vl.jinja",
+    "qwen2_5_vl": "qwen2_5_vl.jinja",
+    "qwen3_5": "qwen3_5.jinja",
+    "qwen3": "reasoning.jinja",
+}
+"""The kinds of checkpoint that can be made, and the template of each."""
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>",
+    "<|box_start|>", "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>",
+    "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+
+# Added, but not marked special: they survive `skip_special_tokens`.
+PLAIN_TOKENS = (
+    "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",
+    "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>",
+    "<think>", "</think>",
+)  # fmt: skip
+
+# How Qwen's tokenizers cut text into words before BPE.
+WORD_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def build_tokenizer(merges: Sequence[tuple[str, str]] = ROLE_MERGES) -> Tokenizer:
+    pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    normalizer = normalizers.NFC()
+    return build_bpe_tokenizer(merges, pre_tokenizer, SPECIAL_TOKENS, PLAIN_TOKENS, normalizer)
 
 
 def write(path: Path, seed: int = 0, size: str = "tiny", **options: Any) -> None:
-    """Writes the checkpoint into folder `path`; `options` are fields of `TinySettings`.
+    """Writes the checkpoint into folder `path`; tiny.toml has the sizes and the `options`.
 
     Equal arguments give equal bytes. Files appear whole, config.json last.
     """
-    if size not in SIZES:
-        raise FamilyError(f"no size {size!r}", f"use one of {', '.join(SIZES)}")
-    settings = read_options(TinySettings, {**SIZES[size], **options})
-    write_files(Path(path), lambda folder: _write_all(folder, seed, settings))
-
-
-def _write_all(folder: Path, seed: int, settings: TinySettings) -> None:
+    settings = read_tiny_settings(FOLDER, size, options)
+    _check_settings(settings)
     tokenizer = build_tokenizer()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    write_json(folder / "tokenizer_config.json", build_tokenizer_config(tokenizer))
-    (folder / "chat_template.jinja").write_text(_read_template(settings))
-    if settings.shows_images:
-        write_json(folder / "preprocessor_config.json", build_image_processor_config(settings))
-        write_json(
-            folder / "video_preprocessor_config.json", build_video_processor_config(settings)
-        )
-    config = AutoConfig.for_model(settings.model_type, **build_config_kwargs(settings, tokenizer))
-    auto = AutoModelForImageTextToText if settings.shows_images else AutoModelForCausalLM
+    files = build_tiny_files(FOLDER, settings, tokenizer)
+    config = AutoConfig.for_model(**files["config.json"])
+    auto = AutoModelForCausalLM if settings["type"] == "qwen3" else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = auto.from_config(config, dtype=getattr(torch, settings.dtype))
+        model = auto.from_config(config, dtype=getattr(torch, settings["dtype"]))
     weights = {
         name: _as_published(name, tensor) for name, tensor in _drop_tied_weights(model).items()
     }
-    stops = ("<|im_end|>", "<|endoftext|>")
-    save_model(folder, model, weights, tokenizer, stops, pad="<|endoftext|>")
+    template = _read_template(settings["type"])
+    write_checkpoint(Path(path), files, tokenizer, template, model, weights)
+
+
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    kind, deepstack = settings["type"], settings["deepstack"]
+    if kind not in TEMPLATES:
+        raise FamilyError(f"no type {kind!r}", f"use one of {', '.join(TEMPLATES)}")
+    if max(deepstack, default=-1) >= settings["vision_layers"]:
+        raise FamilyError(
+            f"deepstack {deepstack} of {settings['vision_layers']} vision layers",
+            "name layers from 0 on that the vision tower has",
+        )
+    if len(deepstack) > settings["layers"]:
+        raise FamilyError(
+            f"{len(deepstack)} deepstack layers for {settings['layers']} text layers",
+            "name at most one vision layer for each text layer",
+        )
 
 
 def _drop_tied_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -68,10 +115,10 @@ def _as_published(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
 
 
-def _read_template(settings: TinySettings) -> str:
-    name = TEMPLATES[settings.type]
-    template = (Path(__file__).parent / "templates" / name).read_text()
+def _read_template(kind: str) -> str:
+    name = TEMPLATES[kind]
+    template = (FOLDER / "templates" / name).read_text()
     if name != "reasoning.jinja":
         return template
-    opens = "true" if settings.shows_images else "false"
+    opens = "false" if kind == "qwen3" else "true"
     return f"{{%- set opens_reasoning = {opens} -%}}\n{template}"

@@ -1,4 +1,4 @@
-"""Sizes to grids, and images to patches.
+"""Sizes to grids, images to patches, and the three positions a token of MRoPE.
 
 The arithmetic is that of transformers' Pillow image processor, and the float rows are
 bit-identical to its `pixel_values`. torchvision takes no part, installed or not.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,8 @@ from sightline.families.checkpoint_files import read_json
 from sightline.families.patchify import patchify
 from sightline.families.processor_settings import check_vision_config
 from sightline.families.protocol import TREE_PACKING, ImageLayout, Packing
-from sightline.families.qwen_vl.positions import NUM_AXES, compute_mrope_positions
 from sightline.families.qwen_vl.settings import ProcessorSettings, read_processor_settings
-from sightline.families.vision_family import VisionFamily, fit_image
+from sightline.families.vision_family import PixelFamily, check_slots_fit, fit_image
 from sightline.wire import Slot
 
 if TYPE_CHECKING:
@@ -30,9 +28,9 @@ if TYPE_CHECKING:
 MAX_ASPECT = 200
 
 
-class QwenVLFamily(VisionFamily[ProcessorSettings]):
+class QwenVLFamily(PixelFamily[ProcessorSettings]):
     name = "qwen_vl"
-    num_axes = NUM_AXES
+    num_axes = 3
 
     @classmethod
     def load(cls, path: Path, overrides: dict[str, int]) -> QwenVLFamily:
@@ -56,10 +54,16 @@ class QwenVLFamily(VisionFamily[ProcessorSettings]):
     def temporal(self) -> int:
         return self._settings.temporal
 
-    @cached_property
-    def table(self) -> np.ndarray:
-        """float32 (256, 3): what a uint8 value of a channel becomes in a row."""
-        return build_normalization_table(self._settings)
+    def compute_table(self) -> np.ndarray:
+        # The product is taken in float64 and rounded once, the rest is float32: any other order
+        # differs from transformers in the last bit of some values.
+        values = np.arange(256, dtype=np.float64)
+        if self._settings.rescale is not None:
+            values = values * self._settings.rescale
+        mean = np.array(self._settings.mean, np.float32)
+        std = np.array(self._settings.std, np.float32)
+        table: np.ndarray = (values.astype(np.float32)[:, None] - mean) / std
+        return table
 
     def compute_layout(self, width: int, height: int) -> ImageLayout:
         new_height, new_width = fit_size(width, height, self._settings)
@@ -72,17 +76,44 @@ class QwenVLFamily(VisionFamily[ProcessorSettings]):
         image = fit_image(image, size, size, self._settings.resample)
         return patchify(image, self.patch, self.merge)
 
-    def rows(self, patches: np.ndarray) -> np.ndarray:
-        """float32 (patches, 3*temporal*patch*patch): what the vision tower takes."""
-        num = len(patches)
-        values = self.table[patches.reshape(num, 3, -1), np.arange(3)[None, :, None]]
-        shape = (num, 3, self.temporal, values.shape[-1])
-        return np.broadcast_to(values[:, :, None], shape).reshape(num, -1)
+    def shape_rows(self, values: np.ndarray) -> np.ndarray:
+        """(patches, 3*temporal*patch*patch): the one frame, for each that the tower looks at."""
+        num, _, size = values.shape
+        frames = np.broadcast_to(values[:, :, None], (num, 3, self.temporal, size))
+        return frames.reshape(num, -1)
 
     def positions(
         self, num_tokens: int, slots: Sequence[Slot], start: int = 0
     ) -> tuple[np.ndarray, int]:
         return compute_mrope_positions(num_tokens, slots, self.merge, start)
+
+
+def compute_mrope_positions(
+    num_tokens: int, slots: Sequence[Slot], merge: int, start: int = 0
+) -> tuple[np.ndarray, int]:
+    """int32 (3, num_tokens) from `start` on, and the position of the token that comes next.
+
+    Text advances time, height and width by one. An image begins where the text left off on all
+    three, its tokens take their place in the merged grid, and the text goes on behind the longer
+    side of that grid.
+    """
+    check_slots_fit(slots, merge, num_tokens)
+    placed = np.empty((3, num_tokens), dtype=np.int32)
+    done, position = 0, start
+    for slot in slots:
+        t, rows, columns = slot.item.grid
+        h, w = rows // merge, columns // merge
+        text = slot.offset - done
+        placed[:, done : slot.offset] = np.arange(position, position + text, dtype=np.int32)
+        position += text
+        done = slot.offset + slot.length
+        place = placed[:, slot.offset : done]
+        place[:] = np.indices((t, h, w), dtype=np.int32).reshape(3, -1)
+        place += position
+        position += max(h, w)
+    text = num_tokens - done
+    placed[:, done:] = np.arange(position, position + text, dtype=np.int32)
+    return placed, position + text
 
 
 def _find_packing(text_config: dict[str, Any]) -> Packing:
@@ -115,15 +146,3 @@ def fit_size(width: int, height: int, settings: ProcessorSettings) -> tuple[int,
         new_height = math.ceil(height * beta / factor) * factor
         new_width = math.ceil(width * beta / factor) * factor
     return new_height, new_width
-
-
-def build_normalization_table(settings: ProcessorSettings) -> np.ndarray:
-    # The product is taken in float64 and rounded once, the rest is float32: any other order
-    # differs from transformers in the last bit of some values.
-    values = np.arange(256, dtype=np.float64)
-    if settings.rescale is not None:
-        values = values * settings.rescale
-    mean, std = np.array(settings.mean, np.float32), np.array(settings.std, np.float32)
-    table: np.ndarray = (values.astype(np.float32)[:, None] - mean) / std
-    table.setflags(write=False)
-    return table

@@ -10,6 +10,7 @@ import msgspec
 
 from sightline.errors import MessageError
 from sightline.families.qwen_vl.render import QwenRenderer
+from sightline.families.renderer import encode_tool
 from sightline.message import Message, ToolCall
 from sightline.render import Emitter
 from sightline.render.protocol import Tools
@@ -144,10 +145,3 @@ def _parse_value(spelled: str) -> Any:
     if isinstance(value, (dict, list)) or str(value) == spelled or isinstance(value, bool):
         return value
     return spelled
-
-
-def encode_tool(tool: Any, path: str) -> str:
-    try:
-        return json.dumps(tool, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        raise MessageError.at(path, f"not JSON: {error}", "pass plain dicts") from None
