@@ -17,7 +17,6 @@ class TorchRequest(EngineRequest):
     row: int = -1
     next_position: int = 0
     """Position of the first token after the prompt."""
-    prompt_hash: int = 0
     waiting_bytes: int = 0
     """The request's share of the bytes that wait; 0 once it has begun."""
     span_start: int = 0
