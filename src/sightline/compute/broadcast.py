@@ -14,9 +14,12 @@ import hashlib
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+from jaxtyping import UInt8
+from torch import Tensor
 from torch import distributed as dist
 
 from sightline.compute.tensor_file import (
@@ -25,6 +28,7 @@ from sightline.compute.tensor_file import (
     Gather,
     iterate_gathered,
     keep_tensor,
+    resolve_dtype,
     tensor_bytes,
 )
 from sightline.compute.weight_versions import get_version_folder, record_epoch
@@ -47,7 +51,7 @@ class Broadcaster:
     def announce(
         self,
         root: Path,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Tensor],
         version: int,
         vision_version: int,
         gather: Gather = keep_tensor,
@@ -58,10 +62,10 @@ class Broadcaster:
         digest = hashlib.sha256()
         specs = []
         for name, gathered in iterate_gathered(tensors, gather):
-            data, kind = tensor_bytes(gathered, dtype)
-            digest.update(data.numpy())
-            specs.append(TensorSpec(name, SAFETENSORS_DTYPES[kind], tuple(gathered.shape)))
-            del gathered, data  # before the next one is gathered
+            digest.update(tensor_bytes(gathered, dtype).numpy().data)
+            kind = SAFETENSORS_DTYPES[resolve_dtype(gathered, dtype)]
+            specs.append(TensorSpec(name, kind, tuple(gathered.shape)))
+            del gathered  # before the next one is gathered
         sent = Broadcast(self._address, self._receivers, specs, digest.hexdigest())
         root.mkdir(parents=True, exist_ok=True)
         epoch = record_epoch(root, version, sent.sha256)
@@ -74,19 +78,19 @@ class Broadcaster:
     def send(
         self,
         manifest: Manifest,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Tensor],
         gather: Gather = keep_tensor,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Returns when every receiver has all of it."""
         group = _join(self._store, manifest, rank=0)
         for _, gathered in iterate_gathered(tensors, gather):
-            _broadcast(group, tensor_bytes(gathered, dtype)[0])
+            _broadcast(group, tensor_bytes(gathered, dtype))
             del gathered  # before the next one is gathered
         group.barrier().wait()
 
 
-def receive(manifest: Manifest) -> dict[str, torch.Tensor]:
+def receive(manifest: Manifest) -> dict[str, Tensor]:
     """The tensors of a version that is being sent, checked against its digest."""
     sent = manifest.broadcast
     assert sent is not None
@@ -98,12 +102,12 @@ def receive(manifest: Manifest) -> dict[str, torch.Tensor]:
     place = store.add(f"{manifest.label}/receivers", 1)
     group = _join(store, manifest, rank=place)
     digest = hashlib.sha256()
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Tensor] = {}
     for spec in sent.tensors:
         tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
         data = tensor.reshape(-1).view(torch.uint8)
         _broadcast(group, data)
-        digest.update(data.numpy())
+        digest.update(data.numpy().data)
         found[spec.name] = tensor
     group.barrier().wait()
     if digest.hexdigest() != sent.sha256:
@@ -114,7 +118,8 @@ def receive(manifest: Manifest) -> dict[str, torch.Tensor]:
     return found
 
 
-def _join(store: dist.Store, manifest: Manifest, rank: int) -> dist.ProcessGroupGloo:
+def _join(store: dist.Store, manifest: Manifest, rank: int) -> Any:
+    """The version's group of processes; torch's stubs do not have its methods."""
     assert manifest.broadcast is not None
     return dist.ProcessGroupGloo(
         dist.PrefixStore(f"{manifest.label}/group", store),
@@ -124,6 +129,6 @@ def _join(store: dist.Store, manifest: Manifest, rank: int) -> dist.ProcessGroup
     )
 
 
-def _broadcast(group: dist.ProcessGroupGloo, data: torch.Tensor) -> None:
+def _broadcast(group: Any, data: UInt8[Tensor, " bytes"]) -> None:
     if data.numel():
         group.broadcast(data, 0).wait()

@@ -162,7 +162,6 @@ class Scheduler:
             self._remove(request)
         else:
             self._release(request)
-        self.done.append(request)
 
     def _build_cached_prefix(self, request: TorchRequest) -> CachedPrefix:
         """The last sampled token is not in the KV cache yet: nothing has followed it."""
@@ -178,7 +177,6 @@ class Scheduler:
         request.error = error
         self.counters.failed += 1
         self._release(request)
-        self.done.append(request)
 
     def abort(self, request: TorchRequest) -> None:
         """Ends a request whose client is gone, wherever it is."""
@@ -189,7 +187,6 @@ class Scheduler:
         if request in self.waiting:
             self.waiting.remove(request)
         self._release(request)
-        self.done.append(request)
 
     def all_unfinished(self) -> list[TorchRequest]:
         return [*self.running.values(), *self.loading, *self.waiting]
@@ -211,6 +208,7 @@ class Scheduler:
             self.loading.remove(request)
         request.row = -1
         request.features, request.pixels, request.pending = {}, {}, {}
+        self.done.append(request)
 
     # --- new weights
 
