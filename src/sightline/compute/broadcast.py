@@ -25,10 +25,7 @@ from torch import distributed as dist
 from sightline.compute.tensor_file import (
     SAFETENSORS_DTYPES,
     TORCH_DTYPES,
-    Gather,
-    iterate_gathered,
-    keep_tensor,
-    resolve_dtype,
+    sort_names,
     tensor_bytes,
 )
 from sightline.compute.weight_versions import get_version_folder, record_epoch
@@ -54,18 +51,15 @@ class Broadcaster:
         tensors: Mapping[str, Tensor],
         version: int,
         vision_version: int,
-        gather: Gather = keep_tensor,
-        dtype: torch.dtype | None = None,
         adapter: Adapter | None = None,
     ) -> tuple[Path, Manifest]:
         """Writes the manifest of what `send` will send; a version keeps its meaning as in files."""
         digest = hashlib.sha256()
         specs = []
-        for name, gathered in iterate_gathered(tensors, gather):
-            digest.update(tensor_bytes(gathered, dtype).numpy().data)
-            kind = SAFETENSORS_DTYPES[resolve_dtype(gathered, dtype)]
-            specs.append(TensorSpec(name, kind, tuple(gathered.shape)))
-            del gathered  # before the next one is gathered
+        for name in sort_names(tensors):
+            tensor = tensors[name]
+            digest.update(tensor_bytes(tensor).numpy().data)
+            specs.append(TensorSpec(name, SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape)))
         sent = Broadcast(self._address, self._receivers, specs, digest.hexdigest())
         root.mkdir(parents=True, exist_ok=True)
         epoch = record_epoch(root, version, sent.sha256)
@@ -75,18 +69,12 @@ class Broadcaster:
         write_atomic(folder / MANIFEST, msgspec.json.encode(manifest))
         return folder / MANIFEST, manifest
 
-    def send(
-        self,
-        manifest: Manifest,
-        tensors: Mapping[str, Tensor],
-        gather: Gather = keep_tensor,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def send(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Returns when every receiver has all of it."""
+        assert manifest.broadcast is not None
         group = _join(self._store, manifest, rank=0)
-        for _, gathered in iterate_gathered(tensors, gather):
-            _broadcast(group, tensor_bytes(gathered, dtype))
-            del gathered  # before the next one is gathered
+        for spec in manifest.broadcast.tensors:
+            _broadcast(group, tensor_bytes(tensors[spec.name]))
         group.barrier().wait()
 
 

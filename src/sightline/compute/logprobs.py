@@ -14,29 +14,27 @@ from sightline.families import Forward
 
 CHUNK_TOKENS = 4096
 
+Hidden = Float[Tensor, "tokens hidden"]
+Logits = Float[Tensor, "tokens vocab"]
+BannedIds = Int[Tensor, " ids"]
 
-def mask_banned(
-    logits: Float[Tensor, "tokens vocab"],
-    banned: Int[Tensor, " ids"],
-    value: float = float("-inf"),
-) -> Float[Tensor, "tokens vocab"]:
+
+def mask_banned(logits: Logits, banned: BannedIds, value: float = float("-inf")) -> Logits:
     """`logits` with banned ids at `value`, by a mask: a compiler fuses it with what comes next."""
     none = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
     return logits.masked_fill(none.index_fill(0, banned, True), value)
 
 
-def log_softmax(
-    logits: Float[Tensor, "tokens vocab"], banned: Int[Tensor, " ids"], temperature: float
-) -> Float[Tensor, "tokens vocab"]:
+def log_softmax(logits: Logits, banned: BannedIds, temperature: float) -> Logits:
     """The distribution that is sampled from, in float32."""
     return torch.log_softmax(mask_banned(logits.float(), banned) / temperature, dim=-1)
 
 
 def chosen_logprobs(
     forward: Forward,
-    hidden: Float[Tensor, "tokens hidden"],
+    hidden: Hidden,
     token_ids: Int[Tensor, " tokens"],
-    banned: Int[Tensor, " ids"],
+    banned: BannedIds,
     temperature: float,
 ) -> Float[Tensor, " tokens"]:
     """Those of `token_ids`, which `hidden` predict, in float32."""

@@ -52,7 +52,7 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
     found = {}
     for name, tensor in tensors:
         digest = hashlib.sha256(f"{name}:{tuple(tensor.shape)}:".encode())
-        digest.update(tensor_bytes(tensor.detach(), dtype).numpy().data)
+        digest.update(tensor_bytes(tensor, dtype).numpy().data)
         found[name] = digest.digest()
         del tensor  # before the next one is gathered
     return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()

@@ -98,9 +98,9 @@ def _transpose(name: str, tensor: Tensor, transposed: Collection[str]) -> Tensor
     return tensor.transpose(-1, -2) if name in transposed else tensor
 
 
-def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None) -> UInt8[Tensor, " bytes"]:
+def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> UInt8[Tensor, " bytes"]:
     """The bytes of the tensor, as `dtype` where that is given and it floats, in host memory."""
-    tensor = tensor.to("cpu", resolve_dtype(tensor, dtype))
+    tensor = tensor.detach().to("cpu", resolve_dtype(tensor, dtype))
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from sightline.compute.broadcast import receive
-from sightline.compute.tensor_file import digest_file, resolve_dtype, sort_names, write_tensors
+from sightline.compute.tensor_file import digest_file, sort_names, write_tensors
 from sightline.compute.weight_versions import get_version_folder, record_epoch
 from sightline.errors import WeightsError, WireError
 from sightline.wire.weights import MANIFEST, Adapter, Manifest, WeightFile
@@ -36,7 +36,6 @@ def write_weights(
     tensors: Mapping[str, Tensor],
     version: int,
     vision_version: int,
-    dtype: torch.dtype | None = None,
     adapter: Adapter | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> tuple[Path, Manifest]:
@@ -49,10 +48,10 @@ def write_weights(
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     stem = "model" if adapter is None else "adapter"
-    shares = _split_into_files(tensors, stem, dtype, max_file_bytes)
+    shares = _split_into_files(tensors, stem, max_file_bytes)
 
     def write(name: str) -> WeightFile:
-        return write_tensors(part / name, shares[name], dtype=dtype, durable=False)
+        return write_tensors(part / name, shares[name], durable=False)
 
     with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
         files = list(pool.map(write, shares))
@@ -69,19 +68,17 @@ def write_weights(
 
 
 def _split_into_files(
-    tensors: Mapping[str, Tensor], stem: str, dtype: torch.dtype | None, max_file_bytes: int
+    tensors: Mapping[str, Tensor], stem: str, max_file_bytes: int
 ) -> dict[str, dict[str, Tensor]]:
     """Which tensors each file gets, by its name; more than `max_file_bytes` only for one tensor."""
     shares: list[dict[str, Tensor]] = [{}]
     nbytes = 0
     for name in sort_names(tensors):
-        tensor = tensors[name]
-        size = tensor.numel() * resolve_dtype(tensor, dtype).itemsize
-        if shares[-1] and nbytes + size > max_file_bytes:
+        if shares[-1] and nbytes + tensors[name].nbytes > max_file_bytes:
             shares.append({})
             nbytes = 0
-        shares[-1][name] = tensor
-        nbytes += size
+        shares[-1][name] = tensors[name]
+        nbytes += tensors[name].nbytes
     if len(shares) == 1:
         return {f"{stem}.safetensors": shares[0]}
     return {

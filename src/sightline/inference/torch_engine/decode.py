@@ -18,6 +18,7 @@ from cachetools import LRUCache
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from sightline.compute.logprobs import Hidden
 from sightline.families import Forward
 from sightline.inference.torch_engine.kv_cache import KVCache
 from sightline.inference.torch_engine.row_table import RowTable
@@ -58,7 +59,7 @@ class CudaGraphDecoder:
         self.num_passes = 0
         self.num_replayed = 0
 
-    def hidden(self, plan: StepPlan) -> Float[Tensor, "tokens hidden"] | None:
+    def hidden(self, plan: StepPlan) -> Hidden | None:
         """Hidden states of the plan's tokens, or None where the plan is none for this."""
         table = self._rows
         if (plan.counts != 1).any() or (plan.starts < table.prompt_length[plan.rows]).any():

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sightline.compute.attention import attend
+from sightline.compute.attention_cudnn import pad_rows
 from sightline.compute.attention_shapes import Attended, Keys, Queries, Values
 from sightline.inference.torch_engine.step_plan import StepPlan
 
@@ -39,7 +40,7 @@ class _AttentionGroup:
     mask: Float[Tensor, "rows 1 queries keys"]
     """0 where a query sees a key, else -inf."""
     queries: Int[Tensor, " padded"] | None
-    """Places in the run, short rows padded with their last token; None: all, in order."""
+    """Places in the run, short rows padded with their first token; None: all, in order."""
     real: Int[Tensor, " real"] | None
     """Which of the padded queries are no padding; None: all."""
     places: Int[Tensor, " real"] | None
@@ -133,21 +134,18 @@ class KVCache:
         return KVCachePattern(self, places, [group])
 
     def _group(self, plan: StepPlan, part: np.ndarray) -> _AttentionGroup:
-        rows, starts, counts = plan.rows[part], plan.starts[part], plan.counts[part]
-        ends, num_queries = plan.ends[part], int(counts.max())
-        width = int(ends.max())
-        column = np.arange(num_queries)
-        within = np.minimum(column[None, :], counts[:, None] - 1)
-        places = (plan.offsets[part, None] + within).reshape(-1)
-        is_real = (column[None, :] < counts[:, None]).reshape(-1)
-        in_order = len(places) == plan.num_tokens and bool(is_real.all())
+        offsets, num_queries = plan.offsets[part], int(plan.counts[part].max())
+        places, is_real = pad_rows(offsets, offsets + plan.counts[part], num_queries)
+        num_seen = places + (plan.starts[part] - offsets + 1)[:, None]
+        width = int(plan.ends[part].max())
+        in_order = places.size == plan.num_tokens and bool(is_real.all())
         return _AttentionGroup(
-            rows=self._rows(rows),
-            num_rows=len(rows),
+            rows=self._rows(plan.rows[part]),
+            num_rows=len(part),
             num_queries=num_queries,
             width=width,
-            mask=self.mask(self._index(starts[:, None] + within + 1), width),
-            queries=None if in_order else self._index(places),
+            mask=self.mask(self._index(num_seen), width),
+            queries=None if in_order else self._index(places.reshape(-1)),
             real=None if is_real.all() else self._index(np.flatnonzero(is_real)),
             places=None if in_order else self._index(places[is_real]),
         )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sightline.compute.attention import AttentionPattern
 from sightline.compute.feature_cache import FeatureCache, ImageFeatures
-from sightline.compute.logprobs import chosen_logprobs
+from sightline.compute.logprobs import Hidden, chosen_logprobs
 from sightline.families import Family, Forward
 from sightline.inference.torch_engine import sampling
 from sightline.inference.torch_engine.decode import CudaGraphDecoder
@@ -80,9 +80,7 @@ class ModelRunner:
         """Steps that were replayed as a CUDA graph."""
         return 0 if self.decoder is None else self.decoder.num_replayed
 
-    def hidden(
-        self, plan: StepPlan, running: dict[int, TorchRequest]
-    ) -> Float[Tensor, "tokens hidden"]:
+    def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> Hidden:
         """Hidden states of the plan's tokens, which the KV cache holds afterwards."""
         if self.decoder is not None and (hidden := self.decoder.hidden(plan)) is not None:
             return hidden
@@ -94,7 +92,7 @@ class ModelRunner:
         running: dict[int, TorchRequest],
         pattern: AttentionPattern,
         num_rows: int = 1,
-    ) -> Float[Tensor, "tokens hidden"]:
+    ) -> Hidden:
         """Hidden states; the model gets the run cut into `num_rows` rows of equal length."""
         features, places = self._gather_features(plan, running)
         self._pick_kernels(plan.num_tokens)
@@ -169,10 +167,7 @@ class ModelRunner:
         }
 
     def score_prompts(
-        self,
-        plan: StepPlan,
-        hidden: Float[Tensor, "tokens hidden"],
-        running: dict[int, TorchRequest],
+        self, plan: StepPlan, hidden: Hidden, running: dict[int, TorchRequest]
     ) -> None:
         """Fills in the prompt logprobs that this step has computed, where they are asked for.
 
@@ -197,11 +192,8 @@ class ModelRunner:
                 )
 
     def _logprobs(
-        self,
-        hidden: Float[Tensor, "scored hidden"],
-        token_ids: Int[np.ndarray, " scored"],
-        params: SamplingParams,
-    ) -> Float[np.ndarray, " scored"]:
+        self, hidden: Hidden, token_ids: Int[np.ndarray, " tokens"], params: SamplingParams
+    ) -> Float[np.ndarray, " tokens"]:
         """Logprobs of the tokens, each of which follows its hidden state; -inf for banned ids."""
         chosen = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
         bans = torch.tensor(params.banned_token_ids, dtype=torch.long, device=self._device)
@@ -211,7 +203,7 @@ class ModelRunner:
         return on_host
 
     def sample(
-        self, plan: StepPlan, hidden: Float[Tensor, "tokens hidden"]
+        self, plan: StepPlan, hidden: Hidden
     ) -> tuple[Int[np.ndarray, " samples"], Float[np.ndarray, " samples"]]:
         """The next token of each row that samples, and its logprob."""
         table, rows = self._rows, plan.rows[plan.samples]

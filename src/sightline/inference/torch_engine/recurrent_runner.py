@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from sightline.compute.attention_shapes import Attended, Keys, Queries, Values
+from sightline.compute.logprobs import Hidden
 from sightline.inference.torch_engine.kv_cache import INITIAL_ROWS, KVCachePattern, grow_size
 from sightline.inference.torch_engine.model_runner import ModelRunner
 from sightline.inference.torch_engine.request import TorchRequest
@@ -34,9 +34,7 @@ class RecurrentModelRunner(ModelRunner):
     def nbytes(self) -> int:
         return super().nbytes + self._states.nbytes
 
-    def hidden(
-        self, plan: StepPlan, running: dict[int, TorchRequest]
-    ) -> Float[Tensor, "tokens hidden"]:
+    def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> Hidden:
         """Hidden states of the plan's tokens; KV cache and states hold them afterwards."""
         # Before the parts: an image goes through the tower once.
         self._encode_missing(self._find_image_parts(plan, running))

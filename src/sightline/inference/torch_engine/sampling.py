@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int, Int64, UInt64
 from torch import Tensor
 
-from sightline.compute.logprobs import mask_banned
+from sightline.compute.logprobs import BannedIds, Logits, mask_banned
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -49,13 +49,6 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def splitmix64_int(value: int) -> int:
-    """The finalizer of splitmix64 on one number, which Python does faster than an array."""
-    value = ((value ^ (value >> 30)) * int(_MIX_1)) % 2**64
-    value = ((value ^ (value >> 27)) * int(_MIX_2)) % 2**64
-    return value ^ (value >> 31)
-
-
 def draw_uniforms(
     seeds: UInt64[np.ndarray, " rows"], index: Int[np.ndarray, " rows"]
 ) -> Float64[np.ndarray, " rows"]:
@@ -66,8 +59,8 @@ def draw_uniforms(
 
 
 def sample(
-    logits: Float[Tensor, "rows vocab"], banned: Int[Tensor, " ids"], settings: SamplingMetadata
-) -> tuple[Int64[np.ndarray, " rows"], Float32[np.ndarray, " rows"]]:
+    logits: Logits, banned: BannedIds, settings: SamplingMetadata
+) -> tuple[Int64[np.ndarray, " tokens"], Float32[np.ndarray, " tokens"]]:
     """Tokens and their logprobs; a row without numbers gets a NaN."""
     greedy = settings.temperature == 0
     scale = np.where(greedy, np.float32(1), settings.temperature)
@@ -93,9 +86,7 @@ def sample(
     return both[0].astype(np.int64), both[1].astype(np.float32)
 
 
-def _draw_tokens(
-    logs: Float[Tensor, "rows vocab"], uniform: Float64[Tensor, " rows"]
-) -> Int[Tensor, " rows"]:
+def _draw_tokens(logs: Logits, uniform: Float64[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
     """The first token whose cumulative probability exceeds the uniform number's share.
 
     A token of probability 0 adds nothing to the sum, so it is never the first.
@@ -108,9 +99,7 @@ def _draw_tokens(
     return picks.clamp_(max=logs.shape[-1] - 1)
 
 
-def _apply_filters(
-    scaled: Float[Tensor, "rows vocab"], settings: SamplingMetadata
-) -> Float[Tensor, "rows vocab"]:
+def _apply_filters(scaled: Logits, settings: SamplingMetadata) -> Logits:
     device, lowest = scaled.device, float("-inf")
     if settings.min_p.any():
         least = torch.from_numpy(settings.min_p).to(device)[:, None]
