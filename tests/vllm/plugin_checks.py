@@ -104,8 +104,8 @@ class Bench:
         keys = [engine_key(item_key(slot.item), "0.0") for slot in slots]
         handed, makes_all = None, False
         while handed is None:
-            prepared = await self.items.prepare(slots, keys, makes_all)
-            handed = self.items.hand_over(keys, prepared.made, bypass_cache=False)
+            made, _ = await self.items.prepare(slots, keys, makes_all)
+            handed = self.items.hand_over(keys, made, bypass_cache=False)
             makes_all = True
         for key in keys:
             self.receiver.touch_receiver_cache_item(key)
@@ -251,8 +251,8 @@ def check_images_whose_refs_differ_in_their_mime_alone_share_what_was_made(folde
         both = [msgspec.structs.replace(slots[0], item=item), slots[1]]
         keys = [engine_key(item_key(slot.item), "0.0") for slot in both]
         for _ in range(2):
-            prepared = asyncio.run(bench.items.prepare(both, keys, bypass_cache=False))
-            assert len(set(prepared.digests)) == 1 and len(prepared.digests) == 2
+            _, digests = asyncio.run(bench.items.prepare(both, keys, bypass_cache=False))
+            assert len(set(digests)) == 1 and len(digests) == 2
 
 
 def check_tokens_on_old_keys_and_values_are_counted_from_the_first_old_one(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """What trainer and engines compute alike: models, attention, logprobs, and weights on their way.
 
 model, patch_embedding                   a checkpoint loaded with our attention inside
-attention, _cuda, _cudnn, _check         which token sees which, and the kernels that compute it
+attention, _cuda, _cudnn, _shapes        which token sees which, and the kernels that compute it
 logprobs                                 logprobs of tokens under the distribution sampled from
 feature_cache                            features of images, kept up to a size
 tensor_file, checkpoint_files            safetensors written and read tensor by tensor

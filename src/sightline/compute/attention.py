@@ -2,21 +2,23 @@
 
 transformers calls `_attention_forward` for each layer. The text layers get a `pattern` (a flat
 pack, a tree, or the rows of an engine); a vision tower passes the boundaries of its images.
-
-Letters: B rows, T tokens, N heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 from transformers import AttentionInterface
 
 from sightline.compute import attention_cuda
+from sightline.compute.attention_cudnn import group_by_length, pad_rows
+from sightline.compute.attention_shapes import Attended, Bounds, Keys, Queries, Values
 from sightline.errors import FamilyError
 
 # transformers hands the boundaries of images to attention functions with "flash" in their name.
@@ -30,11 +32,7 @@ class AttentionPattern(Protocol):
     """State of recurrent layers so far, in a cache of transformers that they update; None where
     they begin here and nobody needs their state afterwards."""
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        """(B, N, T, D) of q (B, N, T, D) and k, v (B, N or fewer, T, D)."""
-        ...
+    def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended: ...
 
 
 def register_attention(opaque: bool = False) -> str:
@@ -52,7 +50,12 @@ def register_attention(opaque: bool = False) -> str:
     return ATTENTION_NAME
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+def attend(
+    q: Float[Tensor, "rows heads queries width"],
+    k: Float[Tensor, "rows kv_heads keys width"],
+    v: Float[Tensor, "rows kv_heads keys value_width"],
+    **options: Any,
+) -> Float[Tensor, "rows heads queries value_width"]:
     """torch's attention. Values narrower than keys are widened for it: the fused kernels take
     none, and what torch does instead is several times slower."""
     width = v.shape[-1]
@@ -62,17 +65,17 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) ->
 
 
 def _attention_forward(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    module: Any,
+    query: Queries,
+    key: Keys,
+    value: Values,
+    attention_mask: Tensor | None,
     scaling: float,
     pattern: AttentionPattern | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_q: Bounds | None = None,
     max_length_q: Any = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     if pattern is not None:
         out = pattern.attend(int(module.layer_idx), query, key, value, scaling)
     elif cu_seq_lens_q is not None:
@@ -85,7 +88,7 @@ def _attention_forward(
     return out.transpose(1, 2), None
 
 
-def find_graph_options(hidden: torch.Tensor, options: dict[str, Any]) -> dict[str, Any] | None:
+def find_graph_options(hidden: Tensor, options: dict[str, Any]) -> dict[str, Any] | None:
     """The options of a block that is one graph, its attention included; None where the graph is
     broken there."""
     if isinstance(options.get("pattern"), COMPILABLE_PATTERNS):
@@ -96,99 +99,85 @@ def find_graph_options(hidden: torch.Tensor, options: dict[str, Any]) -> dict[st
     return {**options, "pattern": attention_cuda.get_image_pattern(len(hidden), ends, longest)}
 
 
-def _build_compilable() -> Callable[..., tuple[torch.Tensor, None]]:
-    outside: Callable[..., tuple[torch.Tensor, None]] = torch.compiler.disable(_attention_forward)
+def _build_compilable() -> Callable[..., tuple[Tensor, None]]:
+    outside: Callable[..., tuple[Tensor, None]] = torch.compiler.disable(_attention_forward)
 
     def attend_compiled(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float,
-        pattern: Any = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
+        module: Any, query: Queries, key: Keys, value: Values, attention_mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        pattern, scaling = options.get("pattern"), options["scaling"]
         if isinstance(pattern, COMPILABLE_PATTERNS):
             # Not the number of the layer, for which each would be compiled by itself.
             out = pattern.attend(0, query, key, value, scaling)
         elif isinstance(pattern, attention_cuda.ImagePattern):
-            ends, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+            ends, longest = options["cu_seq_lens_q"], options["max_length_q"]
             out = pattern.attend(query, key, value, scaling, ends, longest)
         else:
-            return outside(
-                module, query, key, value, attention_mask, scaling, pattern=pattern, **kwargs
-            )
+            return outside(module, query, key, value, attention_mask, **options)
         return out.transpose(1, 2), None
 
     return attend_compiled
 
 
 def _attend_images(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scaling: float,
-    ends: torch.Tensor,
-    longest: Any,
-) -> torch.Tensor:
+    q: Queries, k: Keys, v: Values, scaling: float, ends: Bounds, longest: Any
+) -> Attended:
     """Full attention inside each image; images of one length go through together."""
     if attention_cuda.is_supported(q):
         images = attention_cuda.get_image_pattern(q.shape[2], ends, longest)
         return images.attend(q, k, v, scaling, ends, longest)
-    bounds = ends.tolist()
+    bounds = ends.cpu().numpy()
     lengths = np.diff(bounds)
-    if len(set(lengths.tolist())) == 1:
-        return _attend_blocks(q, k, v, scaling, int(lengths[0]))
-    out = torch.empty_like(q)
-    for length in np.unique(lengths):
-        starts = torch.tensor([bounds[i] for i in np.flatnonzero(lengths == length)])
-        index = (starts[:, None] + torch.arange(int(length))).reshape(-1).to(q.device)
-        part = _attend_blocks(q[:, :, index], k[:, :, index], v[:, :, index], scaling, int(length))
-        out = out.index_copy(2, index, part)
-    return out
-
-
-def _attend_blocks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, length: int
-) -> torch.Tensor:
-    def rows(x: torch.Tensor) -> torch.Tensor:
-        return x.squeeze(0).unflatten(1, (-1, length)).transpose(0, 1)
-
-    out = F.scaled_dot_product_attention(rows(q), rows(k), rows(v), scale=scaling)
-    return out.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+    groups = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
+    rows = [_PaddedRows(bounds[g], bounds[g + 1], q.shape[2], q.device) for g in groups]
+    return _attend_groups(rows, q, k, v, scaling)
 
 
 class _PaddedRows:
-    """Rows of a run of tokens as a rectangle; past its end a row repeats its first token."""
+    """Rows of a run of tokens as a rectangle; `options` are those of torch's attention."""
 
     def __init__(
-        self, starts: np.ndarray, ends: np.ndarray, num_tokens: int, device: torch.device
+        self,
+        starts: Int[np.ndarray, " rows"],
+        ends: Int[np.ndarray, " rows"],
+        num_tokens: int,
+        device: torch.device,
+        **options: Any,
     ) -> None:
-        column = np.arange(int((ends - starts).max()))
-        tokens = starts[:, None] + column
-        self.inside = tokens < ends[:, None]
-        self.tokens = np.where(self.inside, tokens, starts[:, None])
+        self._options = options
+        tokens, is_real = pad_rows(starts, ends, int((ends - starts).max()))
+        run = np.arange(num_tokens)
+        self.is_run = np.array_equal(tokens[is_real], run)
+        """Whether these are all tokens of the run, in their order."""
         # Rows of one length that are the run need no copy to be a rectangle.
-        in_order = self.inside.all() and np.array_equal(tokens.reshape(-1), np.arange(num_tokens))
-        self._length = len(column) if in_order else 0
-        self._rows = torch.from_numpy(self.tokens).to(device)
-        self._back = torch.from_numpy(np.flatnonzero(self.inside.reshape(-1))).to(device)
+        self._length = tokens.shape[1] if np.array_equal(tokens.reshape(-1), run) else 0
+        self.tokens = torch.from_numpy(tokens[is_real]).to(device)
+        self._rows = torch.from_numpy(tokens).to(device)
+        self._real = torch.from_numpy(np.flatnonzero(is_real)).to(device)
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, **options: Any
-    ) -> torch.Tensor:
-        """(1, N, tokens of the rows, D), row after row."""
+    def attend(self, q: Queries, k: Keys, v: Values, scaling: float) -> Tensor:
+        """What the tokens of the rows attend to, row after row."""
         gqa = q.shape[1] != k.shape[1]
         rows = (self._split(x) for x in (q, k, v))
-        out = attend(*rows, scale=scaling, enable_gqa=gqa, **options)
+        out = attend(*rows, scale=scaling, enable_gqa=gqa, **self._options)
         flat = out.transpose(0, 1).flatten(1, 2)
-        return (flat if self._length else flat[:, self._back]).unsqueeze(0)
+        return (flat if self._length else flat[:, self._real]).unsqueeze(0)
 
-    def _split(self, x: torch.Tensor) -> torch.Tensor:
+    def _split(self, x: Tensor) -> Tensor:
         if self._length:
             return x.squeeze(0).unflatten(1, (-1, self._length)).transpose(0, 1)
         return x.squeeze(0)[:, self._rows].transpose(0, 1)
+
+
+def _attend_groups(
+    groups: Sequence[_PaddedRows], q: Queries, k: Keys, v: Values, scaling: float
+) -> Attended:
+    if len(groups) == 1 and groups[0].is_run:
+        return groups[0].attend(q, k, v, scaling)
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    for rows in groups:
+        out = out.index_copy(2, rows.tokens, rows.attend(q, k, v, scaling))
+    return out
 
 
 class PackedPattern:
@@ -199,12 +188,10 @@ class PackedPattern:
     def __init__(self, lengths: list[int], device: torch.device) -> None:
         ends = np.cumsum(lengths)
         # Causal attention lets no real token see the padding, and its outputs are not read back.
-        self._rows = _PaddedRows(ends - lengths, ends, int(ends[-1]), device)
+        self._rows = _PaddedRows(ends - lengths, ends, int(ends[-1]), device, is_causal=True)
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        return self._rows.attend(q, k, v, scaling, is_causal=True)
+    def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
+        return self._rows.attend(q, k, v, scaling)
 
 
 class TreePattern:
@@ -215,22 +202,22 @@ class TreePattern:
 
     state = None
 
-    def __init__(self, subtree_end: np.ndarray, device: torch.device) -> None:
-        self._parts = [
-            _TreeGroup(subtree_end, trees, device)
-            for trees in _group_by_size(find_trees(subtree_end))
-        ]
+    def __init__(self, subtree_end: Int[np.ndarray, " tokens"], device: torch.device) -> None:
+        starts, ends = (np.array(bounds) for bounds in zip(*find_trees(subtree_end), strict=True))
+        self._groups = []
+        for group in group_by_length((ends - starts).tolist()):
+            mask = torch.from_numpy(_build_tree_masks(subtree_end, starts[group], ends[group]))
+            self._groups.append(
+                _PaddedRows(
+                    starts[group], ends[group], len(subtree_end), device, attn_mask=mask.to(device)
+                )
+            )
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        out = q.new_empty(*q.shape[:3], v.shape[-1])
-        for part in self._parts:
-            out = out.index_copy(2, part.tokens, part.attend(q, k, v, scaling))
-        return out
+    def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
+        return _attend_groups(self._groups, q, k, v, scaling)
 
 
-def find_trees(subtree_end: np.ndarray) -> list[tuple[int, int]]:
+def find_trees(subtree_end: Int[np.ndarray, " tokens"]) -> list[tuple[int, int]]:
     """Start and end of every tree: its first token is seen to the end."""
     found, start = [], 0
     while start < len(subtree_end):
@@ -240,40 +227,25 @@ def find_trees(subtree_end: np.ndarray) -> list[tuple[int, int]]:
     return found
 
 
-def _group_by_size(trees: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Trees in groups by size, none under three quarters of the largest of its group."""
-    parts: list[list[tuple[int, int]]] = []
-    for tree in sorted(trees, key=lambda tree: (tree[0] - tree[1], tree[0])):
-        largest = parts[-1][0][1] - parts[-1][0][0] if parts else 0
-        if tree[1] - tree[0] < 0.75 * largest or not parts:
-            parts.append([])
-        parts[-1].append(tree)
-    return parts
-
-
-class _TreeGroup:
-    def __init__(
-        self, subtree_end: np.ndarray, trees: list[tuple[int, int]], device: torch.device
-    ) -> None:
-        starts, ends = (np.array(bounds) for bounds in zip(*trees, strict=True))
-        self._rows = rows = _PaddedRows(starts, ends, len(subtree_end), device)
-        column = np.arange(rows.tokens.shape[1])
-        # Nobody may see the padding behind a tree.
-        last = np.where(rows.inside, subtree_end[rows.tokens] - starts[:, None], 0)
-        # A row that sees nothing has no softmax: padding sees the first token.
-        last[:, 0] = len(column)
-        sees = (column <= column[:, None]) & (column[:, None] < last[:, None, :])
-        self._mask = torch.from_numpy(sees[:, None]).to(device)
-        self.tokens = torch.from_numpy(rows.tokens[rows.inside]).to(device)
-
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        return self._rows.attend(q, k, v, scaling, attn_mask=self._mask)
+def _build_tree_masks(
+    subtree_end: Int[np.ndarray, " tokens"],
+    starts: Int[np.ndarray, " trees"],
+    ends: Int[np.ndarray, " trees"],
+) -> Bool[np.ndarray, "trees 1 queries keys"]:
+    tokens, is_real = pad_rows(starts, ends, int((ends - starts).max()))
+    column = np.arange(tokens.shape[1])
+    # Nobody may see the padding behind a tree.
+    last = np.where(is_real, subtree_end[tokens] - starts[:, None], 0)
+    # A row that sees nothing has no softmax: padding sees the first token.
+    last[:, 0] = len(column)
+    sees = (column <= column[:, None]) & (column[:, None] < last[:, None, :])
+    return sees[:, None]
 
 
 def build_attention_pattern(
-    subtree_end: np.ndarray, device: torch.device, dtype: torch.dtype = torch.float32
+    subtree_end: Int[np.ndarray, " tokens"],
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> AttentionPattern:
     """The cheapest pattern that says the same as `subtree_end`, for arithmetic in `dtype`."""
     ends = np.unique(subtree_end)

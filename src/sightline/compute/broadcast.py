@@ -14,17 +14,18 @@ import hashlib
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+from jaxtyping import UInt8
+from torch import Tensor
 from torch import distributed as dist
 
 from sightline.compute.tensor_file import (
     SAFETENSORS_DTYPES,
     TORCH_DTYPES,
-    Gather,
-    iterate_gathered,
-    keep_tensor,
+    sort_names,
     tensor_bytes,
 )
 from sightline.compute.weight_versions import get_version_folder, record_epoch
@@ -47,21 +48,18 @@ class Broadcaster:
     def announce(
         self,
         root: Path,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Tensor],
         version: int,
         vision_version: int,
-        gather: Gather = keep_tensor,
-        dtype: torch.dtype | None = None,
         adapter: Adapter | None = None,
     ) -> tuple[Path, Manifest]:
         """Writes the manifest of what `send` will send; a version keeps its meaning as in files."""
         digest = hashlib.sha256()
         specs = []
-        for name, gathered in iterate_gathered(tensors, gather):
-            data, kind = tensor_bytes(gathered, dtype)
-            digest.update(data.numpy())
-            specs.append(TensorSpec(name, SAFETENSORS_DTYPES[kind], tuple(gathered.shape)))
-            del gathered, data  # before the next one is gathered
+        for name in sort_names(tensors):
+            tensor = tensors[name]
+            digest.update(tensor_bytes(tensor).numpy().data)
+            specs.append(TensorSpec(name, SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape)))
         sent = Broadcast(self._address, self._receivers, specs, digest.hexdigest())
         root.mkdir(parents=True, exist_ok=True)
         epoch = record_epoch(root, version, sent.sha256)
@@ -71,22 +69,16 @@ class Broadcaster:
         write_atomic(folder / MANIFEST, msgspec.json.encode(manifest))
         return folder / MANIFEST, manifest
 
-    def send(
-        self,
-        manifest: Manifest,
-        tensors: Mapping[str, torch.Tensor],
-        gather: Gather = keep_tensor,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def send(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
         """Returns when every receiver has all of it."""
+        assert manifest.broadcast is not None
         group = _join(self._store, manifest, rank=0)
-        for _, gathered in iterate_gathered(tensors, gather):
-            _broadcast(group, tensor_bytes(gathered, dtype)[0])
-            del gathered  # before the next one is gathered
+        for spec in manifest.broadcast.tensors:
+            _broadcast(group, tensor_bytes(tensors[spec.name]))
         group.barrier().wait()
 
 
-def receive(manifest: Manifest) -> dict[str, torch.Tensor]:
+def receive(manifest: Manifest) -> dict[str, Tensor]:
     """The tensors of a version that is being sent, checked against its digest."""
     sent = manifest.broadcast
     assert sent is not None
@@ -98,12 +90,12 @@ def receive(manifest: Manifest) -> dict[str, torch.Tensor]:
     place = store.add(f"{manifest.label}/receivers", 1)
     group = _join(store, manifest, rank=place)
     digest = hashlib.sha256()
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Tensor] = {}
     for spec in sent.tensors:
         tensor = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
         data = tensor.reshape(-1).view(torch.uint8)
         _broadcast(group, data)
-        digest.update(data.numpy())
+        digest.update(data.numpy().data)
         found[spec.name] = tensor
     group.barrier().wait()
     if digest.hexdigest() != sent.sha256:
@@ -114,7 +106,8 @@ def receive(manifest: Manifest) -> dict[str, torch.Tensor]:
     return found
 
 
-def _join(store: dist.Store, manifest: Manifest, rank: int) -> dist.ProcessGroupGloo:
+def _join(store: dist.Store, manifest: Manifest, rank: int) -> Any:
+    """The version's group of processes; torch's stubs do not have its methods."""
     assert manifest.broadcast is not None
     return dist.ProcessGroupGloo(
         dist.PrefixStore(f"{manifest.label}/group", store),
@@ -124,6 +117,6 @@ def _join(store: dist.Store, manifest: Manifest, rank: int) -> dist.ProcessGroup
     )
 
 
-def _broadcast(group: dist.ProcessGroupGloo, data: torch.Tensor) -> None:
+def _broadcast(group: Any, data: UInt8[Tensor, " bytes"]) -> None:
     if data.numel():
         group.broadcast(data, 0).wait()

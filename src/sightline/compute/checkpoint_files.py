@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from sightline.errors import WeightsError
 from sightline.wire.weights import is_transposed
 
 
-class TensorFiles(Mapping[str, torch.Tensor]):
+class TensorFiles(Mapping[str, Tensor]):
     """The tensors of safetensors files. Files that are gone or cut off are found on opening."""
 
     def __init__(self, paths: Iterable[str | Path]) -> None:
@@ -22,8 +22,8 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._files[name].get_slice(name).get_shape())
 
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._files[name].get_tensor(name)
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -33,10 +33,10 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return len(self._files)
 
 
-class CheckpointParameters(Mapping[str, torch.Tensor]):
+class CheckpointParameters(Mapping[str, Tensor]):
     """The parameters of a checkpoint folder, with the names and shapes of `own`."""
 
-    def __init__(self, folder: Path, own: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, folder: Path, own: Mapping[str, Tensor]) -> None:
         self._opened = open_checkpoint(folder)
         self._own = own
         if missing := sorted(own.keys() - self._opened.keys())[:3]:
@@ -46,7 +46,7 @@ class CheckpointParameters(Mapping[str, torch.Tensor]):
                 'set [lora] publish = "merged"',
             )
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         wanted, tensor = self._own[name].shape, self._opened[name]
         return tensor.transpose(-1, -2) if is_transposed(tensor.shape, wanted) else tensor
 
@@ -61,7 +61,7 @@ def open_checkpoint(folder: Path) -> TensorFiles:
     return TensorFiles(sorted(folder.glob("*.safetensors")))
 
 
-def find_transposed(opened: TensorFiles, own: Mapping[str, torch.Tensor]) -> list[str]:
+def find_transposed(opened: TensorFiles, own: Mapping[str, Tensor]) -> list[str]:
     """Parameters that files of a checkpoint hold the other way round, as some hold experts."""
     return [
         name

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from cachetools import LRUCache
+from jaxtyping import Float
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
     """An image as the text model takes it."""
 
-    features: torch.Tensor
+    features: Float[Tensor, "tokens hidden"]
     digest: str
     """Digest of the pixels that the features were made from."""
-
-    @property
-    def nbytes(self) -> int:
-        return self.features.nbytes
 
 
 class FeatureCache(LRUCache[str, ImageFeatures]):
     """Holds features of one vision version, by the keys of items. Used by one thread alone."""
 
     def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes, getsizeof=lambda shown: shown.nbytes)
+        super().__init__(max_bytes, getsizeof=lambda shown: shown.features.nbytes)
         self.hits = 0
         self.encoded = 0
         self.evicted = 0
@@ -41,7 +38,7 @@ class FeatureCache(LRUCache[str, ImageFeatures]):
 
     def put(self, key: str, shown: ImageFeatures) -> None:
         self.encoded += 1
-        if shown.nbytes <= self.maxsize and key not in self:
+        if shown.features.nbytes <= self.maxsize and key not in self:
             self[key] = shown
 
     def popitem(self) -> tuple[str, ImageFeatures]:

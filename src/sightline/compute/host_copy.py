@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from sightline.compute.tensor_file import Gather, iterate_gathered, keep_tensor, resolve_dtype
 
 
 class HostCopy:
     def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
         self._copied: torch.cuda.Event | None = None
 
     def take(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, Tensor],
         gather: Gather = keep_tensor,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -42,14 +43,14 @@ class HostCopy:
         for gone in self._buffers.keys() - tensors.keys():
             del self._buffers[gone]
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
+    def tensors(self) -> Mapping[str, Tensor]:
         """The buffers, when all that was taken last has arrived. Any thread may call; the next
         `take` writes into the same buffers, so the publisher must have written them by then."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._buffers
 
-    def _buffer(self, name: str, like: torch.Tensor) -> torch.Tensor:
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
             buffer = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)

@@ -14,6 +14,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from sightline.compute.tensor_file import SAFETENSORS_DTYPES, TORCH_DTYPES, tensor_bytes
 from sightline.errors import WeightsError
@@ -24,32 +26,33 @@ LORA_A, LORA_B = ".lora_A", ".lora_B"
 
 
 def merge_lora(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
-) -> torch.Tensor:
+    weight: Float[Tensor, "out in"],
+    a: Float[Tensor, "rank in"],
+    b: Float[Tensor, "out rank"],
+    scale: float,
+) -> Float[Tensor, "out in"]:
     """W + s B A, added up in float32."""
     return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
 
 
 def resolve_parameter(
     name: str,
-    base: Mapping[str, torch.Tensor],
+    base: Mapping[str, Tensor],
     scales: Mapping[str, float],
-    tensors: Mapping[str, torch.Tensor],
-) -> torch.Tensor:
+    tensors: Mapping[str, Tensor],
+) -> Tensor:
     """One parameter of a version: merged, trained itself, or the base's."""
     if name in scales:
         return merge_lora(base[name], tensors[name + LORA_A], tensors[name + LORA_B], scales[name])
     return tensors[name] if name in tensors else base[name]
 
 
-def digest_tensors(
-    tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None
-) -> str:
+def digest_tensors(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
     """Digest of names, shapes and bits (as `dtype`, where given), in whichever order they come."""
     found = {}
     for name, tensor in tensors:
         digest = hashlib.sha256(f"{name}:{tuple(tensor.shape)}:".encode())
-        digest.update(tensor_bytes(tensor.detach(), dtype)[0].numpy())
+        digest.update(tensor_bytes(tensor, dtype).numpy().data)
         found[name] = digest.digest()
         del tensor  # before the next one is gathered
     return hashlib.sha256(b"".join(found[name] for name in sorted(found))).hexdigest()
@@ -58,14 +61,12 @@ def digest_tensors(
 class AdapterBase:
     """What adapters are added to: a checkpoint, read when the first of them comes."""
 
-    def __init__(self, read: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
         self._read = read
-        self._base: Mapping[str, torch.Tensor] = {}
+        self._base: Mapping[str, Tensor] = {}
         self._verified: set[tuple[str, str, frozenset[str]]] = set()
 
-    def merge(
-        self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def merge(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Every parameter of a version. One without adapters comes back as it is."""
         adapter = manifest.adapter
         if adapter is None:
@@ -73,9 +74,7 @@ class AdapterBase:
         base = self.check(adapter, tensors)
         return {name: resolve_parameter(name, base, adapter.scales, tensors) for name in base}
 
-    def check(
-        self, adapter: Adapter, tensors: Mapping[str, torch.Tensor]
-    ) -> Mapping[str, torch.Tensor]:
+    def check(self, adapter: Adapter, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The base, if it is the one that the adapter was made for and the tensors fit it."""
         self._base = self._base or self._read()
         check_fits(self._base, adapter, tensors)
@@ -92,9 +91,7 @@ class AdapterBase:
         return self._base
 
 
-def check_fits(
-    base: Mapping[str, torch.Tensor], adapter: Adapter, tensors: Mapping[str, torch.Tensor]
-) -> None:
+def check_fits(base: Mapping[str, Tensor], adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
     """Raises unless every tensor has its place in the base, and every place its tensors."""
     pairs = {name + end for name in adapter.scales for end in (LORA_A, LORA_B)}
     odd = sorted((pairs - tensors.keys()) | (tensors.keys() - pairs - base.keys()))

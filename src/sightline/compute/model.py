@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
@@ -41,7 +42,7 @@ def pick_device(name: str) -> str:
     return name
 
 
-def empty_parameters(path: str | Path, family: Family) -> dict[str, torch.Tensor]:
+def empty_parameters(path: str | Path, family: Family) -> dict[str, Tensor]:
     """The parameters that a trainer of this checkpoint publishes: names and shapes, no values."""
     auto = AutoModelForImageTextToText if family.shows_images else AutoModelForCausalLM
     with torch.device("meta"):

@@ -6,12 +6,13 @@ which a GPU has faster kernels than for convolutions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
-import torch
 import torch.nn.functional as F
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
 Convolution: TypeAlias = nn.Conv2d | nn.Conv3d
 
@@ -20,7 +21,9 @@ def linearize_patch_embeddings(model: nn.Module) -> None:
     """In place; parameters keep their names and shapes."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Conv3d) and _is_patch_embedding(module):
-            module.forward = partial(_embed, module, module.forward)
+            module.forward = partial(  # type: ignore[method-assign]
+                _embed, module, module.forward
+            )
 
 
 def _is_patch_embedding(module: Convolution) -> bool:
@@ -33,10 +36,12 @@ def _is_patch_embedding(module: Convolution) -> bool:
     )
 
 
-def _embed(module: Convolution, convolve: object, x: torch.Tensor) -> torch.Tensor:
+def _embed(
+    module: Convolution,
+    convolve: Callable[[Tensor], Tensor],
+    x: Float[Tensor, "patches channels *size"],
+) -> Float[Tensor, "patches hidden *ones"]:
     if x.shape[2:] != module.kernel_size:
-        assert callable(convolve)
-        convolved: torch.Tensor = convolve(x)
-        return convolved
+        return convolve(x)
     out = F.linear(x.flatten(1), module.weight.flatten(1), module.bias)
     return out.view(*out.shape, *(1 for _ in module.kernel_size))

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from jaxtyping import UInt8
+from torch import Tensor
 
 from sightline.wire.weights import WeightFile
 
@@ -18,26 +20,26 @@ SAFETENSORS_DTYPES = {
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-Gather = Callable[[torch.Tensor], torch.Tensor]
+Gather = Callable[[Tensor], Tensor]
 
 
-def keep_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def keep_tensor(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def resolve_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def resolve_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype that a tensor is written as: `dtype`, where that is given and the tensor floats."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def sort_names(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def sort_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """Names in the order of a file: wide elements come first, so that each tensor is aligned."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
 def iterate_gathered(
-    tensors: Mapping[str, torch.Tensor], gather: Gather = keep_tensor
-) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors: Mapping[str, Tensor], gather: Gather = keep_tensor
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor, gathered, in the one order that all ranks keep to; one is held at a time."""
     for name in sort_names(tensors):
         with torch.no_grad():
@@ -48,7 +50,7 @@ def iterate_gathered(
 
 def write_tensors(
     path: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
     gather: Gather = keep_tensor,
     dtype: torch.dtype | None = None,
     metadata: dict[str, str] | None = None,
@@ -81,7 +83,7 @@ def write_tensors(
             digest.update(part)
             file.write(part)
         for name, gathered in iterate_gathered(tensors, gather):
-            data = tensor_bytes(_transpose(name, gathered, transposed), dtype)[0].numpy()
+            data = tensor_bytes(_transpose(name, gathered, transposed), dtype).numpy().data
             digest.update(data)
             file.write(data)
             del gathered, data  # before the next one is gathered
@@ -92,16 +94,14 @@ def write_tensors(
     return WeightFile(path.name, nbytes, digest.hexdigest())
 
 
-def _transpose(name: str, tensor: torch.Tensor, transposed: Collection[str]) -> torch.Tensor:
+def _transpose(name: str, tensor: Tensor, transposed: Collection[str]) -> Tensor:
     return tensor.transpose(-1, -2) if name in transposed else tensor
 
 
-def tensor_bytes(
-    tensor: torch.Tensor, dtype: torch.dtype | None
-) -> tuple[torch.Tensor, torch.dtype]:
-    """The tensor's bytes in host memory, and what they are bytes of."""
-    kind = resolve_dtype(tensor, dtype)
-    return tensor.to("cpu", kind).contiguous().reshape(-1).view(torch.uint8), kind
+def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> UInt8[Tensor, " bytes"]:
+    """The bytes of the tensor, as `dtype` where that is given and it floats, in host memory."""
+    tensor = tensor.detach().to("cpu", resolve_dtype(tensor, dtype))
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def digest_file(path: Path) -> str:

@@ -18,9 +18,10 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
+from torch import Tensor
 
 from sightline.compute.broadcast import receive
-from sightline.compute.tensor_file import digest_file, resolve_dtype, sort_names, write_tensors
+from sightline.compute.tensor_file import digest_file, sort_names, write_tensors
 from sightline.compute.weight_versions import get_version_folder, record_epoch
 from sightline.errors import WeightsError, WireError
 from sightline.wire.weights import MANIFEST, Adapter, Manifest, WeightFile
@@ -32,10 +33,9 @@ MAX_THREADS = 8
 
 def write_weights(
     root: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
     version: int,
     vision_version: int,
-    dtype: torch.dtype | None = None,
     adapter: Adapter | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> tuple[Path, Manifest]:
@@ -48,10 +48,10 @@ def write_weights(
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     stem = "model" if adapter is None else "adapter"
-    shares = _split_into_files(tensors, stem, dtype, max_file_bytes)
+    shares = _split_into_files(tensors, stem, max_file_bytes)
 
     def write(name: str) -> WeightFile:
-        return write_tensors(part / name, shares[name], dtype=dtype, durable=False)
+        return write_tensors(part / name, shares[name], durable=False)
 
     with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
         files = list(pool.map(write, shares))
@@ -68,19 +68,17 @@ def write_weights(
 
 
 def _split_into_files(
-    tensors: Mapping[str, torch.Tensor], stem: str, dtype: torch.dtype | None, max_file_bytes: int
-) -> dict[str, dict[str, torch.Tensor]]:
+    tensors: Mapping[str, Tensor], stem: str, max_file_bytes: int
+) -> dict[str, dict[str, Tensor]]:
     """Which tensors each file gets, by its name; more than `max_file_bytes` only for one tensor."""
-    shares: list[dict[str, torch.Tensor]] = [{}]
+    shares: list[dict[str, Tensor]] = [{}]
     nbytes = 0
     for name in sort_names(tensors):
-        tensor = tensors[name]
-        size = tensor.numel() * resolve_dtype(tensor, dtype).itemsize
-        if shares[-1] and nbytes + size > max_file_bytes:
+        if shares[-1] and nbytes + tensors[name].nbytes > max_file_bytes:
             shares.append({})
             nbytes = 0
-        shares[-1][name] = tensor
-        nbytes += size
+        shares[-1][name] = tensors[name]
+        nbytes += tensors[name].nbytes
     if len(shares) == 1:
         return {f"{stem}.safetensors": shares[0]}
     return {
@@ -116,19 +114,19 @@ def read_manifest(path: Path) -> Manifest:
         ) from error
 
 
-def read_weights(manifest_path: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
+def read_weights(manifest_path: Path) -> tuple[Manifest, dict[str, Tensor]]:
     """The tensors of a manifest, read or received, checked against its checksums."""
     manifest = read_manifest(manifest_path)
     if manifest.broadcast is not None:
         return manifest, receive(manifest)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
         for found in pool.map(partial(_read, manifest_path.parent), manifest.files):
             tensors |= found
     return manifest, tensors
 
 
-def _read(folder: Path, file: WeightFile) -> dict[str, torch.Tensor]:
+def _read(folder: Path, file: WeightFile) -> dict[str, Tensor]:
     path = folder / file.name
     data = path.read_bytes() if path.is_file() else b""
     if len(data) != file.nbytes or hashlib.sha256(data).hexdigest() != file.sha256:
@@ -145,7 +143,7 @@ def _read(folder: Path, file: WeightFile) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def adopt_into(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+def adopt_into(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
     """Copies `tensors` into the model, all or nothing: names and shapes are checked first."""
     own = dict(model.named_parameters())
     check_parameters(own, tensors)
@@ -154,7 +152,7 @@ def adopt_into(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None
             parameter.copy_(tensors[name])
 
 
-def check_parameters(own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+def check_parameters(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """Raises unless both name the same parameters, with the same shapes."""
     if own.keys() != tensors.keys():
         odd = sorted(own.keys() ^ tensors.keys())[:3]

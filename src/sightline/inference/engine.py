@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from sightline.errors import EngineError, SightlineError
-from sightline.inference.busy_intervals import BusyIntervals
 from sightline.inference.errors import build_engine_error, stopping_error
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.validator import ValidatedRequest
@@ -24,6 +25,9 @@ from sightline.pixels import Materializer
 from sightline.wire import Slot
 from sightline.wire.generate import SamplingParams, VersionSpan
 from sightline.wire.weights import Manifest
+
+JOIN_GAP_S = 0.02
+MAX_INTERVALS = 20_000
 
 
 @dataclass(slots=True)
@@ -93,6 +97,31 @@ class EngineCounters:
     adopted: int = 0
     prefilled_again: int = 0
     """Requests whose KV cache a weight update threw away."""
+
+
+@dataclass
+class BusyIntervals:
+    """Wall-clock intervals in which the engine computed, or vLLM had requests to compute; short
+    gaps are bridged. One thread adds, any may read."""
+
+    seconds: float = 0.0
+    _intervals: deque[list[float]] = field(default_factory=lambda: deque(maxlen=MAX_INTERVALS))
+    _lock: Lock = field(default_factory=Lock)
+
+    def add(self, began: float) -> None:
+        """The engine computed from `began` (seconds since 1970) until now."""
+        now = time.time()
+        self.seconds += now - began
+        with self._lock:
+            if self._intervals and began - self._intervals[-1][1] < JOIN_GAP_S:
+                self._intervals[-1][1] = now
+            else:
+                self._intervals.append([began, now])
+
+    def since(self, moment: float) -> list[list[float]]:
+        """Intervals that end after `moment`."""
+        with self._lock:
+            return [list(pair) for pair in self._intervals if pair[1] > moment]
 
 
 Deliver = Callable[[list[Any]], None]

@@ -93,7 +93,7 @@ class ServerComponents:
 
 def build_server(components: ServerComponents) -> InferenceServer:
     """The server of the embedded engine, its model loaded; its `app` is an ASGI application."""
-    from sightline.inference.torch_engine.build import build_engine
+    from sightline.inference.torch_engine.engine import build_engine
 
     family, banned = components.family, components.renderer.pad_token_ids
     engine = build_engine(components.spec, family, components.build_materializer(), banned)

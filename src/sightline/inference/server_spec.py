@@ -89,10 +89,6 @@ class ServerSpec(ConfigSection):
         return self.inference.pixel_cache_mb * MEBIBYTE
 
     @property
-    def feature_cache_bytes(self) -> int:
-        return self.inference.feature_cache_mb * MEBIBYTE
-
-    @property
     def max_waiting_bytes(self) -> int:
         return int(self.max_waiting_mb * MEBIBYTE)
 

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from sightline.compute.broadcast import Broadcaster
+from sightline.compute.host_copy import HostCopy
+from sightline.compute.tensor_file import write_tensors
 from sightline.compute.weights import read_weights, write_weights
 from sightline.errors import WeightsError
 
@@ -38,20 +40,17 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_what_is_sent_has_the_bits_of_what_is_written(
-    tmp_path: Path, dtype: torch.dtype | None
-) -> None:
+def test_what_is_sent_has_the_bits_of_what_is_written(tmp_path: Path) -> None:
     weights = tensors()
-    written, _ = write_weights(tmp_path / "files", weights, 3, 2, dtype=dtype)
+    written, _ = write_weights(tmp_path / "files", weights, 3, 2)
     sender = Broadcaster("127.0.0.1", receivers=2)
-    path, manifest = sender.announce(tmp_path / "sent", weights, 3, 2, dtype=dtype)
+    path, manifest = sender.announce(tmp_path / "sent", weights, 3, 2)
     assert not list(path.parent.glob("*.safetensors"))
     out = [tmp_path / "a", tmp_path / "b"]
     receivers = [
         subprocess.Popen([sys.executable, "-c", RECEIVER, str(path), str(file)]) for file in out
     ]
-    sender.send(manifest, weights, dtype=dtype)
+    sender.send(manifest, weights)
     assert [receiver.wait(60) for receiver in receivers] == [0, 0]
     expected = read_weights(written)[1]
     for file in out:
@@ -80,7 +79,7 @@ def test_bits_that_changed_on_the_way_are_refused(tmp_path: Path) -> None:
     thread.join(60)
 
 
-@pytest.mark.parametrize("way", ["announce", "send"])
+@pytest.mark.parametrize("way", ["copy", "file"])
 def test_no_more_than_one_gathered_tensor_is_held(tmp_path: Path, way: str) -> None:
     """Gathering makes a copy, as from shards: what of it is alive at the same time is measured."""
     weights = {f"layer.{i}": torch.full((1000,), float(i)) for i in range(20)}
@@ -95,14 +94,10 @@ def test_no_more_than_one_gathered_tensor_is_held(tmp_path: Path, way: str) -> N
         most = max(most, len(alive))
         return whole
 
-    sender = Broadcaster("127.0.0.1")
-    path, manifest = sender.announce(tmp_path, weights, 1, 1, gather)
-    if way == "send":
-        most = 0
-        thread = threading.Thread(target=read_weights, args=(path,))
-        thread.start()
-        sender.send(manifest, weights, gather)
-        thread.join(60)
+    if way == "copy":
+        HostCopy().take(weights, gather)
+    else:
+        write_tensors(tmp_path / "file", weights, gather)
     assert most == 1
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import time
 
-from sightline.inference.busy_intervals import JOIN_GAP_S, BusyIntervals
+from sightline.inference.engine import JOIN_GAP_S, BusyIntervals
 
 
 def test_short_gaps_are_bridged_and_long_ones_are_not() -> None:

@@ -11,8 +11,8 @@ import torch
 
 from sightline.families import load_family, load_renderer
 from sightline.inference.server_spec import ServerSpec
-from sightline.inference.torch_engine.build import build_engine
 from sightline.inference.torch_engine.decode import CudaGraphDecoder, round_up_shape
+from sightline.inference.torch_engine.engine import build_engine
 from sightline.inference.torch_engine.request import TorchRequest
 from sightline.media import MediaStore
 from sightline.pixels import Materializer

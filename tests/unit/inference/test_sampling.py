@@ -11,7 +11,6 @@ from sightline.inference.torch_engine.sampling import (
     draw_uniforms,
     sample,
     splitmix64,
-    splitmix64_int,
 )
 
 NONE = torch.zeros(0, dtype=torch.long)
@@ -26,6 +25,13 @@ def settings(uniform: np.ndarray, temperature: float | np.ndarray = 1.0) -> Samp
         min_p=np.zeros(size, dtype=np.float32),
         uniform=uniform,
     )
+
+
+def splitmix64_int(value: int) -> int:
+    """The finalizer of splitmix64 on one number, in Python's own arithmetic."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) % 2**64
+    return value ^ (value >> 31)
 
 
 def test_uniforms_depend_on_seed_and_index_alone_and_fill_the_unit_interval() -> None:

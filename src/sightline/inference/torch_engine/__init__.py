@@ -11,5 +11,4 @@ prefix_cache      finished rows that wait for the next turn of their rollout
 kv_cache          keys and values of the rows, and the attention over them
 sampling          logits to tokens and their logprobs
 request           one request, from submission to its answer, and what the engine counts
-build             an engine from a server's spec
 """

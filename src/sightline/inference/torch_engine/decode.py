@@ -5,8 +5,6 @@ every row of a step computes one token, the pass takes the table's first rows, i
 them, and as many keys as the longest needs, both rounded up. Shapes repeat, so a pass is captured
 when its shape comes again, and replayed from then on. A model whose pass cannot be captured (it
 looks at its values on the way) runs without a graph.
-
-Letters: R rows of the pass, A position axes, H hidden size.
 """
 
 from __future__ import annotations
@@ -17,7 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from cachetools import LRUCache
+from jaxtyping import Float, Int64
+from torch import Tensor
 
+from sightline.compute.logprobs import Hidden
 from sightline.families import Forward
 from sightline.inference.torch_engine.kv_cache import KVCache
 from sightline.inference.torch_engine.row_table import RowTable
@@ -36,12 +37,12 @@ _TOKEN, _PLACE, _SEEN, _FIRST_AXIS = range(4)
 class _ShapePass:
     """What one shape needs from step to step."""
 
-    inputs: torch.Tensor
-    """int64 (3 + A, R): the next token of each row, where its keys go, how many it sees."""
+    inputs: Int64[Tensor, "fields rows"]
+    """For each row its next token, where its keys go, how many it sees, and its position axes."""
     width: int
     graph: torch.cuda.CUDAGraph | None = None
-    hidden: torch.Tensor | None = None
-    """(R, H), where the graph leaves it."""
+    hidden: Float[Tensor, "rows hidden"] | None = None
+    """Where the graph leaves its result."""
 
 
 class CudaGraphDecoder:
@@ -58,18 +59,18 @@ class CudaGraphDecoder:
         self.num_passes = 0
         self.num_replayed = 0
 
-    def hidden(self, plan: StepPlan) -> torch.Tensor | None:
-        """(T, H) of the plan's tokens, or None where the plan is none for this."""
+    def hidden(self, plan: StepPlan) -> Hidden | None:
+        """Hidden states of the plan's tokens, or None where the plan is none for this."""
         table = self._rows
         if (plan.counts != 1).any() or (plan.starts < table.prompt_length[plan.rows]).any():
             return None
-        if not self._kv.has_layers:
+        if not (token_bytes := self._kv.token_bytes):
             return None
         needed, longest = int(plan.rows.max()) + 1, int(plan.ends.max())
         self._kv.reserve(needed, longest)
         num_rows = min(round_up_shape(needed), self._kv.size[0])
         width = min(round_up_shape(max(longest, MIN_WIDTH)), self._kv.size[1])
-        if (num_rows - len(plan.rows)) * width * self._kv.token_bytes > MAX_IDLE_KV_BYTES:
+        if (num_rows - len(plan.rows)) * width * token_bytes > MAX_IDLE_KV_BYTES:
             return None
         found = self._get_pass(num_rows, width)
         found.inputs.copy_(torch.from_numpy(self._inputs(plan, num_rows)), non_blocking=True)
@@ -79,7 +80,7 @@ class CudaGraphDecoder:
             return hidden
         return hidden[torch.from_numpy(plan.rows).to(self._device)]
 
-    def _inputs(self, plan: StepPlan, num_rows: int) -> np.ndarray:
+    def _inputs(self, plan: StepPlan, num_rows: int) -> Int64[np.ndarray, "fields rows"]:
         """An idle row shows token 0, sees one key, and writes behind the last row."""
         table, (all_rows, all_tokens) = self._rows, self._kv.size
         made = np.zeros((_FIRST_AXIS + table.num_axes, num_rows), dtype=np.int64)
@@ -105,14 +106,14 @@ class CudaGraphDecoder:
             self._capture(found)
         return found
 
-    def _run_pass(self, found: _ShapePass) -> torch.Tensor:
+    def _run_pass(self, found: _ShapePass) -> Float[Tensor, "rows hidden"]:
         if found.graph is None or found.hidden is None:
             return self._compute(found)
         found.graph.replay()
         self.num_replayed += 1
         return found.hidden
 
-    def _compute(self, found: _ShapePass) -> torch.Tensor:
+    def _compute(self, found: _ShapePass) -> Float[Tensor, "rows hidden"]:
         inputs = found.inputs
         pattern = self._kv.build_decode_pattern(inputs[_PLACE], inputs[_SEEN], found.width)
         token_ids, positions = inputs[_TOKEN, None], inputs[_FIRST_AXIS:, None]

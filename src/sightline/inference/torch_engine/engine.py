@@ -24,15 +24,17 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.lora_weights import AdapterBase
+from sightline.compute.model import load_model, pick_device
 from sightline.compute.weights import adopt_into, read_weights
 from sightline.errors import EngineError
 from sightline.families import Family, Forward
 from sightline.inference.engine import Deliver, Engine
 from sightline.inference.errors import not_finite_error, stopping_error, to_engine_error
-from sightline.inference.server_spec import ServerSpec
+from sightline.inference.server_spec import MEBIBYTE, ServerSpec
 from sightline.inference.torch_engine.model_runner import ModelRunner
 from sightline.inference.torch_engine.recurrent_runner import RecurrentModelRunner
 from sightline.inference.torch_engine.request import TorchCounters, TorchRequest
@@ -47,7 +49,7 @@ from sightline.wire.weights import Manifest
 @dataclass(slots=True)
 class _WeightSwap:
     manifest: Manifest
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Tensor]
     done: Future[None]
 
 
@@ -71,7 +73,7 @@ class TorchEngine(Engine):
         self._manifest = manifest
         self._base = base
         self._seeds = random.SystemRandom()
-        self.features = FeatureCache(spec.feature_cache_bytes)
+        self.features = FeatureCache(spec.inference.feature_cache_mb * MEBIBYTE)
         inference = spec.inference
         rows = RowTable(inference.max_num_seqs, inference.max_model_len, family.num_axes)
         carries_state = family.packing.carries_state
@@ -305,3 +307,23 @@ class TorchEngine(Engine):
                 swap.done.set_exception(stopping_error())
         self._deliver_done()
         self.runner.close()
+
+
+def build_engine(
+    spec: ServerSpec, family: Family, materializer: Materializer, banned: tuple[int, ...]
+) -> TorchEngine:
+    """The engine of a server's spec, its model loaded."""
+    torch.set_num_threads(spec.num_threads)
+    device, dtype = pick_device(spec.inference.device), spec.model.dtype
+    forward = load_model(spec.model.path, family, device, dtype)
+
+    def read_base() -> dict[str, Tensor]:
+        loaded = load_model(spec.model.path, family, "cpu", dtype)
+        return {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
+
+    base = AdapterBase(read_base)
+    manifest = Manifest(version=0, vision_version=0, files=[])
+    if spec.weights is not None:
+        manifest, tensors = read_weights(spec.weights)
+        adopt_into(forward.model, base.merge(manifest, tensors))
+    return TorchEngine(forward, family, materializer, banned, spec, manifest, base)

@@ -5,9 +5,6 @@ Attention writes the run's keys and values into their rows, then lets rows of li
 together: those with one new token, and those with a chunk of them, each by length.
 
 Heads that share keys ask as further queries of one head, so that no key is repeated for them.
-
-Letters: R rows of a group, Q new tokens of a row, W keys that a group looks at, T tokens of the
-run, N heads, K heads of keys, G heads that share one of them, D head size.
 """
 
 from __future__ import annotations
@@ -16,9 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from sightline.compute.attention import attend
+from sightline.compute.attention_cudnn import pad_rows
+from sightline.compute.attention_shapes import Attended, Keys, Queries, Values
 from sightline.inference.torch_engine.step_plan import StepPlan
+
+KeyTable = Float[Tensor, "all_rows max_tokens kv_heads width"]
+ValueTable = Float[Tensor, "all_rows max_tokens kv_heads value_width"]
 
 INITIAL_ROWS = 16
 INITIAL_LEN = 128
@@ -29,17 +33,17 @@ SMALLEST_BUCKET = 256
 
 @dataclass(frozen=True, slots=True)
 class _AttentionGroup:
-    rows: slice | torch.Tensor
+    rows: slice | Tensor
     num_rows: int
     num_queries: int
     width: int
-    mask: torch.Tensor
-    """(R, 1, Q, W): 0 where a query sees a key, else -inf."""
-    queries: torch.Tensor | None
-    """(R*Q,) places in the run, short rows padded with their last token; None: all, in order."""
-    real: torch.Tensor | None
-    """Which of the R*Q are no padding; None: all."""
-    places: torch.Tensor | None
+    mask: Float[Tensor, "rows 1 queries keys"]
+    """0 where a query sees a key, else -inf."""
+    queries: Int[Tensor, " padded"] | None
+    """Places in the run, short rows padded with their first token; None: all, in order."""
+    real: Int[Tensor, " real"] | None
+    """Which of the padded queries are no padding; None: all."""
+    places: Int[Tensor, " real"] | None
     """Where those belong in the run; None: all, in order."""
 
 
@@ -55,134 +59,127 @@ class KVCache:
         self._max = (max_num_seqs, max_model_len)
         self._device = device
         self._dtype = dtype
-        self._size = (0, 0)
+        self.size = (0, 0)
+        """Rows, and tokens of a row, that there is room for."""
         self.generation = 0
         """Counts how often the tables have moved."""
-        self._keys: dict[int, torch.Tensor] = {}
-        self._values: dict[int, torch.Tensor] = {}
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Rows, and tokens of a row, that there is room for."""
-        return self._size
-
-    @property
-    def has_layers(self) -> bool:
-        return bool(self._keys)
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
 
     @property
     def token_bytes(self) -> int:
-        """Memory of one token in all layers."""
+        """Memory of one token in all layers; 0 before the first pass, which shows their shapes."""
         return sum(table.stride(1) * table.element_size() for table in self._tables())
 
     @property
     def nbytes(self) -> int:
         return sum(table.nbytes for table in self._tables())
 
-    def _tables(self) -> list[torch.Tensor]:
+    def _tables(self) -> list[Tensor]:
         return [*self._keys.values(), *self._values.values()]
 
     def reserve(self, rows: int, length: int) -> None:
         """Room for `rows` rows of `length` tokens."""
         size = (
-            grow_size(self._size[0], rows, INITIAL_ROWS, self._max[0]),
-            grow_size(self._size[1], length, INITIAL_LEN, self._max[1]),
+            grow_size(self.size[0], rows, INITIAL_ROWS, self._max[0]),
+            grow_size(self.size[1], length, INITIAL_LEN, self._max[1]),
         )
-        if size != self._size:
+        if size != self.size:
             for tables in (self._keys, self._values):
                 for layer, old in tables.items():
                     tables[layer] = new = self._zeros(size, old.shape[2:])
-                    new[: self._size[0], : self._size[1]] = old[:-1]
-            self._size = size
+                    new[: self.size[0], : self.size[1]] = old[:-1]
+            self.size = size
             self.generation += 1
 
     def zero_row(self, row: int) -> None:
         """Zeroes a row that holds something other than numbers: masked keys must be finite."""
-        if row < self._size[0]:
+        if row < self.size[0]:
             for table in self._tables():
                 table[row].zero_()
 
     def write(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes a run to `places`; returns the layer's keys and values (rows+1, tokens, K, D)."""
+        self,
+        layer: int,
+        k: Float[Tensor, "tokens kv_heads width"],
+        v: Float[Tensor, "tokens kv_heads value_width"],
+        places: Int[Tensor, " tokens"],
+    ) -> tuple[KeyTable, ValueTable]:
+        """Writes a run to `places`; returns the layer's keys and values."""
         if layer not in self._keys:
-            self._keys[layer] = self._zeros(self._size, k.shape[1:])
-            self._values[layer] = self._zeros(self._size, v.shape[1:])
+            self._keys[layer] = self._zeros(self.size, k.shape[1:])
+            self._values[layer] = self._zeros(self.size, v.shape[1:])
         keys, values = self._keys[layer], self._values[layer]
         keys.flatten(0, 1).index_copy_(0, places, k)
         values.flatten(0, 1).index_copy_(0, places, v)
         return keys, values
 
-    def _zeros(self, size: tuple[int, int], heads: torch.Size) -> torch.Tensor:
+    def _zeros(self, size: tuple[int, int], heads: torch.Size) -> Tensor:
         return torch.zeros(size[0] + 1, size[1], *heads, device=self._device, dtype=self._dtype)
 
     def build_pattern(self, plan: StepPlan) -> KVCachePattern:
         self.reserve(int(plan.rows.max()) + 1, int(plan.ends.max()))
         rows, index = plan.flat()
-        places = self._index(rows * self._size[1] + index)
+        places = self._index(rows * self.size[1] + index)
         groups = [self._group(plan, part) for part in _group_by_length(plan)]
         return KVCachePattern(self, places, groups)
 
     def build_decode_pattern(
-        self, places: torch.Tensor, num_seen: torch.Tensor, width: int
+        self, places: Int[Tensor, " rows"], num_seen: Int[Tensor, " rows"], width: int
     ) -> KVCachePattern:
-        """Token i of the run belongs to row i, goes to `places` and sees `num_seen` keys (R,)."""
+        """Token i of the run belongs to row i, goes to `places` and sees `num_seen` keys."""
         num_rows, mask = len(places), self.mask(num_seen[:, None], width)
         rows = slice(0, num_rows)
         group = _AttentionGroup(rows, num_rows, 1, width, mask, None, None, None)
         return KVCachePattern(self, places, [group])
 
     def _group(self, plan: StepPlan, part: np.ndarray) -> _AttentionGroup:
-        rows, starts, counts = plan.rows[part], plan.starts[part], plan.counts[part]
-        ends, num_queries = plan.ends[part], int(counts.max())
-        width = int(ends.max())
-        column = np.arange(num_queries)
-        within = np.minimum(column[None, :], counts[:, None] - 1)
-        places = (plan.offsets[part, None] + within).reshape(-1)
-        is_real = (column[None, :] < counts[:, None]).reshape(-1)
-        in_order = len(places) == plan.num_tokens and bool(is_real.all())
+        offsets, num_queries = plan.offsets[part], int(plan.counts[part].max())
+        places, is_real = pad_rows(offsets, offsets + plan.counts[part], num_queries)
+        num_seen = places + (plan.starts[part] - offsets + 1)[:, None]
+        width = int(plan.ends[part].max())
+        in_order = places.size == plan.num_tokens and bool(is_real.all())
         return _AttentionGroup(
-            rows=self._rows(rows),
-            num_rows=len(rows),
+            rows=self._rows(plan.rows[part]),
+            num_rows=len(part),
             num_queries=num_queries,
             width=width,
-            mask=self.mask(self._index(starts[:, None] + within + 1), width),
-            queries=None if in_order else self._index(places),
+            mask=self.mask(self._index(num_seen), width),
+            queries=None if in_order else self._index(places.reshape(-1)),
             real=None if is_real.all() else self._index(np.flatnonzero(is_real)),
             places=None if in_order else self._index(places[is_real]),
         )
 
-    def mask(self, seen: torch.Tensor, width: int) -> torch.Tensor:
-        """(R, 1, Q, width) to add to scores: 0 for the first `seen` (R, Q) keys, else -inf."""
+    def mask(
+        self, seen: Int[Tensor, "rows queries"], width: int
+    ) -> Float[Tensor, "rows 1 queries keys"]:
+        """What is added to scores: 0 for the first `seen` keys, else -inf."""
         sees = torch.arange(width, device=self._device) < seen[:, None, :, None]
         nothing = torch.zeros((), device=self._device, dtype=self._dtype)
         return torch.where(sees, nothing, float("-inf"))
 
-    def _rows(self, rows: np.ndarray) -> slice | torch.Tensor:
+    def _rows(self, rows: np.ndarray) -> slice | Tensor:
         """A slice, which copies nothing, where the rows are neighbours."""
         if bool((np.diff(rows) == 1).all()):
             return slice(int(rows[0]), int(rows[-1]) + 1)
         return self._index(rows)
 
-    def _index(self, values: np.ndarray) -> torch.Tensor:
+    def _index(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
 
 
 class KVCachePattern:
-    """One forward pass over the rows of a plan; a `Pattern` of `sightline.compute.attention`."""
+    """One forward pass over the rows of a plan: an `AttentionPattern`."""
 
     state = None
 
-    def __init__(self, kv: KVCache, places: torch.Tensor, groups: list[_AttentionGroup]) -> None:
+    def __init__(self, kv: KVCache, places: Tensor, groups: list[_AttentionGroup]) -> None:
         self._kv = kv
         self._places = places
         self._groups = groups
-        self._masks: dict[tuple[int, int], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int], Tensor] = {}
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
         run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
         keys, values = self._kv.write(layer, run_k, run_v, self._places)
         if len(self._groups) == 1 and self._groups[0].places is None:
@@ -196,9 +193,14 @@ class KVCachePattern:
         return out.transpose(0, 1).unsqueeze(0)
 
     def _attend(
-        self, i: int, run: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        """(real tokens, N, D) of group `i`."""
+        self,
+        i: int,
+        run: Float[Tensor, "tokens heads width"],
+        keys: KeyTable,
+        values: ValueTable,
+        scaling: float,
+    ) -> Float[Tensor, "real heads value_width"]:
+        """What the tokens of group `i` attend to."""
         group = self._groups[i]
         q = run if group.queries is None else run[group.queries]
         shared = q.shape[1] // keys.shape[2]
@@ -214,8 +216,8 @@ class KVCachePattern:
         flat = out.flatten(2, 3).flatten(0, 1)
         return flat if group.real is None else flat[group.real]
 
-    def _mask(self, i: int, shared: int) -> torch.Tensor:
-        """(R, 1, G*Q, W), made once for all layers."""
+    def _mask(self, i: int, shared: int) -> Float[Tensor, "rows 1 shared_queries keys"]:
+        """The mask of group `i` for heads that share keys, made once for all layers."""
         mask = self._groups[i].mask
         if shared == 1 or mask.shape[2] == 1:
             return mask
@@ -225,7 +227,7 @@ class KVCachePattern:
         return self._masks[i, shared]
 
 
-def _select_rows(table: torch.Tensor, group: _AttentionGroup) -> torch.Tensor:
+def _select_rows(table: Tensor, group: _AttentionGroup) -> Tensor:
     part = table[:, : group.width]
     rows = part[group.rows] if isinstance(group.rows, slice) else part.index_select(0, group.rows)
     return rows.transpose(1, 2)

@@ -1,18 +1,18 @@
-"""One step on the device: encode the images that it shows, forward, sample.
-
-Letters: T tokens of the step, S scored tokens, H hidden size.
-"""
+"""One step on the device: encode the images that it shows, forward, sample."""
 
 from __future__ import annotations
 
 import platform
+from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from sightline.compute.attention import AttentionPattern
 from sightline.compute.feature_cache import FeatureCache, ImageFeatures
-from sightline.compute.logprobs import chosen_logprobs
+from sightline.compute.logprobs import Hidden, chosen_logprobs
 from sightline.families import Family, Forward
 from sightline.inference.torch_engine import sampling
 from sightline.inference.torch_engine.decode import CudaGraphDecoder
@@ -67,7 +67,8 @@ class ModelRunner:
 
     def _pick_kernels(self, num_rows: int) -> None:
         if self._picks_kernels:
-            torch.backends.mkldnn.enabled = num_rows >= ONEDNN_MIN_ROWS
+            enabled: Any = num_rows >= ONEDNN_MIN_ROWS  # torch's stubs take the switch for constant
+            torch.backends.mkldnn.enabled = enabled
 
     @property
     def nbytes(self) -> int:
@@ -79,8 +80,8 @@ class ModelRunner:
         """Steps that were replayed as a CUDA graph."""
         return 0 if self.decoder is None else self.decoder.num_replayed
 
-    def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> torch.Tensor:
-        """(T, H) of the plan's tokens, whose keys and values are in the KV cache afterwards."""
+    def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> Hidden:
+        """Hidden states of the plan's tokens, which the KV cache holds afterwards."""
         if self.decoder is not None and (hidden := self.decoder.hidden(plan)) is not None:
             return hidden
         return self._forward(plan, running, self.kv.build_pattern(plan))
@@ -91,8 +92,8 @@ class ModelRunner:
         running: dict[int, TorchRequest],
         pattern: AttentionPattern,
         num_rows: int = 1,
-    ) -> torch.Tensor:
-        """(T, H); the model gets the run cut into `num_rows` rows of equal length."""
+    ) -> Hidden:
+        """Hidden states; the model gets the run cut into `num_rows` rows of equal length."""
         features, places = self._gather_features(plan, running)
         self._pick_kernels(plan.num_tokens)
         row, index = plan.flat()
@@ -109,7 +110,7 @@ class ModelRunner:
 
     def _gather_features(
         self, plan: StepPlan, running: dict[int, TorchRequest]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[Float[Tensor, "shown hidden"] | None, Int[Tensor, " shown"] | None]:
         """Features that the plan's tokens show, and their places in its run."""
         parts = self._find_image_parts(plan, running)
         if not parts:
@@ -166,7 +167,7 @@ class ModelRunner:
         }
 
     def score_prompts(
-        self, plan: StepPlan, hidden: torch.Tensor, running: dict[int, TorchRequest]
+        self, plan: StepPlan, hidden: Hidden, running: dict[int, TorchRequest]
     ) -> None:
         """Fills in the prompt logprobs that this step has computed, where they are asked for.
 
@@ -191,9 +192,9 @@ class ModelRunner:
                 )
 
     def _logprobs(
-        self, hidden: torch.Tensor, token_ids: np.ndarray, params: SamplingParams
-    ) -> np.ndarray:
-        """float32 (S,) of hidden (S, H) and the tokens that follow; -inf for banned ids."""
+        self, hidden: Hidden, token_ids: Int[np.ndarray, " tokens"], params: SamplingParams
+    ) -> Float[np.ndarray, " tokens"]:
+        """Logprobs of the tokens, each of which follows its hidden state; -inf for banned ids."""
         chosen = torch.from_numpy(token_ids.astype(np.int64)).to(self._device)
         bans = torch.tensor(params.banned_token_ids, dtype=torch.long, device=self._device)
         banned, temperature = torch.cat([self._banned, bans]), params.temperature or 1.0
@@ -201,15 +202,14 @@ class ModelRunner:
         on_host: np.ndarray = found.cpu().numpy()
         return on_host
 
-    def _find_bans(self, rows: np.ndarray) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        bans = self._rows.banned
-        if not bans:
-            return ()
-        return tuple((i, bans[row]) for i, row in enumerate(rows.tolist()) if row in bans)
-
-    def sample(self, plan: StepPlan, hidden: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def sample(
+        self, plan: StepPlan, hidden: Hidden
+    ) -> tuple[Int[np.ndarray, " samples"], Float[np.ndarray, " samples"]]:
         """The next token of each row that samples, and its logprob."""
         table, rows = self._rows, plan.rows[plan.samples]
+        bans = [
+            (i, table.banned[row]) for i, row in enumerate(rows.tolist()) if row in table.banned
+        ]
         settings = sampling.SamplingMetadata(
             temperature=table.temperature[rows],
             top_k=table.top_k[rows],
@@ -218,7 +218,7 @@ class ModelRunner:
             uniform=sampling.draw_uniforms(
                 table.seed[rows], table.length[rows] - table.prompt_length[rows]
             ),
-            bans=self._find_bans(rows),
+            bans=bans,
         )
         if len(rows) < len(hidden):
             hidden = hidden[torch.from_numpy(plan.last()).to(self._device)]

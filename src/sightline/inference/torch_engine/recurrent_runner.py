@@ -3,8 +3,6 @@
 Rows that compute equally many tokens go through the model together, as a batch without padding: a
 state sees the tokens of its own sequence and nothing else. A row's state stands behind its last
 computed token; a row that is computed from the start begins without one.
-
-Letters: R rows, Q new tokens of a row, T tokens of the step, N heads, D head size, H hidden size.
 """
 
 from __future__ import annotations
@@ -13,9 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
+from sightline.compute.attention_shapes import Attended, Keys, Queries, Values
+from sightline.compute.logprobs import Hidden
 from sightline.inference.torch_engine.kv_cache import INITIAL_ROWS, KVCachePattern, grow_size
 from sightline.inference.torch_engine.model_runner import ModelRunner
 from sightline.inference.torch_engine.request import TorchRequest
@@ -33,8 +34,8 @@ class RecurrentModelRunner(ModelRunner):
     def nbytes(self) -> int:
         return super().nbytes + self._states.nbytes
 
-    def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> torch.Tensor:
-        """(T, H) of the plan's tokens; KV cache and states hold them afterwards."""
+    def hidden(self, plan: StepPlan, running: dict[int, TorchRequest]) -> Hidden:
+        """Hidden states of the plan's tokens; KV cache and states hold them afterwards."""
         # Before the parts: an image goes through the tower once.
         self._encode_missing(self._find_image_parts(plan, running))
         done, places = [], []
@@ -58,15 +59,13 @@ def _group_equal_lengths(plan: StepPlan) -> list[np.ndarray]:
 
 
 class BatchPattern:
-    """A batch of R rows with Q new tokens each, over rows that attend in one flat run."""
+    """A batch of rows with equally many new tokens, over rows that attend in one flat run."""
 
     def __init__(self, run: KVCachePattern, state: RecurrentCache) -> None:
         self.state = state
         self._run = run
 
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
+    def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
         shape = (q.shape[0], q.shape[2])
         q, k, v = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (q, k, v))
         out = self._run.attend(layer, q, k, v, scaling)
@@ -77,8 +76,8 @@ class RecurrentCache(DynamicCache):
     """The states of a batch. Keys and values are the pattern's business: they pass through."""
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
 
@@ -90,7 +89,7 @@ class RecurrentStates:
         self._config = config
         self._max_num_seqs = max_num_seqs
         self._device = device
-        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +116,7 @@ class RecurrentStates:
                 memory.index_copy_(0, index, new[1])
                 self._tables[layer] = (inputs, memory)
 
-    def _grow_table(self, table: torch.Tensor, num_rows: int) -> torch.Tensor:
+    def _grow_table(self, table: Tensor, num_rows: int) -> Tensor:
         """The table with room for `num_rows` rows."""
         more = grow_size(len(table), num_rows, INITIAL_ROWS, self._max_num_seqs) - len(table)
         return torch.cat([table, table.new_zeros(more, *table.shape[1:])]) if more else table

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import torch
+from torch import Tensor
 
 from sightline.inference.engine import EngineCounters, EngineRequest
 from sightline.pixels import Pixels
@@ -17,7 +17,6 @@ class TorchRequest(EngineRequest):
     row: int = -1
     next_position: int = 0
     """Position of the first token after the prompt."""
-    prompt_hash: int = 0
     waiting_bytes: int = 0
     """The request's share of the bytes that wait; 0 once it has begun."""
     span_start: int = 0
@@ -25,7 +24,7 @@ class TorchRequest(EngineRequest):
     pending: dict[str, Future[Pixels]] = field(default_factory=dict)
     pixels: dict[str, Pixels] = field(default_factory=dict)
     """Pixels of images that are not encoded yet, by key."""
-    features: dict[str, torch.Tensor] = field(default_factory=dict)
+    features: dict[str, Tensor] = field(default_factory=dict)
     """Features of images whose slots are not computed yet, by key."""
 
     def close_span(self, version: str, num_sampled: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sightline.inference.torch_engine.request import TorchRequest
-from sightline.inference.torch_engine.sampling import splitmix64_int
+from sightline.inference.torch_engine.sampling import splitmix64
 
 NO_TOKEN = -1
 
@@ -79,7 +79,7 @@ class RowTable:
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         assert request.seed is not None
-        self.seed[row] = splitmix64_int(request.seed)
+        self.seed[row : row + 1] = splitmix64(np.array([request.seed], dtype=np.uint64))
         self._fill_stops(row, params.stop_token_ids)
         self.banned.pop(row, None)
         if params.banned_token_ids:

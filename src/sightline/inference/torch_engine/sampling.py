@@ -5,18 +5,19 @@ temperature 0 the likeliest token is taken, and its logprob is that at temperatu
 
 One uniform number decides a token: the one that belongs to (seed, index of the token). So a
 seeded request draws the same tokens whatever it is batched with.
-
-Letters: S rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from jaxtyping import Float, Float32, Float64, Int, Int64, UInt64
+from torch import Tensor
 
-from sightline.compute.logprobs import mask_banned
+from sightline.compute.logprobs import BannedIds, Logits, mask_banned
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -27,12 +28,12 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 class SamplingMetadata:
     """Sampling settings of the rows that sample, in their order."""
 
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    uniform: np.ndarray
-    bans: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    temperature: Float[np.ndarray, " rows"]
+    top_k: Int[np.ndarray, " rows"]
+    top_p: Float[np.ndarray, " rows"]
+    min_p: Float[np.ndarray, " rows"]
+    uniform: Float64[np.ndarray, " rows"]
+    bans: Sequence[tuple[int, tuple[int, ...]]] = ()
     """Places among the rows, each with the ids that its request bans itself."""
 
     @property
@@ -48,24 +49,19 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def splitmix64_int(value: int) -> int:
-    """The finalizer of splitmix64 on one number, which Python does faster than an array."""
-    value = ((value ^ (value >> 30)) * int(_MIX_1)) % 2**64
-    value = ((value ^ (value >> 27)) * int(_MIX_2)) % 2**64
-    return value ^ (value >> 31)
-
-
-def draw_uniforms(seeds: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """float64 (S,) in [0, 1), a function of mixed seed and token index alone."""
+def draw_uniforms(
+    seeds: UInt64[np.ndarray, " rows"], index: Int[np.ndarray, " rows"]
+) -> Float64[np.ndarray, " rows"]:
+    """Numbers in [0, 1), a function of mixed seed and token index alone."""
     bits = splitmix64(seeds + (index.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     drawn: np.ndarray = (bits >> np.uint64(11)) * 2.0**-53
     return drawn
 
 
 def sample(
-    logits: torch.Tensor, banned: torch.Tensor, settings: SamplingMetadata
-) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int64 (S,) and their logprobs float32 (S,); a row without numbers gets a NaN."""
+    logits: Logits, banned: BannedIds, settings: SamplingMetadata
+) -> tuple[Int64[np.ndarray, " tokens"], Float32[np.ndarray, " tokens"]]:
+    """Tokens and their logprobs; a row without numbers gets a NaN."""
     greedy = settings.temperature == 0
     scale = np.where(greedy, np.float32(1), settings.temperature)
     allowed = mask_banned(logits.float(), banned)
@@ -90,7 +86,7 @@ def sample(
     return both[0].astype(np.int64), both[1].astype(np.float32)
 
 
-def _draw_tokens(logs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def _draw_tokens(logs: Logits, uniform: Float64[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
     """The first token whose cumulative probability exceeds the uniform number's share.
 
     A token of probability 0 adds nothing to the sum, so it is never the first.
@@ -103,7 +99,7 @@ def _draw_tokens(logs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return picks.clamp_(max=logs.shape[-1] - 1)
 
 
-def _apply_filters(scaled: torch.Tensor, settings: SamplingMetadata) -> torch.Tensor:
+def _apply_filters(scaled: Logits, settings: SamplingMetadata) -> Logits:
     device, lowest = scaled.device, float("-inf")
     if settings.min_p.any():
         least = torch.from_numpy(settings.min_p).to(device)[:, None]

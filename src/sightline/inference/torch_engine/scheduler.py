@@ -11,7 +11,7 @@ from sightline.compute.feature_cache import FeatureCache
 from sightline.errors import EngineError
 from sightline.families import Family
 from sightline.inference.errors import to_engine_error
-from sightline.inference.torch_engine.prefix_cache import CachedPrefix, PrefixCache, PrefixHash
+from sightline.inference.torch_engine.prefix_cache import CachedPrefix, PrefixCache
 from sightline.inference.torch_engine.request import TorchCounters, TorchRequest
 from sightline.inference.torch_engine.row_table import RowTable
 from sightline.pixels import Materializer
@@ -40,19 +40,15 @@ class Scheduler:
         self.started_bytes = 0
         """Bytes of the requests that have waited and wait no more, since the start."""
         self.prefixes = PrefixCache()
-        self._hash = PrefixHash(rows.max_model_len)
         self._family = family
         self._materializer = materializer
         self._features = features
         self._enable_prefix_caching = enable_prefix_caching
         self._wake_engine = wake
-        self._active: np.ndarray | None = None
 
     def active(self) -> np.ndarray:
         """Rows that run."""
-        if self._active is None:
-            self._active = np.fromiter(self.running, dtype=np.int64, count=len(self.running))
-        return self._active
+        return np.fromiter(self.running, dtype=np.int64, count=len(self.running))
 
     # --- in
 
@@ -79,13 +75,11 @@ class Scheduler:
 
     def _assign_row(self, request: TorchRequest) -> bool:
         """Finds a row: one that holds the prompt's beginning, a free one, or the oldest cached."""
-        hashes = self._hash.prefixes(request.prompt, request.slots, request.keys)
-        request.prompt_hash = int(hashes[-1])
         start = next_position = 0
         found = None
         if self._enable_prefix_caching and not request.params.skip_reading_prefix_cache:
             places = _find_image_places(request)
-            found = self.prefixes.take(request.prompt, hashes, places, self.rows.tokens)
+            found = self.prefixes.take(request.prompt, places, self.rows.tokens)
         if found is not None:
             request.row, prefix = found
             start, next_position = prefix.length, prefix.next_position
@@ -152,7 +146,6 @@ class Scheduler:
         request.timeline.end("materialize")
         self._stop_counting_as_waiting(request)
         self.running[request.row] = request
-        self._active = None
 
     # --- out
 
@@ -169,16 +162,13 @@ class Scheduler:
             self._remove(request)
         else:
             self._release(request)
-        self.done.append(request)
 
     def _build_cached_prefix(self, request: TorchRequest) -> CachedPrefix:
         """The last sampled token is not in the KV cache yet: nothing has followed it."""
-        sampled = np.array(request.tokens[:-1], dtype=np.int32)
-        size = len(request.prompt)
+        num_sampled = len(request.tokens) - 1
         return CachedPrefix(
-            length=size + len(sampled),
-            hash=self._hash.extend(request.prompt_hash, sampled, size),
-            next_position=request.next_position + len(sampled),
+            length=len(request.prompt) + num_sampled,
+            next_position=request.next_position + num_sampled,
             places=_find_image_places(request),
             digests=request.digests,
         )
@@ -187,7 +177,6 @@ class Scheduler:
         request.error = error
         self.counters.failed += 1
         self._release(request)
-        self.done.append(request)
 
     def abort(self, request: TorchRequest) -> None:
         """Ends a request whose client is gone, wherever it is."""
@@ -198,7 +187,6 @@ class Scheduler:
         if request in self.waiting:
             self.waiting.remove(request)
         self._release(request)
-        self.done.append(request)
 
     def all_unfinished(self) -> list[TorchRequest]:
         return [*self.running.values(), *self.loading, *self.waiting]
@@ -216,18 +204,18 @@ class Scheduler:
     def _remove(self, request: TorchRequest) -> None:
         if self.running.get(request.row) is request:
             del self.running[request.row]
-            self._active = None
         elif request in self.loading:
             self.loading.remove(request)
         request.row = -1
         request.features, request.pixels, request.pending = {}, {}, {}
+        self.done.append(request)
 
     # --- new weights
 
     def invalidate_after_update(self, old_version: str, keep_kv: bool, is_vision_new: bool) -> None:
         """After a weight update: drops what the old weights computed, unless `keep_kv`."""
         unfinished = [*self.running.values(), *self.loading]
-        self.running, self.loading, self._active = {}, [], None
+        self.running, self.loading = {}, []
         if keep_kv:
             # A row that has computed nothing yet has nothing old in it, and one that is filled from
             # the start loses the mark.

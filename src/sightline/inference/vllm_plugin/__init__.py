@@ -18,7 +18,6 @@ def register() -> None:
 
     It only adds names, so that a vLLM that is not ours runs as if we were not there.
     """
-    from sightline.inference.vllm_plugin.loader import LayoutLoader
     from sightline.inference.vllm_plugin.names import LOAD_FORMAT, WEIGHT_TRANSFER_BACKEND
     from sightline.inference.vllm_plugin.parent_death import end_with_parent, is_child_of_our_server
     from sightline.inference.vllm_plugin.symbols import (
@@ -26,6 +25,7 @@ def register() -> None:
         keep_images_with_requests,
         register_model_loader,
     )
+    from sightline.inference.vllm_plugin.weight_transfer import LayoutLoader
 
     if is_child_of_our_server():
         end_with_parent()

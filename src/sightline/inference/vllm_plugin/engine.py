@@ -215,11 +215,11 @@ class VllmEngine(Engine):
         prompt, makes_all = None, bypass_cache
         while prompt is None:
             keys = [engine_key(key, self._updater.vision_label) for key in request.keys]
-            prepared = await self._items.prepare(request.slots, keys, makes_all)
+            made, digests = await self._items.prepare(request.slots, keys, makes_all)
             await self._gate.wait()
-            prompt = self._prompt(request, keys, prepared.made, bypass_cache)
+            prompt = self._prompt(request, keys, made, bypass_cache)
             makes_all = True  # a second time nothing may hang on what vLLM lets go of
-        request.digests = dict(zip(request.keys, prepared.digests, strict=True))
+        request.digests = dict(zip(request.keys, digests, strict=True))
         request.submitted_at = time.monotonic()
         params = to_vllm_params(request.params, request.seed)
         request.is_running = True

@@ -65,8 +65,9 @@ class MultiModalItems:
 
     async def prepare(
         self, slots: list[Slot], keys: list[str], bypass_cache: bool
-    ) -> PreparedItems:
-        """The items of a request, under engine keys; `bypass_cache` trusts no cache of vLLM's."""
+    ) -> tuple[dict[str, MultiModalKwargsItem], list[str]]:
+        """Items of a request that vLLM lacks, by engine key, and the pixel digest of each slot;
+        `bypass_cache` trusts no cache of vLLM's."""
         made: dict[str, MultiModalKwargsItem] = {}
         while lacking := {
             key: slot.item
@@ -81,7 +82,7 @@ class MultiModalItems:
                     self.pool, self._build_item, item, found
                 )
                 self._digests[key] = found.digest
-        return PreparedItems(made, [self._digests[key] for key in keys])
+        return made, [self._digests[key] for key in keys]
 
     def hand_over(
         self, keys: list[str], made: dict[str, Any], bypass_cache: bool
@@ -118,9 +119,3 @@ class MultiModalItems:
     def _build_item(self, item: MediaItem, pixels: Pixels) -> MultiModalKwargsItem:
         fields = self.serving.build_fields(self.family, item, pixels.patches, self.normalizes)
         return build_mm_item(self.family.modality, fields)
-
-
-@dataclass(frozen=True)
-class PreparedItems:
-    made: dict[str, Any]
-    digests: list[str]

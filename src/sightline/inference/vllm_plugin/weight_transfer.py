@@ -1,18 +1,26 @@
-"""Reads published weights inside vLLM's worker: our back end of its weight transfer."""
+"""Reads weights inside vLLM's worker: published ones, as our back end of its weight transfer, and
+those of a checkpoint whose layout is not the one that vLLM's model reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from sightline.compute.checkpoint_files import TensorFiles
 from sightline.compute.lora_weights import resolve_parameter
-from sightline.inference.vllm_plugin.layout import apply_layout, read_unpublished, vllm_layout
+from sightline.inference.vllm_plugin.layout import (
+    apply_layout,
+    read_checkpoint,
+    read_unpublished,
+    vllm_layout,
+)
 from sightline.inference.vllm_plugin.symbols import (
+    DefaultModelLoader,
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
@@ -85,3 +93,15 @@ def _read_tensors(
     layout = vllm_layout(model, base or given)
     yield from apply_layout(layout, read)
     yield from read_unpublished(model, layout)
+
+
+class LayoutLoader(DefaultModelLoader):
+    """vLLM's own loader, but for what it reads."""
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(replace(load_config, load_format="safetensors"))
+
+    def get_all_weights(
+        self, model_config: Any, model: Any
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        yield from read_checkpoint(Path(model_config.model))
