@@ -28,7 +28,8 @@ VLLM_TESTS := tests/contract/test_engine.py tests/contract/test_engine_adapters.
 # What of them serves the tiny checkpoint of a second family, whose layout vLLM does not read.
 VLLM_KIMI_TESTS := tests/vllm/test_exact.py tests/contract/test_engine.py
 # Modules whose annotated shapes are checked while tests run (tests/shape_checks.py).
-SHAPES := --jaxtyping-packages=sightline.algo,sightline.compute.logprobs,shape_checks.check_shapes
+SHAPED := sightline.algo,sightline.inference.torch_engine,sightline.families.transformers_forward,sightline.compute.logprobs,sightline.compute.lora_weights
+SHAPES := --jaxtyping-packages=$(SHAPED),shape_checks.check_shapes
 ADAPTERS := gymnasium verifiers openenv
 
 # One wheel cache serves every environment. uv does not read pip's configuration: it is told where
@@ -158,6 +159,8 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt $(UV) $(wildcard tests/v
 	$(UV) pip install --quiet $(FIND_LINKS) -c $(VLLM_VENV)/constraints.txt \
 		--python $(VLLM_VENV)/bin/python torch $(VLLM)
 	$(UV) pip uninstall --quiet --python $(VLLM_VENV)/bin/python torchaudio torchcodec
+	$(UV) pip install --quiet $(FIND_LINKS) -c $(VLLM_VENV)/constraints.txt \
+		--python $(VLLM_VENV)/bin/python jaxtyping tomli-w cachetools
 	$(UV) pip install --quiet --no-deps --python $(VLLM_VENV)/bin/python -e .
 	cp tests/vllm/environment/*.py tests/vllm/environment/*.pth \
 		"$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"

@@ -23,9 +23,7 @@ from sightline.algo.losses import LossInputs, exact_kl, mismatch_kl, ppo
 
 def run(statement: str) -> subprocess.CompletedProcess[str]:
     makefile = (ROOT / "Makefile").read_text()
-    found = re.search(
-        r"^SHAPES := --jaxtyping-packages=(.*),shape_checks.check_shapes$", makefile, re.M
-    )
+    found = re.search(r"^SHAPED := (.*)$", makefile, re.M)
     assert found, "the Makefile says which modules are checked"
     program = PROGRAM.format(
         tests=str(ROOT / "tests"), modules=found[1].split(","), statement=statement
