@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sightline.config import DataConfig, MediaConfig
 from sightline.envs import Environment
@@ -34,21 +34,6 @@ class TrainingConversation:
     """Names it in messages and metrics."""
     messages: list[Message]
     tools: Tools | None = None
-
-    @property
-    def shows_images(self) -> bool:
-        return any(message.images for message in self.messages)
-
-
-class ConversationSource(Protocol):
-    num_held_out: int
-    """Conversations that never train."""
-
-    def name(self, index: int, split: str) -> str: ...
-
-    def conversation(self, index: int, split: str) -> TrainingConversation:
-        """Those to train on go on for ever; those held out are as many as there are."""
-        ...
 
 
 class Demonstrations:
@@ -135,6 +120,10 @@ class FileConversations:
             raise MessageError.at(column, "nothing that the assistant says", "remove the row")
         tools = _decode_cell(row["tools"], "tools") if row.get("tools") else None
         return TrainingConversation(name, messages, tools)
+
+
+ConversationSource = Demonstrations | FileConversations
+"""Conversations to train on go on for ever; those held out are `num_held_out`, and never train."""
 
 
 class _RowImages:
@@ -227,5 +216,5 @@ def check_rows_for_images(data: DataConfig, seed: int, most: int = 200) -> bool:
     """
     resolver = _PlaceholderResolver()
     found = FileConversations(data, lambda source: resolver.ref, resolver, seed)
-    shown = [found.row(i).shows_images for i in range(min(most, len(found)))]
-    return any(shown)
+    rows = [found.row(i) for i in range(min(most, len(found)))]
+    return any(message.images for row in rows for message in row.messages)

@@ -21,8 +21,6 @@ class RendezvousInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RendezvousStore:
-    """The store at `host:port`."""
-
     def __init__(self, host: str, port: int, is_master: bool) -> None:
         self._store = TCPStore(
             host,

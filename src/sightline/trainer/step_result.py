@@ -16,8 +16,6 @@ from sightline.wire.score import StepScores
 
 @dataclass(slots=True)
 class StepResult:
-    """Metrics and scores of one optimizer step."""
-
     metrics: dict[str, float | None]
     """Figures over all ranks, the same on every one."""
     scores: StepScores
