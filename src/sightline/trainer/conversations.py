@@ -35,6 +35,10 @@ class TrainingConversation:
     messages: list[Message]
     tools: Tools | None = None
 
+    @property
+    def shows_images(self) -> bool:
+        return any(message.images for message in self.messages)
+
 
 class Demonstrations:
     """What an environment shows; none of it is held out."""
@@ -216,5 +220,5 @@ def check_rows_for_images(data: DataConfig, seed: int, most: int = 200) -> bool:
     """
     resolver = _PlaceholderResolver()
     found = FileConversations(data, lambda source: resolver.ref, resolver, seed)
-    rows = [found.row(i) for i in range(min(most, len(found)))]
-    return any(message.images for row in rows for message in row.messages)
+    shown = [found.row(i).shows_images for i in range(min(most, len(found)))]
+    return any(shown)
