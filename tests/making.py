@@ -13,6 +13,7 @@ from PIL import Image
 
 from sightline.compute.attention import PackedPattern
 from sightline.compute.host_copy import HostCopy
+from sightline.compute.weights import write_weights
 from sightline.config import ModelConfig, TrainerConfig
 from sightline.families import Family, load_family, load_renderer
 from sightline.media import MediaRef, MediaStore
@@ -21,7 +22,6 @@ from sightline.pixels import Materializer
 from sightline.render import Rendered
 from sightline.trainer.learner import Learner
 from sightline.trainer.lora import select_published
-from sightline.trainer.publish import FilePublisher
 from sightline.trainer.sft import build_sample
 from sightline.wire import Slot
 from sightline.wire.array import Array
@@ -164,4 +164,4 @@ def publish(
     """A version as the trainer publishes it: copied, then written."""
     copy = HostCopy()
     copy.take(*select_published(model, stand, dtype))
-    return FilePublisher(root, stand).publish(copy.tensors(), step, step)
+    return write_weights(root, copy.tensors(), step, step, adapter=stand)

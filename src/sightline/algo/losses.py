@@ -166,8 +166,8 @@ def _check_loss(setting: str, name: str, function: LossFunction) -> None:
                 f"the result of {setting} = {name!r} has no gradient",
                 "compute it from inputs.logprobs, without detach(), .item() or numpy",
             )
-        token_loss.sum().backward()
-        if not (torch.isfinite(token_loss).all() and torch.isfinite(logprobs.grad).all()):
+        [gradient] = torch.autograd.grad(token_loss.sum(), logprobs)
+        if not (torch.isfinite(token_loss).all() and torch.isfinite(gradient).all()):
             raise ConfigError(
                 f"{setting} = {name!r} is not finite on ordinary tokens: {token_loss.tolist()}",
                 "look for a division by zero or a logarithm of it",

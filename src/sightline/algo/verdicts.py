@@ -29,8 +29,6 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class GroupVerdict:
-    """What was decided about one group."""
-
     verdicts: list[tuple[Trace, str]]
     """One verdict for every trace of the group."""
     samples: list[Sample]

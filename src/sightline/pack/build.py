@@ -12,7 +12,6 @@ from sightline.pack.tree import PackRow, PackUnit
 from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, PackedItem, TokenOrigin
-from sightline.wire.sample import Sample
 
 
 def build_micro_batch(
@@ -23,22 +22,22 @@ def build_micro_batch(
     for unit in units:
         for row in unit:
             builder.add(row)
-        builder.close()
+        builder.leave(0)
     samples = [row.sample for unit in units for row in unit]
     return MicroBatch(
         step=step,
-        token_ids=Array.of(_concatenate(builder.token_ids), "int32"),
+        token_ids=Array.of(np.concatenate(builder.token_ids), "int32"),
         positions=Array.of(np.concatenate(builder.positions, axis=1), "int32"),
         subtree_end=Array.of(builder.subtree_end(), "int32"),
-        parent=Array.of(_concatenate(builder.parents), "int32"),
-        trained=Array.of(_concatenate(builder.trained), "int32"),
-        logprobs=Array.of(_concatenate([s.logprobs.numpy() for s in samples]), "float32"),
-        advantages=Array.of(_concatenate([s.advantages.numpy() for s in samples]), "float32"),
+        parent=Array.of(np.concatenate(builder.parents), "int32"),
+        trained=Array.of(np.concatenate(builder.trained), "int32"),
+        logprobs=Array.of(np.concatenate([s.logprobs.numpy() for s in samples]), "float32"),
+        advantages=Array.of(np.concatenate([s.advantages.numpy() for s in samples]), "float32"),
         loss_weight=Array.of(
-            _concatenate([np.full(len(s.trained), weight_of[id(s)]) for s in samples]), "float32"
+            np.concatenate([np.full(len(s.trained), weight_of[id(s)]) for s in samples]), "float32"
         ),
-        versions=Array.of(_concatenate([s.versions.numpy() for s in samples]), "int32"),
-        items=builder.items.packed(),
+        versions=Array.of(np.concatenate([s.versions.numpy() for s in samples]), "int32"),
+        items=builder.items,
         slots=builder.slots,
         origins=builder.origins,
         temperature=samples[0].temperature,
@@ -58,13 +57,14 @@ class _MicroBatchBuilder:
         self.positions: list[np.ndarray] = []
         self.parents: list[np.ndarray] = []
         self.trained: list[np.ndarray] = []
-        self.items = _DistinctImages()
+        self._places: dict[str, int] = {}
+        self.items: list[PackedItem] = []
         self.slots: list[Slot[int]] = []
         self.origins: list[TokenOrigin] = []
 
     def add(self, row: PackRow) -> None:
         sample, shared = row.sample, row.shared
-        self._leave(shared)
+        self.leave(shared)
         new = np.arange(self._num_tokens, self._num_tokens + len(sample.token_ids) - shared)
         self._path = np.concatenate([self._path, new])
         self._num_tokens += len(new)
@@ -82,59 +82,37 @@ class _MicroBatchBuilder:
 
     def _add_slots(self, row: PackRow) -> None:
         sample, shared = row.sample, row.shared
-        where = [self.items.add(sample, i) for i in range(len(sample.items))]
-        for slot in sample.slots:
-            self.items.check(where[slot.item], slot.pixel_digest, sample)
-            if slot.offset >= shared:
-                at = int(self._path[slot.offset])
-                self.slots.append(Slot(at, slot.length, where[slot.item]))
+        for item in sample.items:
+            if self._places.setdefault(item.key, len(self.items)) == len(self.items):
+                self.items.append(PackedItem(item, None, sample.trace_id))
         placed = [Slot(s.offset, s.length, sample.items[s.item]) for s in sample.slots]
+        for slot, source in zip(placed, sample.slots, strict=True):
+            place = self._places[slot.item.key]
+            self._check_pixels(place, source.pixel_digest, sample.trace_id)
+            if slot.offset >= shared:
+                self.slots.append(Slot(int(self._path[slot.offset]), slot.length, place))
         along, _ = self._family.positions(len(sample.token_ids), placed)
         self.positions.append(along[:, shared:])
 
-    def _leave(self, shared: int) -> None:
+    def _check_pixels(self, place: int, pixel_digest: str | None, trace_id: str) -> None:
+        """Keeps what the sampler said of an image's pixels; raises where it said two things."""
+        known = self.items[place]
+        if known.pixel_digest is None:
+            self.items[place] = PackedItem(known.item, pixel_digest, known.wanted_by)
+        elif pixel_digest is not None and pixel_digest != known.pixel_digest:
+            raise PixelMismatch(
+                f"image {known.item.ref.digest[:12]}: the sampler saw pixels {known.pixel_digest} "
+                f"for trace {known.wanted_by} and {pixel_digest} for {trace_id}",
+                "run the same Pillow on every inference server",
+            )
+
+    def leave(self, shared: int) -> None:
         """Ends the tokens that the next row does not share: later tokens do not attend to them."""
         self._ended.append((self._path[shared:], self._num_tokens))
         self._path = self._path[:shared]
-
-    def close(self) -> None:
-        self._leave(0)
 
     def subtree_end(self) -> np.ndarray:
         ends = np.zeros(self._num_tokens, dtype=np.int64)
         for tokens, end in self._ended:
             ends[tokens] = end
         return ends
-
-
-class _DistinctImages:
-    """The distinct images of a micro-batch, and what the sampler said of their pixels."""
-
-    def __init__(self) -> None:
-        self._places: dict[str, int] = {}
-        self._packed: list[PackedItem] = []
-
-    def add(self, sample: Sample, index: int) -> int:
-        item = sample.items[index]
-        place = self._places.setdefault(item.key, len(self._packed))
-        if place == len(self._packed):
-            self._packed.append(PackedItem(item, None, sample.trace_id))
-        return place
-
-    def check(self, place: int, pixel_digest: str | None, sample: Sample) -> None:
-        known = self._packed[place]
-        if known.pixel_digest is None:
-            self._packed[place] = PackedItem(known.item, pixel_digest, known.wanted_by)
-        elif pixel_digest is not None and pixel_digest != known.pixel_digest:
-            raise PixelMismatch(
-                f"image {known.item.ref.digest[:12]}: the sampler saw pixels {known.pixel_digest} "
-                f"for trace {known.wanted_by} and {pixel_digest} for {sample.trace_id}",
-                "run the same Pillow on every inference server",
-            )
-
-    def packed(self) -> list[PackedItem]:
-        return self._packed
-
-
-def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from sightline.wire.micro_batch import MicroBatch
-from sightline.wire.sample import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +15,6 @@ class PackSize:
 
     tokens: int
     patches: int
-
-    @classmethod
-    def of(cls, sample: Sample) -> PackSize:
-        patches = sum(int(np.prod(item.grid)) for item in sample.items)
-        return cls(len(sample.token_ids), patches)
 
     def __add__(self, other: PackSize) -> PackSize:
         return PackSize(self.tokens + other.tokens, self.patches + other.patches)
@@ -46,7 +40,7 @@ class MicroBatchWork:
     @classmethod
     def of(cls, batch: MicroBatch) -> MicroBatchWork:
         ends = batch.subtree_end.numpy().astype(np.int64)
-        sizes = [int(np.prod(packed.item.grid)) for packed in batch.items]
+        sizes = [packed.item.num_patches for packed in batch.items]
         return cls(
             tokens=len(ends),
             attended=int((ends - np.arange(len(ends))).sum()),

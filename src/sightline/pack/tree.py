@@ -97,5 +97,5 @@ def split_tree(rows: Sequence[PackRow], limit: PackSize) -> list[PackUnit]:
 
 def measure_unit(unit: PackUnit) -> PackSize:
     tokens = sum(len(row.sample.token_ids) - row.shared for row in unit)
-    grids = {item.key: item.grid for row in unit for item in row.sample.items}
-    return PackSize(tokens, sum(int(np.prod(grid)) for grid in grids.values()))
+    patches = {item.key: item.num_patches for row in unit for item in row.sample.items}
+    return PackSize(tokens, sum(patches.values()))

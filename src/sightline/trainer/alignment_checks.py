@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import Bool, UInt8
 
 from sightline.errors import Misaligned
 from sightline.families import Family
@@ -47,7 +48,7 @@ def check_micro_batch(
         raise _misaligned(batch, at, f"a banned token id is to be trained ({counts})")
 
 
-def check_patches(batch: MicroBatch, patches: np.ndarray | None) -> None:
+def check_patches(batch: MicroBatch, patches: UInt8[np.ndarray, "patches values"] | None) -> None:
     """Raises unless there are as many patches as the grids of the distinct images say."""
     num = 0 if patches is None else len(patches)
     if num != batch.num_patches:
@@ -68,7 +69,9 @@ def check_features(batch: MicroBatch, num_features: int, family: Family) -> None
         )
 
 
-def _check_slot(batch: MicroBatch, slot: Slot[int], family: Family, in_slot: np.ndarray) -> None:
+def _check_slot(
+    batch: MicroBatch, slot: Slot[int], family: Family, in_slot: Bool[np.ndarray, " tokens"]
+) -> None:
     """Marks the tokens of the slot, which is of an image, of its length, and alone there."""
     end = slot.offset + slot.length
     if not 0 <= slot.item < len(batch.items):

@@ -27,8 +27,7 @@ from sightline.run import EventLog, RunDir
 from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.blocks import wrap_blocks
-from sightline.trainer.checkpoint import CheckpointStore, ResumePoint
-from sightline.trainer.checkpoint_saver import CheckpointSaver
+from sightline.trainer.checkpoint import CheckpointSaver, CheckpointStore, ResumePoint, open_shards
 from sightline.trainer.distribute import BatchDistributor, ShareReader
 from sightline.trainer.features import FrozenTowerFeatures, has_frozen_tower
 from sightline.trainer.feed import AnnouncedBatches, BatchPrefetcher, BatchPreparer, ReadyBatch
@@ -38,7 +37,7 @@ from sightline.trainer.loop import TrainerComponents
 from sightline.trainer.lora import NO_ADAPTERS, add_adapters, describe_adapter_base
 from sightline.trainer.optimizer import build_optimizer, freeze_vision
 from sightline.trainer.price import estimate_price
-from sightline.trainer.publish import AsyncPublisher, BroadcastPublisher, FilePublisher, Publisher
+from sightline.trainer.publish import AsyncPublisher
 from sightline.trainer.ranks import (
     NO_CHANNEL,
     SINGLE_RANK,
@@ -61,7 +60,7 @@ def pick_rank_device(name: str, ranks: RankInfo) -> torch.device:
     """Where a rank computes; ranks of one machine take its GPUs in turn."""
     device = torch.device(pick_device(name))
     if device.type == "cuda":
-        if device.index is None:
+        if str(device) == "cuda":
             device = torch.device("cuda", ranks.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return device
@@ -255,7 +254,8 @@ def restore_newest(checkpoints: CheckpointStore, learner: Learner) -> ResumePoin
     resume = checkpoints.choose(
         lambda found: all_gather_list(found, ranks.size), ranks.rank, ranks.size
     )
-    if (shards := resume.shards()) is not None and resume.path is not None:
+    if resume.path is not None:
+        shards = open_shards(resume.path)
         restore(shards, learner.forward.model, learner.optimizer, ranks, resume.path)
     return resume
 
@@ -315,10 +315,10 @@ def _add_publishing(
         writer.adapter = describe_adapter_base(writer.learner.forward.model, writer.dtype)
     if orchestrator is None:
         return
-    weights = writer.run_dir.weights
-    publisher: Publisher = FilePublisher(weights, writer.adapter)
+    broadcaster = None
     if config.trainer.publish != "files":
         broadcaster = Broadcaster(config.trainer.address)
-        publisher = BroadcastPublisher(weights, broadcaster, writer.adapter)
-    writer.async_publisher = AsyncPublisher(publisher, writer.dtype, task)
+    writer.async_publisher = AsyncPublisher(
+        writer.run_dir.weights, writer.dtype, task, broadcaster, writer.adapter
+    )
     writer.ledger, writer.send = Ledger(writer.run_dir.ledger, step), orchestrator.send

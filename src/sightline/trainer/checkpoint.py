@@ -2,6 +2,9 @@
 
     step_000050/  rank_000.safetensors  rank_001.safetensors ..  manifest.json
 
+    loop --snapshot--> thread of each rank: its file --name and checksum--> rank 0: manifest
+      waits for: the checkpoint before this one     unblocked by: the disk
+
 Each rank writes what it holds. The manifest, with the checksum of every file, is written last, and
 the folder appears by one rename. What has no valid manifest is not read; what does not match its
 manifest is refused by name, and the checkpoint before it is used.
@@ -18,14 +21,18 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 
 from sightline.compute.tensor_file import digest_file, fsync_path
 from sightline.errors import ResumeRefused
-from sightline.trainer.snapshot import ShardReader, ShardSnapshot
+from sightline.trainer.background_task import BackgroundTask
+from sightline.trainer.ranks import NO_CHANNEL, RankInfo
+from sightline.trainer.snapshot import ShardReader, ShardSnapshot, take_snapshot
 from sightline.wire.file import write_atomic
 from sightline.wire.weights import WeightFile
 
@@ -50,11 +57,6 @@ class ResumePoint:
     step: int
     refused: list[str]
 
-    def shards(self) -> ShardReader | None:
-        if self.path is None:
-            return None
-        return ShardReader(self.path / file.name for file in read_manifest(self.path).files)
-
 
 def read_manifest(path: Path) -> CheckpointManifest:
     """The manifest of the checkpoint folder at `path`; raises where it is missing or torn."""
@@ -68,6 +70,10 @@ def read_manifest(path: Path) -> CheckpointManifest:
             "go on with the version of sightline that wrote it",
         )
     return manifest
+
+
+def open_shards(path: Path) -> ShardReader:
+    return ShardReader(path / file.name for file in read_manifest(path).files)
 
 
 def check_file(path: Path, file: WeightFile) -> None:
@@ -159,6 +165,41 @@ class CheckpointStore:
         for old in self.all()[: -self.keep]:
             if not self.keep_every or step_of(old) % self.keep_every:
                 shutil.rmtree(old)
+
+
+@dataclass
+class CheckpointSaver:
+    """One rank's part in the checkpoints of a run."""
+
+    checkpoints: CheckpointStore
+    ranks: RankInfo
+    every: int
+    """Steps between checkpoints."""
+    step: int
+    """Step of the newest checkpoint that was begun."""
+    train_vision: bool
+    collect_files: Callable[[int, WeightFile], list[WeightFile] | None] = NO_CHANNEL.collect_files
+    """Hands over this rank's file of a step; rank 0 gets those of all ranks once they exist."""
+    background_task: BackgroundTask = field(default_factory=lambda: BackgroundTask("checkpoint"))
+
+    def save(
+        self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, last: bool
+    ) -> None:
+        """Begins the checkpoint of `step` if it is due; the last one is on the disk on return."""
+        self.background_task.check()
+        if step > self.step and (last or step % self.every == 0):
+            self.background_task.wait()
+            snapshot = take_snapshot(model, optimizer, self.ranks)
+            self.step = step
+            self.background_task.start(f"checkpoint {step}", partial(self._write, step, snapshot))
+        if last:
+            self.background_task.wait()
+
+    def _write(self, step: int, snapshot: ShardSnapshot) -> None:
+        file = self.checkpoints.write_shard(step, self.ranks.rank, snapshot)
+        if (files := self.collect_files(step, file)) is not None:
+            vision = step if self.train_vision else 0
+            self.checkpoints.complete(CheckpointManifest(step, vision, files))
 
 
 def step_of(path: Path) -> int:

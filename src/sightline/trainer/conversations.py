@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sightline.config import DataConfig, MediaConfig
 from sightline.envs import Environment
@@ -37,17 +37,6 @@ class TrainingConversation:
     @property
     def shows_images(self) -> bool:
         return any(message.images for message in self.messages)
-
-
-class ConversationSource(Protocol):
-    num_held_out: int
-    """Conversations that never train."""
-
-    def name(self, index: int, split: str) -> str: ...
-
-    def conversation(self, index: int, split: str) -> TrainingConversation:
-        """Those to train on go on for ever; those held out are as many as there are."""
-        ...
 
 
 class Demonstrations:
@@ -134,6 +123,10 @@ class FileConversations:
             raise MessageError.at(column, "nothing that the assistant says", "remove the row")
         tools = _decode_cell(row["tools"], "tools") if row.get("tools") else None
         return TrainingConversation(name, messages, tools)
+
+
+ConversationSource = Demonstrations | FileConversations
+"""Conversations to train on go on for ever; those held out are `num_held_out`, and never train."""
 
 
 class _RowImages:

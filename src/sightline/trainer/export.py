@@ -15,7 +15,7 @@ from sightline.compute.tensor_file import iterate_gathered, keep_tensor, write_t
 from sightline.config import RunFile, SftFile
 from sightline.errors import ConfigError
 from sightline.families import load_family
-from sightline.trainer.checkpoint import CheckpointStore, check_file, read_manifest
+from sightline.trainer.checkpoint import CheckpointStore, check_file, open_shards, read_manifest
 from sightline.trainer.lora import (
     add_adapters,
     build_merge_gather,
@@ -25,7 +25,7 @@ from sightline.trainer.lora import (
     plain_parameters,
     save_adapters,
 )
-from sightline.trainer.snapshot import ShardReader, restore_model
+from sightline.trainer.snapshot import restore_model
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTERS = "adapter"
@@ -66,15 +66,14 @@ def gather_for_export(model: torch.nn.Module) -> None:
 
 def export_training_checkpoint(checkpoint: Path, config: RunFile | SftFile, target: Path) -> None:
     """The checkpoint folder at `checkpoint`, checked against its manifest, as a plain one."""
-    manifest = read_manifest(checkpoint)
-    for file in manifest.files:
+    for file in read_manifest(checkpoint).files:
         check_file(checkpoint, file)
     settings = config.model
     family = load_family(settings.path, **settings.overrides())
     forward = load_model(settings.path, family, "cpu", settings.dtype)
     if config.lora.rank:
         add_adapters(forward, config.lora, settings.train_vision, config.run.seed)
-    restore_model(ShardReader(checkpoint / file.name for file in manifest.files), forward.model)
+    restore_model(open_shards(checkpoint), forward.model)
     export_checkpoint(Path(settings.path), target, forward.model)
 
 

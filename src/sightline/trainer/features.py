@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from sightline.compute.feature_cache import FeatureCache, ImageFeatures
 from sightline.errors import FamilyError
@@ -32,7 +34,9 @@ class FrozenTowerFeatures:
     num_ranks: int = 1
 
     @torch.no_grad()
-    def encode(self, ready: ReadyMicroBatch, device: torch.device) -> torch.Tensor | None:
+    def encode(
+        self, ready: ReadyMicroBatch, device: torch.device
+    ) -> Float[Tensor, "visual features"] | None:
         """Features of the distinct images, in their order; None where this rank shows none.
 
         The tower's collectives want every rank as often as any: one that finds its features in the
@@ -58,8 +62,8 @@ class FrozenTowerFeatures:
         return torch.cat([one.features for one in shown if one is not None]) if items else None
 
 
-def encode_blank(forward: Forward, device: torch.device) -> torch.Tensor:
-    """Sends the smallest image through the tower, whose collectives want every rank; one number."""
+def encode_blank(forward: Forward, device: torch.device) -> Float[Tensor, ""]:
+    """Sends the smallest image through the tower, whose collectives want every rank."""
     smallest = forward.blank_image()
     if smallest is None:
         raise FamilyError("images on another rank, and no vision tower here", "report this")

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from jaxtyping import Int, UInt8
 
 from sightline.algo.aggregation import AggregationFunction, by_tokens
 from sightline.errors import MediaError, Misaligned, WireError
@@ -48,18 +49,17 @@ StackPatches = Callable[[Sequence[np.ndarray]], np.ndarray]
 @dataclass(frozen=True, slots=True)
 class ReadyMicroBatch:
     batch: MicroBatch
-    patches: np.ndarray | None
-    """uint8 patches of the distinct images, in their order; None when there is none."""
+    patches: UInt8[np.ndarray, "patches values"] | None
+    """Patches of the distinct images, in their order; None when there is none."""
     runs_tower: bool = False
     """Whether some rank shows an image in this round: then this one goes through the tower too."""
     has_stored_pixels: bool = True
     """Whether the patches are those of the items; a probe exchanges them."""
 
     @property
-    def patch_starts(self) -> np.ndarray:
+    def patch_starts(self) -> Int[np.ndarray, " starts"]:
         """Where in `patches` each image begins; last, how many patches there are."""
-        sizes = [int(np.prod(entry.item.grid)) for entry in self.batch.items]
-        return np.cumsum([0, *sizes])
+        return np.cumsum([0, *(entry.item.num_patches for entry in self.batch.items)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,6 @@ class ReadyBatch:
 
 @dataclass
 class BatchPreparer:
-    """Turns one batch into a ready one."""
-
     family: Family
     materializer: Materializer
     limit: PackSize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from sightline.compute.attention import build_attention_pattern
@@ -30,8 +30,7 @@ def compute_hidden(
     batch = ready.batch
     token_ids = copy_to_device(batch.token_ids.numpy().astype(np.int64), device)[None]
     positions = copy_to_device(batch.positions.numpy().astype(np.int64), device)[:, None]
-    features = places = encoded = None
-    blank = None
+    features = places = encoded = blank = None
     check_patches(batch, ready.patches)
     if frozen is not None:
         encoded = frozen.encode(ready, device)
@@ -54,7 +53,9 @@ def compute_hidden(
     return hidden[copy_to_device(predicting, device)]
 
 
-def _locate_features(batch: MicroBatch, family: Family) -> tuple[np.ndarray, np.ndarray]:
+def _locate_features(
+    batch: MicroBatch, family: Family
+) -> tuple[Int[np.ndarray, " visual"], Int[np.ndarray, " visual"]]:
     """For each visual token of the pack the row of its feature, and its place, ascending."""
     counts = [family.num_tokens(entry.item) for entry in batch.items]
     firsts = np.cumsum([0, *counts])

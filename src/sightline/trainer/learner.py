@@ -1,16 +1,17 @@
-"""One optimizer step: forward, loss and backward over micro-batches, then the update.
-
-Letters: S trained tokens.
-"""
+"""One optimizer step: forward, loss and backward over micro-batches, then the update."""
 
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from sightline.algo.losses import LossFunction, LossInputs, mismatch_kl
 from sightline.compute.logprobs import chosen_logprobs
@@ -82,7 +83,7 @@ class Learner:
     watchdog: StallWatchdog = field(default_factory=StallWatchdog)
     diagnostics_every: int = 0
     """Steps between two measurements of whether the model uses its images; 0 is never."""
-    banned: torch.Tensor = field(init=False)
+    banned: Int[Tensor, " ids"] = field(init=False)
     """Token ids that no logprob is given to."""
 
     def __post_init__(self) -> None:
@@ -99,7 +100,7 @@ class Learner:
         """
         began = time.monotonic()
         metric_sums = MetricSums((*SUM_NAMES, "grad_norm"))
-        scored: list[tuple[MicroBatch, torch.Tensor]] = []
+        scored: list[tuple[MicroBatch, Tensor]] = []
         compiled = count_compiled_graphs() if self.config.compile_backend else 0
         self.optimizer.zero_grad(set_to_none=True)
         step_timer = StepTimer(self.device)
@@ -176,8 +177,8 @@ class Learner:
         everyone = gather_to_lead(found, self.ranks)
         return next((one for one in everyone if one is not None), None)
 
-    def score(self, ready: ReadyMicroBatch) -> np.ndarray:
-        """The logprobs (S,) of the trained tokens; nothing is learnt."""
+    def score(self, ready: ReadyMicroBatch) -> Float[np.ndarray, " tokens"]:
+        """The logprobs of the trained tokens; nothing is learnt."""
         return self._forward_only(ready).cpu().numpy()
 
     def evaluate(self, ready: ReadyBatch) -> tuple[float, float]:
@@ -194,10 +195,8 @@ class Learner:
         return total["nll"], total["tokens"]
 
     @torch.no_grad()
-    def _forward_only(self, ready: ReadyMicroBatch) -> torch.Tensor:
-        """The logprobs (S,) of the trained tokens, on the device."""
-
-        def compute() -> torch.Tensor:
+    def _forward_only(self, ready: ReadyMicroBatch) -> Float[Tensor, " tokens"]:
+        def compute() -> Tensor:
             hidden = compute_hidden(self.forward, ready, self.family, self.device, self.features)
             tokens = self._trained_ids(ready.batch)
             temperature = ready.batch.temperature
@@ -205,13 +204,13 @@ class Learner:
 
         logprobs = call_gathered(self.sharded, compute)
         if self.sharded is not None:
-            self.sharded.reshard()  # without a backward pass nothing else does
+            cast(FSDPModule, self.sharded).reshard()  # without a backward pass nothing else does
         return logprobs
 
     def backward(
         self, ready: ReadyMicroBatch, step: int, metric_sums: MetricSums, step_timer: StepTimer
-    ) -> torch.Tensor:
-        """Adds the gradient of a micro-batch; the logprobs (S,) of its trained tokens."""
+    ) -> Float[Tensor, " tokens"]:
+        """Adds the gradient of a micro-batch; the logprobs of its trained tokens."""
         total, logprobs = call_gathered(
             self.sharded, lambda: self._loss_with_reference(ready, step, metric_sums)
         )
@@ -224,13 +223,13 @@ class Learner:
 
     def _loss_with_reference(
         self, ready: ReadyMicroBatch, step: int, metric_sums: MetricSums
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, " tokens"]]:
         """The loss, with the reference gathered once, however many tokens this rank trains.
 
         It comes back past the reference's own call: what that returns, FSDP would gather the
         reference for again in the backward pass.
         """
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        found: list[tuple[Tensor, Tensor]] = []
         call_gathered(
             self.sharded_reference, lambda: found.append(self._loss(ready, step, metric_sums))
         )
@@ -238,8 +237,8 @@ class Learner:
 
     def _loss(
         self, ready: ReadyMicroBatch, step: int, metric_sums: MetricSums
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where a micro-batch becomes a loss; and the logprobs (S,) of its trained tokens."""
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, " tokens"]]:
+        """Where a micro-batch becomes a loss; and the logprobs of its trained tokens."""
         batch, config = ready.batch, self.config
         hidden = compute_hidden(self.forward, ready, self.family, self.device, self.features)
         reference_hidden = None
@@ -276,12 +275,11 @@ class Learner:
             total = total + self.forward.logits(hidden[:0]).float().sum()
         return total, scores.logprobs.detach()
 
-    def _trained_ids(self, batch: MicroBatch) -> torch.Tensor:
-        """The ids (S,) of the tokens that train."""
+    def _trained_ids(self, batch: MicroBatch) -> Int[Tensor, " tokens"]:
         ids = batch.token_ids.numpy()[batch.trained.numpy()].astype(np.int64)
         return copy_to_device(ids, self.device)
 
-    def update(self, step: int) -> torch.Tensor:
+    def update(self, step: int) -> Float[Tensor, ""]:
         """Clips and applies the gradients; their norm before clipping, still on the device."""
         trained = (p for group in self.optimizer.param_groups for p in group["params"])
         parameters = [p for p in trained if p.grad is not None]
@@ -293,7 +291,6 @@ class Learner:
     def _metrics(self, ready: ReadyBatch, sums: dict[str, float]) -> dict[str, float | None]:
         num = max(sums["tokens"], 1.0)
         fresh, older = sums["fresh_tokens"], sums["older_tokens"]
-        packed = [m.batch for m in ready.micro_batches]
         return {
             "loss": sums["loss"],
             "entropy": sums["entropy"] / num if self.config.measure_entropy else None,
@@ -306,7 +303,7 @@ class Learner:
             "lr": self.config.lr * lr_scale(self.config, ready.step, self.steps),
             "trained_tokens": sums["tokens"],
             "tokens": sums["all_tokens"],
-            "micro_batches": float(len(packed) * self.ranks.size),
+            "micro_batches": float(len(ready.micro_batches) * self.ranks.size),
             "samples": float(ready.num_samples),
             "images": float(ready.num_slots),
             "distinct_images": float(ready.num_images),
@@ -317,8 +314,8 @@ class Learner:
 def measure_tokens(
     metric_sums: MetricSums,
     scores: TokenScores,
-    sampler_logprobs: torch.Tensor,
-    is_fresh: np.ndarray,
+    sampler_logprobs: Float[Tensor, " tokens"],
+    is_fresh: Bool[np.ndarray, " tokens"],
 ) -> None:
     """Sums entropy and mismatch; `is_fresh` marks tokens sampled by the version in training."""
     with torch.no_grad():
@@ -333,7 +330,7 @@ def measure_tokens(
             metric_sums.add(f"{name}_kl", kl[places].sum())
 
 
-def _number_sequences(batch: MicroBatch, device: torch.device) -> torch.Tensor:
+def _number_sequences(batch: MicroBatch, device: torch.device) -> Int[Tensor, " tokens"]:
     """For each trained token the number of the model call that it was sampled in."""
     lengths = [origin.stop - origin.start for origin in batch.origins]
     return copy_to_device(np.repeat(np.arange(len(lengths)), lengths), device)

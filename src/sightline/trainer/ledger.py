@@ -11,8 +11,6 @@ from sightline.wire.file import append_line, read_lines, write_atomic
 
 
 class LedgerLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A step in the history of the weights, and the batch that it trained on."""
-
     step: int
     batch: str
 

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -47,9 +48,10 @@ def add_adapters(
     A vision tower that trains and gets none trains all its parameters. All ranks draw the same
     numbers.
     """
-    peft = _import_peft()
+    import peft
+
     names = _find_target_layers(forward, settings)
-    config = peft.LoraConfig(
+    config = cast(Any, peft).LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=names
     )
     with torch.random.fork_rng():
@@ -175,7 +177,8 @@ def gather_for_lead(tensors: Mapping[str, torch.Tensor], gather: Gather = full_t
 def save_adapters(model: nn.Module, target: Path, source: Path) -> None:
     """Writes the adapters as peft does, for `PeftModel.from_pretrained(model, target)`."""
     target.mkdir(parents=True)
-    config = copy.copy(model.peft_config[ADAPTER])
+    configs: Any = model.peft_config
+    config = copy.copy(configs[ADAPTER])
     config.base_model_name_or_path, config.inference_mode = str(source), True
     config.save_pretrained(target)
     write_tensors(
@@ -203,14 +206,5 @@ def _adapted_layers(model: nn.Module) -> Iterator[str]:
 
 
 def _scale(model: nn.Module, layer: str) -> float:
-    return float(model.get_submodule(layer).scaling[ADAPTER])
-
-
-def _import_peft():  # type: ignore[no-untyped-def]
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "[lora] rank is set, and peft is not installed", "pip install 'sightline-rl[lora]'"
-        ) from error
-    return peft
+    scaling: Any = model.get_submodule(layer).scaling
+    return float(scaling[ADAPTER])

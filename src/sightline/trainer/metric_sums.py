@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from jaxtyping import Num
+from torch import Tensor
 
 
 class MetricSums:
@@ -19,7 +21,7 @@ class MetricSums:
         """Adds what the host knows."""
         self._host[name] += value
 
-    def add(self, name: str, value: torch.Tensor) -> None:
+    def add(self, name: str, value: Num[Tensor, ""]) -> None:
         """Adds a number that the device knows; sums are in float64 on either side."""
         value = value.detach().double()
         known = self._device.get(name)

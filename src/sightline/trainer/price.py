@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, cast
 
 from torch import nn
 
@@ -24,7 +25,7 @@ def estimate_price(forward: Forward, stated: Sequence[float] = ()) -> CostModel:
     if stated:
         return CostModel(*stated)
     seen = {id(parameter) for _, parameter in forward.vision_parameters()}
-    blocks = forward.blocks()
+    blocks, model = forward.blocks(), cast(Any, forward.model)
     vision = [block for block in blocks if any(id(p) in seen for p in block.parameters())]
     text = [block for block in blocks if block not in vision]
     inside = sum(map(_count_matrix_elements, vision))
@@ -32,7 +33,7 @@ def estimate_price(forward: Forward, stated: Sequence[float] = ()) -> CostModel:
         token=_OPERATIONS * sum(map(_count_matrix_elements, text)),
         # Scores and their sum of values: a product of the block's width each.
         attended=2 * _OPERATIONS * sum(map(_hidden_size, text)),
-        trained=_OPERATIONS * _count_matrix_elements(forward.model.get_output_embeddings()),
+        trained=_OPERATIONS * _count_matrix_elements(model.get_output_embeddings()),
         patch=_OPERATIONS * (inside + _tower_outside_blocks(forward, vision)),
         attended_patch=2 * _OPERATIONS * sum(map(_hidden_size, vision)),
     )

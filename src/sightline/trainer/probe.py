@@ -5,8 +5,6 @@ picture that it was not shown exactly as it answers its own, while loss and rewa
 Only images of one grid are exchanged, so that tokens and positions stay as they are. One
 micro-batch is probed, on whatever rank it is; the others run as many passes, for the blocks of a
 sharded model are gathered by all ranks together.
-
-Letters: S trained tokens.
 """
 
 from __future__ import annotations
@@ -15,9 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from jaxtyping import Bool, Float
 
 from sightline.trainer.feed import ReadyMicroBatch
 
+Score = Callable[[ReadyMicroBatch], Float[np.ndarray, " tokens"]]
+"""The logprobs of the trained tokens."""
 NOISE = 10.0
 """An effect below so many times that of scoring twice is none."""
 FLOOR = 1e-9
@@ -59,7 +60,9 @@ class ImageSwapProbe:
         )
 
 
-def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | None:
+def swap_images(
+    ready: ReadyMicroBatch,
+) -> tuple[ReadyMicroBatch, Bool[np.ndarray, " images"]] | None:
     """The micro-batch with images exchanged, and which images changed.
 
     Those of one grid change places in a circle. None where no two distinct images have the same.
@@ -79,8 +82,10 @@ def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | 
     return replace(ready, patches=ready.patches[rows], has_stored_pixels=False), moved
 
 
-def find_tokens_behind(ready: ReadyMicroBatch, moved: np.ndarray) -> np.ndarray:
-    """(S,): whether a trained token may attend to an image that was exchanged."""
+def find_tokens_behind(
+    ready: ReadyMicroBatch, moved: Bool[np.ndarray, " images"]
+) -> Bool[np.ndarray, " tokens"]:
+    """Whether each trained token may attend to an image that was exchanged."""
     batch = ready.batch
     sees = np.zeros(len(batch.token_ids), dtype=bool)
     ends = batch.subtree_end.numpy()
@@ -91,8 +96,10 @@ def find_tokens_behind(ready: ReadyMicroBatch, moved: np.ndarray) -> np.ndarray:
     return sees[batch.trained.numpy()]
 
 
-def _find_probe(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, np.ndarray] | None:
-    """The micro-batch with images exchanged, and its trained tokens (S,) that may attend to one."""
+def _find_probe(
+    ready: ReadyMicroBatch,
+) -> tuple[ReadyMicroBatch, Bool[np.ndarray, " tokens"]] | None:
+    """The micro-batch with images exchanged, and its trained tokens that may attend to one."""
     if (swapped := swap_images(ready)) is None:
         return None
     chosen = find_tokens_behind(ready, swapped[1])
@@ -112,17 +119,13 @@ def pick_probe_micro_batch(
     return next((one for one in named if _find_probe(one[1]) is not None), None)
 
 
-def run_probe_passes(
-    ready: ReadyMicroBatch, score: Callable[[ReadyMicroBatch], np.ndarray]
-) -> None:
+def run_probe_passes(ready: ReadyMicroBatch, score: Score) -> None:
     """Runs the passes of a probe, tower included, on a rank whose micro-batch is not probed."""
     for _ in range(NUM_PASSES):
         score(replace(ready, runs_tower=True))
 
 
-def probe(
-    ready: ReadyMicroBatch, score: Callable[[ReadyMicroBatch], np.ndarray]
-) -> ImageSwapProbe | None:
+def probe(ready: ReadyMicroBatch, score: Score) -> ImageSwapProbe | None:
     """None where nothing can be exchanged, or nothing trained stands behind it."""
     if (found := _find_probe(ready)) is None:
         return None

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -27,57 +26,9 @@ from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.lora import select_published
 from sightline.wire.weights import Adapter, Manifest
 
-Tensors = Mapping[str, torch.Tensor]
-
-
-class Publisher(Protocol):
-    adapter: Adapter | None
-    """The base of adapters, where they leave unmerged."""
-
-    def publish(self, tensors: Tensors, step: int, vision_version: int) -> tuple[Path, Manifest]:
-        """Puts a manifest on the disk and returns its path."""
-        ...
-
-    def deliver(self, tensors: Tensors) -> None:
-        """Called once the orchestrator knows of the manifest; returns when engines may go on."""
-        ...
-
-
-@dataclass
-class FilePublisher:
-    root: Path
-    adapter: Adapter | None = None
-    """The base of adapters, where they leave unmerged."""
-
-    def publish(self, tensors: Tensors, step: int, vision_version: int) -> tuple[Path, Manifest]:
-        return write_weights(self.root, tensors, step, vision_version, adapter=self.adapter)
-
-    def deliver(self, tensors: Tensors) -> None:
-        pass
-
-
-@dataclass
-class BroadcastPublisher:
-    root: Path
-    broadcaster: Broadcaster
-    adapter: Adapter | None = None
-    manifest: Manifest | None = None
-
-    def publish(self, tensors: Tensors, step: int, vision_version: int) -> tuple[Path, Manifest]:
-        path, self.manifest = self.broadcaster.announce(
-            self.root, tensors, step, vision_version, adapter=self.adapter
-        )
-        return path, self.manifest
-
-    def deliver(self, tensors: Tensors) -> None:
-        assert self.manifest is not None
-        self.broadcaster.send(self.manifest, tensors)
-
 
 @dataclass(frozen=True, slots=True)
 class PublishTiming:
-    """When a version was made public."""
-
     began: float
     ended: float
     """When its manifest was on the disk; in seconds since 1970, as `began`."""
@@ -96,9 +47,14 @@ class PublishTiming:
 class AsyncPublisher:
     """Rank 0's part: one version at a time is on its way."""
 
-    publisher: Publisher
+    root: Path
+    """Folder of the versions."""
     dtype: torch.dtype
     background_task: BackgroundTask
+    broadcaster: Broadcaster | None = None
+    """Sends tensors to the engines; None where they read them from files."""
+    adapter: Adapter | None = None
+    """The base of adapters, where they leave unmerged."""
     copy: HostCopy = field(default_factory=HostCopy)
     previous: PublishTiming | None = None
     """When the version before the newest was published."""
@@ -114,7 +70,7 @@ class AsyncPublisher:
         """Returns when the weights may change again; `tell` is called by the thread."""
         self.background_task.wait()
         self.previous, began = self._last, time.time()
-        self.copy.take(*select_published(model, self.publisher.adapter, self.dtype))
+        self.copy.take(*select_published(model, self.adapter, self.dtype))
         work = partial(self._publish, step, vision_version, tell, began)
         self.background_task.start(f"publishing version {step}", work)
 
@@ -122,7 +78,17 @@ class AsyncPublisher:
         self, step: int, vision_version: int, tell: Callable[[Path, Manifest], None], began: float
     ) -> None:
         tensors = self.copy.tensors()
-        path, manifest = self.publisher.publish(tensors, step, vision_version)
+        path, manifest = self.write(tensors, step, vision_version)
         self._last = PublishTiming(began, time.time())
         tell(path, manifest)
-        self.publisher.deliver(tensors)
+        if self.broadcaster is not None:
+            self.broadcaster.send(manifest, tensors)
+
+    def write(
+        self, tensors: Mapping[str, torch.Tensor], step: int, vision_version: int
+    ) -> tuple[Path, Manifest]:
+        """Puts a manifest on the disk, with the tensors where files are read."""
+        put: Callable[..., tuple[Path, Manifest]] = write_weights
+        if self.broadcaster is not None:
+            put = self.broadcaster.announce
+        return put(self.root, tensors, step, vision_version, adapter=self.adapter)

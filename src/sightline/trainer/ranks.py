@@ -322,7 +322,6 @@ RankChannel = LeadChannel | FollowerChannel | NoChannel
 
 
 def open_channel(ranks: RankInfo) -> RankChannel:
-    """This rank's end of the channel."""
     if ranks.size == 1:
         return NO_CHANNEL
     return LeadChannel(ranks) if ranks.is_lead else FollowerChannel(ranks)

@@ -15,8 +15,6 @@ RENDEZVOUS_TIMEOUT_S = 600.0
 
 
 class RendezvousStore:
-    """The store at `host:port`."""
-
     def __init__(self, host: str, port: int, is_master: bool) -> None:
         self._store = TCPStore(
             host,

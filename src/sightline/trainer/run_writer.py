@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sightline.run import EventLog, RunDir
-from sightline.trainer.checkpoint_saver import CheckpointSaver
+from sightline.trainer.checkpoint import CheckpointSaver
 from sightline.trainer.export import export_checkpoint, gather_for_export
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner

@@ -15,8 +15,6 @@ from sightline.wire.micro_batch import MicroBatch, StepScores, TokenOrigin
 
 @dataclass(slots=True)
 class StepResult:
-    """Metrics and scores of one optimizer step."""
-
     metrics: dict[str, float | None]
     """Figures over all ranks, the same on every one."""
     scores: StepScores

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -16,32 +17,23 @@ class StepTimer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._host = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         self._is_cuda = device.type == "cuda"
-        self._since = time.monotonic()
-        self._marks: list[tuple[str, torch.cuda.Event]] = []
-        if self._is_cuda:
-            self._mark("")
+        self._marks: list[tuple[str, Any]] = []
+        self.end("")
 
     def end(self, lap: str) -> None:
+        mark: Any = time.monotonic()
         if self._is_cuda:
-            self._mark(lap)
-            return
-        now = time.monotonic()
-        self._host[lap] = self._host.get(lap, 0.0) + now - self._since
-        self._since = now
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        self._marks.append((lap, mark))
 
     def seconds(self) -> dict[str, float]:
         """Waits, on CUDA, for the last mark."""
-        if not self._is_cuda:
-            return dict(self._host)
-        self._marks[-1][1].synchronize()
-        found = defaultdict(float, self._host)
-        for (_, before), (lap, mark) in zip(self._marks, self._marks[1:], strict=False):
-            found[lap] += before.elapsed_time(mark) / 1e3
-        return dict(found)
-
-    def _mark(self, lap: str) -> None:
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record()
-        self._marks.append((lap, mark))
+        found = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        if self._is_cuda:
+            self._marks[-1][1].synchronize()
+        for (_, before), (lap, mark) in pairwise(self._marks):
+            spent_s = before.elapsed_time(mark) / 1e3 if self._is_cuda else mark - before
+            found[lap] = found.get(lap, 0.0) + spent_s
+        return found

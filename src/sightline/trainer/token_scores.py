@@ -2,8 +2,6 @@
 
 Tokens go through the head in parts. Where there is more than one, a part's logits are let go
 after the forward pass and made again in the backward pass: what stays is a number a token.
-
-Letters: S trained tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sightline.algo import losses
@@ -25,12 +25,10 @@ MAX_LOGITS = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Logprob, entropy and KL of each token, float32 (S,)."""
-
-    logprobs: torch.Tensor
-    entropy: torch.Tensor | None
+    logprobs: Float[Tensor, " tokens"]
+    entropy: Float[Tensor, " tokens"] | None
     """Without a gradient; None where it is not measured."""
-    kl: torch.Tensor | None
+    kl: Float[Tensor, " tokens"] | None
     """KL to the reference; None without one."""
 
 
@@ -38,7 +36,7 @@ class TokenScores:
 class TokenScorer:
     forward: Forward
     reference: Forward | None
-    banned: torch.Tensor
+    banned: Int[Tensor, " ids"]
     temperature: float
     with_entropy: bool = True
     max_logits: int = MAX_LOGITS
@@ -46,9 +44,12 @@ class TokenScorer:
     """Backend of torch.compile; empty where nothing is compiled."""
 
     def score(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, reference_hidden: torch.Tensor | None
+        self,
+        hidden: Float[Tensor, "tokens hidden"],
+        tokens: Int[Tensor, " tokens"],
+        reference_hidden: Float[Tensor, "tokens hidden"] | None,
     ) -> TokenScores:
-        """Scores of `tokens` (S,), predicted by `hidden` (S, H) and the reference's, if given."""
+        """Scores of `tokens`, predicted by `hidden` and the reference's, if given."""
         # No rows: the head says how wide it is, whatever the family calls it.
         with torch.no_grad():
             width = self.forward.logits(hidden[:0]).shape[-1]
@@ -75,8 +76,8 @@ class TokenScorer:
         )
 
     def _part(
-        self, hidden: torch.Tensor, tokens: torch.Tensor, reference_hidden: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, hidden: Tensor, tokens: Tensor, reference_hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits = self.forward.logits(hidden)
         reference = None
         if self.reference is not None and reference_hidden is not None:
@@ -87,14 +88,14 @@ class TokenScorer:
 
 
 def _score_logits(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    reference: torch.Tensor | None,
-    banned: torch.Tensor,
+    logits: Float[Tensor, "tokens vocab"],
+    tokens: Int[Tensor, " tokens"],
+    reference: Float[Tensor, "tokens vocab"] | None,
+    banned: Int[Tensor, " ids"],
     temperature: float,
     with_entropy: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logprobs (S,), and entropy and KL (S,), or nothing of them, of logits (S, V)."""
+) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " measured"], Float[Tensor, " compared"]]:
+    """Logprobs, entropy and KL; of the last two nothing, where they are not wanted."""
     log_p = log_softmax(logits, banned, temperature)
     logprobs = log_p.gather(-1, tokens[:, None]).squeeze(-1)
     entropy = kl = logprobs.new_zeros(0)
@@ -106,6 +107,6 @@ def _score_logits(
 
 
 @cache
-def _compile_score(backend: str) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _compile_score(backend: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     """A pass or two over the logits, where each operation by itself would be one."""
     return torch.compile(_score_logits, backend=backend)

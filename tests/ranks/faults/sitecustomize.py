@@ -60,8 +60,8 @@ def _break() -> None:
                 raise OSError("a fault in publishing")
             return write(self, tensors, step, vision_version)
 
-        write = publish.FilePublisher.publish
-        publish.FilePublisher.publish = unwritable  # type: ignore[method-assign]
+        write = publish.AsyncPublisher.write
+        publish.AsyncPublisher.write = unwritable  # type: ignore[method-assign]
     if fault == "packing":
 
         def unpackable(samples: Any, step: int, *rest: Any) -> Any:

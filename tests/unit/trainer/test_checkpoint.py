@@ -22,8 +22,12 @@ from sightline.families.registry import write_tiny
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.trainer.build import build_learner
-from sightline.trainer.checkpoint import CheckpointStore, read_manifest
-from sightline.trainer.checkpoint_saver import CheckpointSaver
+from sightline.trainer.checkpoint import (
+    CheckpointSaver,
+    CheckpointStore,
+    open_shards,
+    read_manifest,
+)
 from sightline.trainer.ranks import RankInfo
 from sightline.trainer.snapshot import ShardReader, ShardSnapshot, take_snapshot
 from sightline.view.events import read_events
@@ -144,9 +148,10 @@ def test_training_goes_on_while_the_snapshot_is_written(tiny_model: Path, tmp_pa
             parameter.add_(1.0)
     assert not checkpoints.all(), "nothing is there before all of it is"
     disk.set()
-    saver.wait()
-    shards = checkpoints.choose().shards()
-    assert shards is not None
+    saver.background_task.wait()
+    newest = checkpoints.choose().path
+    assert newest is not None
+    shards = open_shards(newest)
     for name, value in before.items():
         assert shards.full(f"model/{name}").equal(value), name
 
@@ -159,7 +164,7 @@ def test_a_failed_write_ends_the_run(tiny_model: Path, tmp_path: Path) -> None:
     saver = CheckpointSaver(checkpoints, RankInfo(), every=1, step=0, train_vision=True)
     saver.save(1, learner.forward.model, learner.optimizer, last=False)
     with pytest.raises(NotADirectoryError):
-        saver.wait()
+        saver.background_task.wait()
     with pytest.raises(NotADirectoryError):
         saver.save(2, learner.forward.model, learner.optimizer, last=False)
 

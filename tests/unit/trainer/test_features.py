@@ -9,6 +9,7 @@ import pytest
 import torch
 from unit.trainer.test_resume import STEPS, run_file, train, weights_digest, write_batches
 
+from sightline.compute.feature_cache import FeatureCache
 from sightline.media import MediaStore
 from sightline.pack import PackSize
 from sightline.pixels import Materializer
@@ -67,7 +68,7 @@ def test_an_image_goes_through_a_frozen_tower_once_in_all_steps(
     assert counted.num == batches[0].num_images == cache.encoded == len(cache)
     shown = sum(len(m.batch.items) for batch in batches for m in batch.micro_batches)
     assert cache.hits == 2 * shown - cache.encoded, "the model's and the reference's"
-    assert cache.evicted == 0 and 0 < cache.bytes_held <= cache.max_bytes
+    assert cache.evicted == 0 and 0 < cache.bytes_held <= cache.maxsize
 
 
 def test_a_tower_that_trains_sees_images_at_every_step(tiny_model: Path, store: MediaStore) -> None:
@@ -88,7 +89,7 @@ def test_what_is_held_changes_no_bit(tiny_model: Path, store: MediaStore) -> Non
         learner = learner_of(tiny_model, store, train_vision=False, cache_mb=cache_mb)
         assert learner.features is not None
         if max_bytes is not None:
-            learner.features.cache.max_bytes = max_bytes
+            learner.features.cache = FeatureCache(max_bytes)
         norms = [
             learner.step(ready(learner, store, tiny_model, step)).metrics["grad_norm"]
             for step in (1, 2, 3)

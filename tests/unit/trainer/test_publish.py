@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from sightline.trainer import loop
 from sightline.trainer.build import Orchestrator, build
 from sightline.trainer.feed import ReadyBatch
 from sightline.trainer.learner import Learner
-from sightline.trainer.publish import Publisher, PublishTiming
+from sightline.trainer.publish import PublishTiming
 from sightline.trainer.step_result import StepResult
 from sightline.view.events import by_step, read_events
 from sightline.wire import control
@@ -34,22 +34,18 @@ PATIENCE_S = 60.0
 class Late:
     """Writes a version only when the step after it has been taken."""
 
-    inner: Publisher
+    write: Callable[[Any, int, int], tuple[Path, Manifest]]
     last: int
-    adapter: None = None
     taken: dict[int, threading.Event] = field(default_factory=dict)
     was_early: list[int] = field(default_factory=list)
 
     def event(self, step: int) -> threading.Event:
         return self.taken.setdefault(step, threading.Event())
 
-    def publish(self, tensors: Any, step: int, vision_version: int) -> tuple[Path, Manifest]:
+    def __call__(self, tensors: Any, step: int, vision_version: int) -> tuple[Path, Manifest]:
         if step < self.last and not self.event(step + 1).wait(PATIENCE_S):
             self.was_early.append(step)
-        return self.inner.publish(tensors, step, vision_version)
-
-    def deliver(self, tensors: Any) -> None:
-        self.inner.deliver(tensors)
+        return self.write(tensors, step, vision_version)
 
 
 @dataclass
@@ -85,7 +81,7 @@ def test_a_version_written_after_the_next_step_holds_its_own_weights(
     announced: Iterator[BatchReady | None] = iter([*batches, None])
     parts = build(config, run_dir, Orchestrator(lambda: next(announced), sent.append))
     async_publisher = parts.run_writer.async_publisher  # type: ignore[attr-defined]
-    late = async_publisher.publisher = Late(async_publisher.publisher, last=steps[-1])
+    late = async_publisher.write = Late(async_publisher.write, last=steps[-1])
     parts.learner = Telling(parts.learner, late)  # type: ignore[arg-type]
     loop.run(parts)
     assert not late.was_early, "the next step has to begin before a version is written"
@@ -101,13 +97,8 @@ def test_a_version_written_after_the_next_step_holds_its_own_weights(
         assert 0 < trained[step].values["publish_hidden_share"] <= 1
 
 
-class Broken:
-    adapter = None
-
-    def publish(self, tensors: Any, step: int, vision_version: int) -> tuple[Path, Manifest]:
-        raise OSError("no space left on the device")
-
-    def deliver(self, tensors: Any) -> None: ...
+def unwritable(tensors: Any, step: int, vision_version: int) -> tuple[Path, Manifest]:
+    raise OSError("no space left on the device")
 
 
 def test_a_version_that_cannot_be_written_ends_a_loop_that_waits_for_a_batch(
@@ -125,7 +116,7 @@ def test_a_version_that_cannot_be_written_ends_a_loop_that_waits_for_a_batch(
 
     sent: list[ControlMessage] = []
     parts = build(run_file(tiny_model), run_dir, Orchestrator(announcements, sent.append))
-    parts.run_writer.async_publisher.publisher = Broken()  # type: ignore[attr-defined]
+    parts.run_writer.async_publisher.write = unwritable  # type: ignore[attr-defined]
     with pytest.raises(OSError, match="no space left"):
         loop.run(parts)
     forever.set()

@@ -90,7 +90,7 @@ def train(
     try:
         loop.run(parts)
     except Killed:
-        parts.run_writer.saver.wait()
+        parts.run_writer.saver.background_task.wait()
     return sent
 
 

@@ -193,7 +193,8 @@ def test_killed_and_resumed_is_bit_equal_to_never_killed(
     feed, parts.feed = parts.feed, until(5)
     with pytest.raises(Killed):
         loop.run(parts)
-    parts.run_writer.saver.wait()  # a process that is killed takes its threads along
+    # A process that is killed takes its threads along.
+    parts.run_writer.saver.background_task.wait()
     second = made(broken, tmp_path / "b")
     assert second.first_step == 4, "the checkpoint of step 4 is the last, and step 5 is lost"
     loop.run(second)
