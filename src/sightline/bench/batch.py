@@ -156,7 +156,7 @@ def _baseline(args: argparse.Namespace, media: Path) -> list[Line]:
 def _engine(args: argparse.Namespace, media: Path) -> Line:
     prompts = _prompts(args, media)
     # Every image goes through the vision tower, and every prompt is computed, in each repeat.
-    more = ["--feature-cache-mb", "0", "--no-prefix-caching", "--pixel-cache-mb", "4096"]
+    more = ["--feature-cache-mb", "0", "--no-enable-prefix-caching", "--pixel-cache-mb", "4096"]
     more += ["--max-num-seqs", str(args.requests), "--prefill-chunk-tokens", "2048"]
     with start_server(args, media, MAX_LEN, more) as address:
         return asyncio.run(_ask(args, address, prompts))

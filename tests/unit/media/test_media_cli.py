@@ -18,8 +18,8 @@ Picture = Callable[..., Image.Image]
 
 def call(*words: object) -> int:
     parser = argparse.ArgumentParser()
-    media.add(parser.add_subparsers(dest="command"))
-    return media.run(parser.parse_args(["media", *map(str, words)]))
+    media.add_arguments(parser)
+    return media.run(parser.parse_args([*map(str, words)]))
 
 
 @pytest.fixture
