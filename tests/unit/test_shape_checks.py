@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
-import sys
+import sys, traceback
 sys.path.insert(0, {tests!r})
 from jaxtyping import install_import_hook
 install_import_hook({modules!r}, "shape_checks.check_shapes")
@@ -19,8 +19,8 @@ for statement in {statements!r}:
     try:
         eval(statement)
         print("passed")
-    except TypeError as error:
-        print(str(error).replace(chr(10), " "))
+    except TypeError:
+        print(traceback.format_exc().replace(chr(10), " "))
 """
 WRONG = {
     "mismatch_kl(torch.zeros(3), torch.zeros(4))": "mismatch_kl: sampler_logprobs",
