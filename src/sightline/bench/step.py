@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from sightline.bench.harness import speed
 from sightline.bench.harness.profile import profile_step
 from sightline.bench.harness.screenshots import Screenshots, add_text_chunk
 from sightline.bench.harness.speed import PlainStep, build_stack, measure_time
+from sightline.compute import attention_cudnn
 from sightline.config import ModelConfig, TrainerConfig
 from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer, registry
@@ -83,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--warm-up", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--small", action="store_true", help="small shapes, for a CPU")
+    parser.add_argument("--no-cudnn", action="store_true", help="without cuDNN's attention")
     parser.add_argument(
         "--profile", type=Path, metavar="DIR", help="profile a step of each part: traces go here"
     )
@@ -92,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("tokens", "repeats"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)}", "take 1 or more")
+    if args.no_cudnn:
+        attention_cudnn.MIN_SHAPE_REPEATS = sys.maxsize  # no shape comes back often enough
     with tempfile.TemporaryDirectory(prefix="sightline-bench-") as folder:
         bench = Bench(args, Path(folder))
         for part in args.parts:
