@@ -123,7 +123,7 @@ def hostile(tmp_path: Path) -> Path:
         [
             Trace(
                 id=HARM, group_id=HARM, env=HARM, nodes=[asked, said], reward=1.0,
-                rewards={HARM: 1.0}, error=HARM, error_kind=HARM, door_errors=[HARM],
+                rewards={HARM: 1.0}, error=HARM, error_kind=HARM, refused_requests=[HARM],
                 toolsets=[HARM], forks={HARM: 1},
             )
         ],

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible door of an inference server, asked by the official client.
+"""The OpenAI-compatible endpoint of an inference server, asked by the official client.
 
 What the engine is given there is what a rollout gives it: the same ids, slots and pixels.
 """

@@ -1,4 +1,4 @@
-"""Thousands of mutated requests, at both doors and the one for weights: each costs itself only.
+"""Thousands of mutated requests, at both endpoints and the one for weights: each costs itself only.
 
 A sample runs with the quick tests; `make fuzz` runs 10,000.
 """

@@ -98,7 +98,7 @@ def test_an_agent_of_many_turns_is_one_path_of_the_tokens_that_the_server_saw(
 
     before = media.num_put
     trace = play(rollout)
-    assert trace.forks == {} and not trace.door_errors
+    assert trace.forks == {} and not trace.refused_requests
     assert len(trace.branches()) == 1 and len(trace.turns) == NUM_TURNS == trace.num_images_shown
     # Turn k sends k images; each is decoded, validated and hashed once.
     assert media.num_put - before == NUM_TURNS
@@ -226,15 +226,15 @@ def test_a_model_that_calls_tools_sees_their_pictures(caller: Path, media: Count
     with live(settings) as server:
         worker = Worker(caller, media, url_of(server), max_tokens=60)
         trace = watched(worker, rollout, temperature=0.0)
-        check_chat_door(url_of(server), caller.name, trace)
+        check_chat_endpoint(url_of(server), caller.name, trace)
     assert trace.forks == {} and len(trace.branches()) == 1 and len(trace.toolsets) == 1
     assert [node.message.tool_calls for node in trace.turns] == [CALL.tool_calls] * 4
     assert turns == [("tool_calls", "whole")] * 2
     assert [n.message.role for n in trace.nodes if n.slots] == ["user", "tool", "tool", "tool"]
 
 
-def check_chat_door(address: str, model: str, trace: Trace) -> None:
-    """The server's own door, led through the same turns, gives the engine the same ids."""
+def check_chat_endpoint(address: str, model: str, trace: Trace) -> None:
+    """The chat endpoint, led through the same turns, gives the engine the same ids."""
     history: list[Any] = [{"role": "developer", "content": "ab"}, shown(0, "abc")]
     with OpenAI(base_url=f"{address}/v1", api_key="none") as client:
         for turn, node in enumerate(trace.turns):
@@ -369,4 +369,4 @@ def test_a_prompt_that_does_not_fit_is_refused_as_the_sdk_knows_it(play: Any) ->
         return 1.0
 
     trace = play(rollout)
-    assert len(trace.turns) == 1 and len(trace.door_errors) == 1 and trace.forks == {}
+    assert len(trace.turns) == 1 and len(trace.refused_requests) == 1 and trace.forks == {}

@@ -1,6 +1,6 @@
-"""Whatever shape an agent keeps its history in, the door knows it again; only real edits fork.
+"""Whatever shape an agent keeps its history in, the server recognises it; only real edits fork.
 
-Random agents talk through the real interception door, over HTTP, with the real SDK. With every
+Random agents talk through the real interception server, over HTTP, with the real SDK. With every
 request they send all of their history, each answer of the model written anew: content of null,
 arguments in another order, without its reasoning, in parts. Now and then they change something.
 """
@@ -79,7 +79,7 @@ class Kept:
     message: dict[str, Any]
     """As it was sent last."""
     answer: dict[str, Any] | None = None
-    """As the door said it, while everything before it is as it was."""
+    """As the server said it, while everything before it is as it was."""
 
 
 @dataclass
@@ -200,7 +200,7 @@ def test_a_history_written_anew_forks_where_it_was_edited_and_nowhere_else(
                 return await worker.play(lambda chat: player.play(chat, steps))
 
         trace = asyncio.run(main())
-        assert not trace.error and not trace.door_errors, (trace.error, trace.door_errors)
+        assert not trace.error and not trace.refused_requests, (trace.error, trace.refused_requests)
         assert len(trace.turns) == len(steps) == len(policy.log)
         check_log(trace, policy.log)
         check_shared(trace)

@@ -1,5 +1,5 @@
 """Parts of messages: three spellings of an image become one form, the type decides, and what we
-do not know is refused by its path: at the door, in chat.send and in training data."""
+do not know is refused by its path: by the server, in chat.send and in training data."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_spelling_of_an_image_becomes_one_form(
         assert list_image_paths(message, "messages[0]") == ["messages[0].content[1]"]
 
 
-def test_the_door_takes_every_spelling_before_anything_is_parsed(
+def test_the_server_takes_every_spelling_before_anything_is_parsed(
     store: MediaStore, url: str, ref: MediaRef
 ) -> None:
     for part in spellings(url, ref):

@@ -124,7 +124,7 @@ class RunState:
         self.progress.images_shown += trace.num_images_shown
         self.progress.tokens_sampled += trace.num_sampled
         self.progress.bad_media += is_bad_media(trace)
-        self.progress.refused_requests += len(trace.door_errors)
+        self.progress.refused_requests += len(trace.refused_requests)
         for reason, number in trace.forks.items():
             self.progress.forks[reason] = self.progress.forks.get(reason, 0) + number
 

@@ -159,7 +159,7 @@ class ModelChat(ABC):
 
     def record_refusal(self, error: SightlineError) -> None:
         """Keeps on the trace that a message, or a request of an agent, was not taken."""
-        self.trace.door_errors.append(
+        self.trace.refused_requests.append(
             f"{type(error).__name__}: {error.problem}"[:MAX_REFUSAL_CHARS]
         )
 

@@ -60,7 +60,7 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
     """Why the rollout failed; empty when it did not."""
     error_kind: str = ""
     """A stable name of the failure: a class of error, or the type that a server answered with."""
-    door_errors: list[str] = []
+    refused_requests: list[str] = msgspec.field(default_factory=list, name="door_errors")
     """Requests of the rollout's own agent that were refused."""
     started: float = 0.0
     """When the rollout began, in seconds since 1970."""

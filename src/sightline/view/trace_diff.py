@@ -14,7 +14,7 @@ from sightline.view.trace_replay import describe_tokens, first_difference
 _FIELDS_BEFORE_NODES = ("env", "task", "split", "seed", "temperature")
 _FIELDS_AFTER_NODES = (
     "forks", "reward", "rewards", "per_turn", "truncated", "limit", "error", "error_kind",
-    "door_errors",
+    "refused_requests",
 )  # fmt: skip
 _NODE_FIELDS = ("parent", "message", "sampled_start", "slots", "finish_reason", "versions")
 

@@ -59,7 +59,7 @@ def _head(trace: Trace, width: int) -> Iterator[str]:
     yield from _wrap(f"{reward}{parts}{', truncated' if trace.truncated else ''}", width, "  ")
     if trace.limit:
         yield from _wrap(trace.limit, width, "  ")
-    for error in (trace.error, *trace.door_errors):
+    for error in (trace.error, *trace.refused_requests):
         if error:
             yield from _wrap(f"error: {error}", width, "  ")
 

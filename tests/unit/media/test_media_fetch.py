@@ -1,4 +1,4 @@
-"""What the door refuses, it refuses before a connection. Names are looked up by a test resolver,
+"""What ingest refuses, it refuses before a connection. Names are looked up by a test resolver,
 and every connection of the process is watched."""
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Forking(World):
         result = super().build_result(play, version)
         trace = decode_trace(result.trace)
         trace.forks = {"diverged": 1, "tools_changed": 2}
-        trace.door_errors = ["MediaRefused: messages[0].content[0].image_url.url: no image"]
+        trace.refused_requests = ["MediaRefused: messages[0].content[0].image_url.url: no image"]
         return replace(result, trace=encode_trace(trace))
 
     def components(self, **changes: int) -> LoopComponents:

@@ -283,5 +283,5 @@ def test_a_body_above_the_limit_is_a_413_that_the_trace_keeps(
     trace = asyncio.run(main())
     assert not trace.error, trace.error
     assert len(trace.turns) == 1 and store.num_put == 0
-    assert len(trace.door_errors) == 2
-    assert all("EngineError: the body has more than" in kept for kept in trace.door_errors)
+    assert len(trace.refused_requests) == 2
+    assert all("EngineError: the body has more than" in kept for kept in trace.refused_requests)

@@ -184,5 +184,5 @@ def test_fuzzed_bodies_leave_an_endpoint_and_its_trace_whole(
     assert not trace.error, trace.error
     assert set(statuses) == {200, 400, 404, 422}
     assert len(trace.turns) == statuses[200]
-    assert len(trace.door_errors) == NUM_SENT - statuses[200]
+    assert len(trace.refused_requests) == NUM_SENT - statuses[200]
     assert decode_trace(encode_trace(trace)).nodes == trace.nodes

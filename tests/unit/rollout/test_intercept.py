@@ -325,7 +325,7 @@ def test_a_key_that_no_rollout_has_opens_nothing(tiny_model: Path, store: MediaS
 
     trace = play(tiny_model, store, rollout)
     assert not trace.error and not trace.nodes
-    assert not trace.door_errors, "a stranger's request is nothing that the rollout did"
+    assert not trace.refused_requests, "a stranger's request is nothing that the rollout did"
 
 
 def test_a_request_that_outlives_its_rollout_is_cancelled_and_leaves_nothing(
@@ -401,7 +401,7 @@ def test_a_request_whose_agent_hangs_up_is_given_up_and_leaves_nothing(
 
     trace = asyncio.run(main())
     assert not trace.error, trace.error
-    assert len(trace.turns) == 1 and trace.forks == {} and not trace.door_errors
+    assert len(trace.turns) == 1 and trace.forks == {} and not trace.refused_requests
 
 
 def test_the_event_loop_turns_while_images_are_taken_in_and_messages_rendered(
@@ -491,8 +491,8 @@ def test_a_part_that_is_not_taken_is_named_by_its_path_and_kept_on_the_trace(
     trace = play(tiny_model, store, rollout)
     assert not trace.error, trace.error
     assert len(trace.turns) == 1 and trace.forks == {}
-    assert len(trace.door_errors) == len(params)
-    assert all(param in kept for param, kept in zip(params, trace.door_errors, strict=True))
+    assert len(trace.refused_requests) == len(params)
+    assert all(param in kept for param, kept in zip(params, trace.refused_requests, strict=True))
 
 
 BAD_FIELDS = [
@@ -520,7 +520,7 @@ def test_a_field_that_cannot_be_honoured_is_refused_by_name(
 
     trace = play(tiny_model, store, rollout)
     assert not trace.error, trace.error
-    assert len(trace.door_errors) == len(BAD_FIELDS) and not trace.nodes
+    assert len(trace.refused_requests) == len(BAD_FIELDS) and not trace.nodes
 
 
 def test_the_rollouts_own_sampling_wins(tiny_model: Path, store: MediaStore) -> None:
@@ -579,7 +579,7 @@ def test_a_body_that_is_no_request_is_refused(tiny_model: Path, store: MediaStor
         return 1.0
 
     trace = play(tiny_model, store, rollout)
-    assert not trace.error and len(trace.door_errors) == len(bodies)
+    assert not trace.error and len(trace.refused_requests) == len(bodies)
 
 
 def test_another_route_is_refused_in_the_same_shape(tiny_model: Path, store: MediaStore) -> None:
@@ -614,7 +614,7 @@ def test_messages_that_the_environment_adds_pass_the_same_checks(
 
     trace = play(tiny_model, store, rollout)
     assert not trace.error, trace.error
-    assert len(trace.door_errors) == 4 and len(trace.turns) == 2 and trace.forks == {}
+    assert len(trace.refused_requests) == 4 and len(trace.turns) == 2 and trace.forks == {}
 
 
 # --- failures behind the endpoint
@@ -660,7 +660,7 @@ def test_a_server_that_is_away_is_a_503_that_may_heal(tiny_model: Path, store: M
         return 1.0
 
     trace = asyncio.run(Worker(tiny_model, store, "http://127.0.0.1:1").play(rollout))
-    assert trace.reward == 1.0 and len(trace.door_errors) == 1
+    assert trace.reward == 1.0 and len(trace.refused_requests) == 1
 
 
 def test_exchanged_images_stand_in_for_those_that_an_agent_sends(

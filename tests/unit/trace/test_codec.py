@@ -29,7 +29,7 @@ def example(name: str = "golden") -> Trace:
     trace.reward, trace.rewards = 0.5, {"letters": 0.5, "exact": 0.0}
     trace.per_turn = [0.5, 0.0, 0.25, 0.0]
     trace.temperature, trace.truncated = 0.75, True
-    trace.error, trace.door_errors = "gave up", ["messages[0].role: 'robot'"]
+    trace.error, trace.refused_requests = "gave up", ["messages[0].role: 'robot'"]
     trace.started, trace.ended = 100.0, 101.5
     return trace
 

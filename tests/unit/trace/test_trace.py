@@ -98,7 +98,7 @@ def test_extend_costs_the_new_messages_only() -> None:
         per_turn.append(renderer.seen)
         assert turn.new_tokens == turn.prompt_ids[-len(turn.new_tokens) :]
         leaf = say(turn, "ab").id
-    assert set(per_turn) == {2}  # read at the door, and by the bridge or the rendering
+    assert set(per_turn) == {2}  # read by the server, and by the bridge or the rendering
 
 
 def test_a_history_that_extends_a_path_is_bridged() -> None:

@@ -1,4 +1,4 @@
-"""The dashboard's door: who may ask, and what can be had from it."""
+"""The dashboard's access: who may ask, and what can be had from it."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def describe_rollout(run: RunView, file: str, number: int) -> dict[str, Any] | N
         "truncated": trace.truncated,
         "error": trace.error,
         "error_kind": trace.error_kind,
-        "door_errors": trace.door_errors,
+        "door_errors": trace.refused_requests,
         "forks": trace.forks,
         "toolsets": [toolset[:MAX_CHARS] for toolset in trace.toolsets],
         "seconds": row["seconds"],
