@@ -357,3 +357,38 @@ def test_each_command_is_explained() -> None:
     commands = [words[0] for words in command_paths() if len(words) == 1]
     silent = [name for name in commands if not re.search(rf"^    {name}\s+\S", listed, re.M)]
     assert silent == []
+
+
+PATCHED = {
+    "gpu/test_attention_gpu.py": "shapes that earlier tests have counted",
+    "unit/bench/test_lag.py": "minutes of training",
+    "unit/bench/test_rollout.py": "minutes of measuring",
+    "unit/compute/test_attention_cudnn.py": "a kernel that only a GPU has",
+    "unit/media/test_media_store.py": "the seconds between two surveys of a store",
+    "unit/trainer/test_compiled.py": "kernels that only a GPU has",
+    "unit/view/test_images_in_use.py": "a writer that finishes in the middle of a search",
+}
+"""Tests that put something in the place of our own code, and what for. Faults at an exact moment
+(tests/ranks/faults, tests/chaos/slow_disk) are injected by the interpreter's sitecustomize."""
+
+
+def test_our_own_code_is_patched_only_where_it_says_so() -> None:
+    tests = ROOT / "tests"
+    found = set()
+    for path in tests.rglob("test_*.py"):
+        tree = ast.parse(path.read_text())
+        ours = {
+            alias.asname or alias.name.split(".")[-1]
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
+            if (getattr(node, "module", None) or alias.name).startswith("sightline")
+        }
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func) == "monkeypatch.setattr"
+                and ast.unparse(node.args[0]).split(".")[0] in ours
+            ):
+                found.add(path.relative_to(tests).as_posix())
+    assert found == set(PATCHED)
