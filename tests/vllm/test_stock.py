@@ -83,7 +83,11 @@ def stock(
 ) -> StockVLLMClient:
     banned_token_ids = reference.renderer.pad_token_ids
     return StockVLLMClient(
-        address, 5, store=media, banned_token_ids=banned_token_ids, shares_store=shares_store
+        address,
+        deadline_s=5,
+        store=media,
+        banned_token_ids=banned_token_ids,
+        shares_store=shares_store,
     )
 
 
