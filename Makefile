@@ -177,19 +177,19 @@ bench-trl: $(STAMP) .venv-trl/.installed ## the demo's training step beside TRL'
 	@touch $@
 
 smoke: $(STAMP) ## the mini browser task for one step, and what the trainer was sent (needs Chromium)
-	@$(BIN)/python -c 'from sightline.envs.chromium import get_chromium; get_chromium()' 2>$(VENV)/.smoke || { \
+	@cd examples/mini_browser && $(CURDIR)/$(BIN)/python -c 'from chromium import get_chromium; get_chromium()' 2>$(CURDIR)/$(VENV)/.smoke || { \
 		echo "skipped: $$(tail -2 $(VENV)/.smoke)"; test -z "$${CI:-}"; exit; }; \
-	set -eu; rm -rf $(SMOKE); mkdir -p $(SMOKE); cd $(SMOKE); \
-	sightline="$(CURDIR)/$(BIN)/sightline"; example="$(CURDIR)/examples/mini_browser"; set -x; \
+	set -eu; rm -rf $(SMOKE); mkdir -p build; cp -r examples/mini_browser $(SMOKE); cd $(SMOKE); \
+	sightline="$(CURDIR)/$(BIN)/sightline"; set -x; \
 	"$$sightline" model tiny models/tiny; \
-	"$$sightline" sft "$$example/warmup.toml"; \
-	"$$sightline" rl --plain "$$example/smoke.toml"; \
+	"$$sightline" sft warmup.toml; \
+	"$$sightline" rl --plain smoke.toml; \
 	"$$sightline" inspect --require-images runs/mini_browser-001
 
 check: $(STAMP) ## formatter, linter, type checker and the architecture test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy src
+	$(BIN)/mypy src $(wildcard examples/*/*.py)
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 format: $(STAMP) ## format the code and sort its imports

@@ -12,14 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mini_browser
 import pytest
 from answering import ScriptedChat
+from chromium import find_chromium, get_chromium
+from mini_browser import MiniBrowser, Page
 from PIL import Image
 
-from sightline.envs.chromium import find_chromium, get_chromium
-from sightline.envs.mini_browser import MiniBrowser, Page
 from sightline.errors import ConfigError, EnvironmentFailed
 from sightline.media import MediaStore
+
+MODULE_FOLDER = str(Path(mini_browser.__file__).parent)
 
 needs_chromium = pytest.mark.skipif(
     find_chromium() is None, reason="there is no Chromium (Debian: apt-get install chromium)"
@@ -136,8 +139,9 @@ def test_a_browser_that_died_costs_its_rollouts_and_is_replaced(store: MediaStor
 @needs_chromium
 def test_a_killed_process_leaves_no_browser_and_no_profile(tmp_path: Path) -> None:
     script = (
-        f"import os, tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-        "from sightline.envs.mini_browser import MiniBrowser\n"
+        f"import os, sys, tempfile; sys.path.append({MODULE_FOLDER!r})\n"
+        f"tempfile.tempdir = {str(tmp_path)!r}\n"
+        "from mini_browser import MiniBrowser\n"
         "env = MiniBrowser(); env.open(env.task(0, 'train'))\n"
         "assert os.listdir(tempfile.tempdir); os.kill(os.getpid(), 9)"
     )
