@@ -21,8 +21,7 @@ from sightline.pixels import Materializer
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner, measure_tokens
-from sightline.trainer.metric_sums import MetricSums
-from sightline.trainer.step_timer import StepTimer
+from sightline.trainer.step_result import MetricSums, StepTimer
 from sightline.trainer.token_scores import TokenScores
 from sightline.wire.sample import Batch
 

@@ -12,19 +12,16 @@ import numpy as np
 from jaxtyping import Float
 
 Rewards = Float[np.ndarray, " rollouts"]
-AdvantageFunction = Callable[[Rewards], Float[np.ndarray, " rollouts"]]
+Advantages = Float[np.ndarray, " rollouts"]
+AdvantageFunction = Callable[[Rewards], Advantages]
 
 
-def grpo(
-    rewards: Float[np.ndarray, " rollouts"], *, epsilon: float = 1e-6
-) -> Float[np.ndarray, " rollouts"]:
+def grpo(rewards: Rewards, *, epsilon: float = 1e-6) -> Advantages:
     """A = (R - mean R) / (std R + epsilon): group-relative, in units of the group's deviation."""
-    centred = rewards - rewards.mean()
-    result: np.ndarray = centred / (rewards.std() + epsilon)
-    return result
+    return no_std(rewards) / (rewards.std() + epsilon)
 
 
-def no_std(rewards: Float[np.ndarray, " rollouts"]) -> Float[np.ndarray, " rollouts"]:
+def no_std(rewards: Rewards) -> Advantages:
     """A = R - mean R: without the division, a task of almost equal rewards weighs no more."""
     result: np.ndarray = rewards - rewards.mean()
     return result

@@ -13,23 +13,22 @@ import numpy as np
 from jaxtyping import Float, Int
 
 Counts = Int[np.ndarray, " samples"]
-AggregationFunction = Callable[[Counts], Float[np.ndarray, " samples"]]
+Weights = Float[np.ndarray, " samples"]
+AggregationFunction = Callable[[Counts], Weights]
 
 
-def by_tokens(num_trained: Int[np.ndarray, " samples"]) -> Float[np.ndarray, " samples"]:
+def by_tokens(num_trained: Counts) -> Weights:
     """w = 1 / (all trained tokens): every token of a batch weighs the same."""
     return np.full(len(num_trained), 1.0 / max(int(num_trained.sum()), 1))
 
 
-def by_samples(num_trained: Int[np.ndarray, " samples"]) -> Float[np.ndarray, " samples"]:
+def by_samples(num_trained: Counts) -> Weights:
     """w = 1 / (samples x own trained tokens): every sample of a batch weighs the same."""
     samples = max(int((num_trained > 0).sum()), 1)
     return 1.0 / (samples * np.maximum(num_trained, 1))
 
 
-def by_constant(
-    num_trained: Int[np.ndarray, " samples"], *, divisor: float = 1.0
-) -> Float[np.ndarray, " samples"]:
+def by_constant(num_trained: Counts, *, divisor: float = 1.0) -> Weights:
     """w = 1 / divisor: a batch of longer answers has a larger loss (Dr. GRPO)."""
     return np.full(len(num_trained), 1.0 / divisor)
 

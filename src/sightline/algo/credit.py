@@ -53,7 +53,7 @@ def by_turn(group: GroupRewards, advantage: AdvantageFunction) -> list[np.ndarra
             )
         rows.append(np.asarray(row, dtype=np.float64))
     advantages = [np.zeros(num) for num in group.num_turns]
-    for turn in range(max((len(row) for row in rows), default=0)):
+    for turn in range(max(map(len, rows), default=0)):
         members = [i for i, row in enumerate(rows) if len(row) > turn]
         found = advantage(np.array([rows[i][turn] for i in members]))
         for i, a in zip(members, found, strict=True):

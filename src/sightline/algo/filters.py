@@ -11,16 +11,12 @@ from itertools import groupby
 
 from sightline.trace import Trace
 
-TOO_LONG = "too_long"
-REPETITIVE = "repetitive"
-RARE_TOKEN = "rare_token"
-
 Filter = Callable[[Trace], str | None]
 
 
 def too_long(trace: Trace, *, max_sampled_tokens: int) -> str | None:
     """Drops a rollout that sampled more than `max_sampled_tokens` in all."""
-    return TOO_LONG if trace.num_sampled > max_sampled_tokens else None
+    return "too_long" if trace.num_sampled > max_sampled_tokens else None
 
 
 def repetitive(trace: Trace, *, max_repeats: int) -> str | None:
@@ -28,11 +24,11 @@ def repetitive(trace: Trace, *, max_repeats: int) -> str | None:
     for node in trace.turns:
         sampled = node.token_ids.numpy()[node.sampled_start :]
         if any(len(list(run)) >= max_repeats for _, run in groupby(sampled.tolist())):
-            return REPETITIVE
+            return "repetitive"
     return None
 
 
 def rare_token(trace: Trace, *, min_logprob: float) -> str | None:
     """Drops a rollout with a token that was sampled at a logprob below `min_logprob`."""
     rare = any(float(node.logprobs.numpy().min()) < min_logprob for node in trace.turns)
-    return RARE_TOKEN if rare else None
+    return "rare_token" if rare else None

@@ -20,31 +20,33 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sightline.algo.registry import load_function, try_function
-from sightline.compute.logprobs import mask_banned
+from sightline.compute.logprobs import BannedIds, Logits, mask_banned
 from sightline.errors import ConfigError
+
+PerToken = Float[Tensor, " tokens"]
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
     """The trained tokens of one micro-batch, sequence by sequence."""
 
-    logprobs: Float[Tensor, " tokens"]
+    logprobs: PerToken
     """log pi of each token; the one tensor with a gradient."""
-    sampler_logprobs: Float[Tensor, " tokens"]
+    sampler_logprobs: PerToken
     """log mu of each token, as the inference engine said when it sampled it."""
-    advantages: Float[Tensor, " tokens"]
+    advantages: PerToken
     sequence_ids: Int[Tensor, " tokens"]
     """Numbers, from 0, the model call that each token was sampled in."""
 
-    def importance_ratios(self) -> Float[Tensor, " tokens"]:
+    def importance_ratios(self) -> PerToken:
         """r = pi / mu of each token, with its gradient."""
         return torch.exp(self.logprobs - self.sampler_logprobs)
 
 
 class LossOutput(NamedTuple):
-    token_loss: Float[Tensor, " tokens"]
+    token_loss: PerToken
     """Not yet weighed by the aggregation."""
-    clipped: Float[Tensor, " tokens"]
+    clipped: PerToken
     """1 where a bound changed the token's loss, else 0; its mean is `clip_fraction`."""
 
 
@@ -63,15 +65,17 @@ def ppo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -
 
 def cispo(inputs: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> LossOutput:
     """-sg(clip(r, 1-low, 1+high)) A log pi: a clipped token weighs less, and still trains."""
-    r = inputs.importance_ratios().detach()
-    weight = torch.clamp(r, 1 - clip_low, 1 + clip_high)
-    return LossOutput(-weight * inputs.advantages * inputs.logprobs, (weight != r).float())
+    return _weighted(inputs, 1 - clip_low, 1 + clip_high)
 
 
 def tis(inputs: LossInputs, *, ratio_cap: float = 2.0) -> LossOutput:
     """-sg(min(r, C)) A log pi: importance sampling from mu, with its weights truncated at C."""
+    return _weighted(inputs, None, ratio_cap)
+
+
+def _weighted(inputs: LossInputs, low: float | None, high: float) -> LossOutput:
     r = inputs.importance_ratios().detach()
-    weight = torch.clamp(r, max=ratio_cap)
+    weight = torch.clamp(r, low, high)
     return LossOutput(-weight * inputs.advantages * inputs.logprobs, (weight != r).float())
 
 
@@ -91,42 +95,27 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
     return _clipped(s, inputs.advantages, clip_low, clip_high)
 
 
-def _clipped(
-    ratios: Float[Tensor, " tokens"], advantages: Float[Tensor, " tokens"], low: float, high: float
-) -> LossOutput:
+def _clipped(ratios: PerToken, advantages: PerToken, low: float, high: float) -> LossOutput:
     plain = ratios * advantages
     clipped = torch.clamp(ratios, 1 - low, 1 + high) * advantages
     return LossOutput(-torch.minimum(plain, clipped), (clipped < plain).float())
 
 
-LOSSES: dict[str, Callable[..., LossOutput]] = {
-    "ppo": ppo,
-    "cispo": cispo,
-    "gspo": gspo,
-    "tis": tis,
-}
+LOSSES: dict[str, LossFunction] = {"ppo": ppo, "cispo": cispo, "gspo": gspo, "tis": tis}
 
 
-def exact_kl(
-    log_p: Float[Tensor, "tokens vocab"],
-    log_q: Float[Tensor, "tokens vocab"],
-    banned: Int[Tensor, " ids"],
-) -> Float[Tensor, " tokens"]:
+def exact_kl(log_p: Logits, log_q: Logits, banned: BannedIds) -> PerToken:
     """KL(p || q) over the whole vocabulary; banned ids have no mass in either."""
     difference = mask_banned(log_p - log_q, banned, 0.0)
     return (log_p.exp() * difference).sum(-1)
 
 
-def entropy(
-    log_p: Float[Tensor, "tokens vocab"], banned: Int[Tensor, " ids"]
-) -> Float[Tensor, " tokens"]:
+def entropy(log_p: Logits, banned: BannedIds) -> PerToken:
     """-sum p log p over the whole vocabulary, without the banned ids."""
     return -(log_p.exp() * mask_banned(log_p, banned, 0.0)).sum(-1)
 
 
-def mismatch_kl(
-    logprobs: Float[Tensor, " tokens"], sampler_logprobs: Float[Tensor, " tokens"]
-) -> Float[Tensor, " tokens"]:
+def mismatch_kl(logprobs: PerToken, sampler_logprobs: PerToken) -> PerToken:
     """Estimates KL(sampler || trainer) at each sampled token: r - 1 - log r, never negative."""
     log_r = (logprobs - sampler_logprobs).double()
     return torch.expm1(log_r) - log_r
@@ -144,17 +133,11 @@ def load_loss(name: str, args: Mapping[str, Any] | None = None) -> LossFunction:
 def _check_loss(setting: str, name: str, function: LossFunction) -> None:
     for num in (6, 0):
         logprobs = torch.linspace(-2.0, -0.5, num, requires_grad=True)
-        inputs = LossInputs(
-            logprobs,
-            logprobs.detach() - 0.1,
-            torch.linspace(-1.0, 1.0, num),
-            torch.arange(num) // 3,
-        )
+        advantages, sequence_ids = torch.linspace(-1.0, 1.0, num), torch.arange(num) // 3
+        inputs = LossInputs(logprobs, logprobs.detach() - 0.1, advantages, sequence_ids)
         found = try_function(setting, name, function, inputs)
-        if (
-            not isinstance(found, tuple)
-            or [getattr(x, "shape", None) for x in found] != [(num,)] * 2
-        ):
+        shapes = isinstance(found, tuple) and [getattr(x, "shape", None) for x in found]
+        if shapes != [(num,)] * 2:
             raise ConfigError(
                 f"{setting} = {name!r} gave {found!r} for {num} tokens",
                 f"return LossOutput(token_loss, clipped), two tensors of shape ({num},); a "

@@ -117,14 +117,11 @@ def node_advantages(
             f"{list(group.num_turns)} turns",
             "return one array a rollout, with one advantage a turn",
         )
+    rounded = [np.where(np.abs(row) < ROUNDING, 0.0, row).tolist() for row in found]
     return [
-        {node.id: _without_rounding(a) for node, a in zip(trace.turns, row, strict=True)}
-        for trace, row in zip(traces, found, strict=True)
+        {node.id: a for node, a in zip(trace.turns, row, strict=True)}
+        for trace, row in zip(traces, rounded, strict=True)
     ]
-
-
-def _without_rounding(value: float) -> float:
-    return 0.0 if abs(value) < ROUNDING else float(value)
 
 
 def has_signal(advantages: Sequence[dict[int, float]]) -> bool:

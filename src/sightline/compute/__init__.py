@@ -1,10 +1,10 @@
 """What trainer and engines compute alike: models, attention, logprobs, and weights on their way.
 
-model, patch_embedding                   a checkpoint loaded with our attention inside
+model                                    a checkpoint loaded with our attention inside
 attention, _cuda, _cudnn, _shapes        which token sees which, and the kernels that compute it
 logprobs                                 logprobs of tokens under the distribution sampled from
 feature_cache                            features of images, kept up to a size
 tensor_file, checkpoint_files            safetensors written and read tensor by tensor
-weights, weight_versions, lora_weights   published versions: files, manifests, adapters
+weights, lora_weights                    published versions: files, manifests, adapters
 broadcast, host_copy                     versions sent without files, and their copy on the host
 """

@@ -21,6 +21,8 @@ from sightline.compute.attention_cudnn import group_by_length, pad_rows
 from sightline.compute.attention_shapes import Attended, Bounds, Keys, Queries, Values
 from sightline.errors import FamilyError
 
+SubtreeEnd = Int[np.ndarray, " tokens"]
+Rows = Int[np.ndarray, " rows"]
 # transformers hands the boundaries of images to attention functions with "flash" in their name.
 ATTENTION_NAME = "sightline_flash"
 COMPILABLE_PATTERNS = (attention_cuda.FlexTreePattern, attention_cuda.VarlenPattern)
@@ -56,12 +58,9 @@ def attend(
     v: Float[Tensor, "rows kv_heads keys value_width"],
     **options: Any,
 ) -> Float[Tensor, "rows heads queries value_width"]:
-    """torch's attention. Values narrower than keys are widened for it: the fused kernels take
-    none, and what torch does instead is several times slower."""
-    width = v.shape[-1]
-    if width < k.shape[-1]:
-        v = F.pad(v, (0, k.shape[-1] - width))
-    return F.scaled_dot_product_attention(q, k, v, **options)[..., :width]
+    """torch's attention, for values that may be narrower than keys."""
+    wide = attention_cuda.pad_values(v, k)
+    return F.scaled_dot_product_attention(q, k, wide, **options)[..., : v.shape[-1]]
 
 
 def _attention_forward(
@@ -137,12 +136,7 @@ class _PaddedRows:
     """Rows of a run of tokens as a rectangle; `options` are those of torch's attention."""
 
     def __init__(
-        self,
-        starts: Int[np.ndarray, " rows"],
-        ends: Int[np.ndarray, " rows"],
-        num_tokens: int,
-        device: torch.device,
-        **options: Any,
+        self, starts: Rows, ends: Rows, num_tokens: int, device: torch.device, **options: Any
     ) -> None:
         self._options = options
         tokens, is_real = pad_rows(starts, ends, int((ends - starts).max()))
@@ -202,22 +196,19 @@ class TreePattern:
 
     state = None
 
-    def __init__(self, subtree_end: Int[np.ndarray, " tokens"], device: torch.device) -> None:
+    def __init__(self, subtree_end: SubtreeEnd, device: torch.device) -> None:
         starts, ends = (np.array(bounds) for bounds in zip(*find_trees(subtree_end), strict=True))
         self._groups = []
         for group in group_by_length((ends - starts).tolist()):
-            mask = torch.from_numpy(_build_tree_masks(subtree_end, starts[group], ends[group]))
-            self._groups.append(
-                _PaddedRows(
-                    starts[group], ends[group], len(subtree_end), device, attn_mask=mask.to(device)
-                )
-            )
+            rows = starts[group], ends[group]
+            mask = torch.from_numpy(_build_tree_masks(subtree_end, *rows)).to(device)
+            self._groups.append(_PaddedRows(*rows, len(subtree_end), device, attn_mask=mask))
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
         return _attend_groups(self._groups, q, k, v, scaling)
 
 
-def find_trees(subtree_end: Int[np.ndarray, " tokens"]) -> list[tuple[int, int]]:
+def find_trees(subtree_end: SubtreeEnd) -> list[tuple[int, int]]:
     """Start and end of every tree: its first token is seen to the end."""
     found, start = [], 0
     while start < len(subtree_end):
@@ -228,10 +219,8 @@ def find_trees(subtree_end: Int[np.ndarray, " tokens"]) -> list[tuple[int, int]]
 
 
 def _build_tree_masks(
-    subtree_end: Int[np.ndarray, " tokens"],
-    starts: Int[np.ndarray, " trees"],
-    ends: Int[np.ndarray, " trees"],
-) -> Bool[np.ndarray, "trees 1 queries keys"]:
+    subtree_end: SubtreeEnd, starts: Rows, ends: Rows
+) -> Bool[np.ndarray, "rows 1 queries keys"]:
     tokens, is_real = pad_rows(starts, ends, int((ends - starts).max()))
     column = np.arange(tokens.shape[1])
     # Nobody may see the padding behind a tree.
@@ -243,9 +232,7 @@ def _build_tree_masks(
 
 
 def build_attention_pattern(
-    subtree_end: Int[np.ndarray, " tokens"],
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
+    subtree_end: SubtreeEnd, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> AttentionPattern:
     """The cheapest pattern that says the same as `subtree_end`, for arithmetic in `dtype`."""
     ends = np.unique(subtree_end)

@@ -76,7 +76,7 @@ def _attend_sequences(
     can be used."""
     width = v.shape[-1]
     # Not x[0], whose backward pass would fill and copy.
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, _pad_values(v, k)))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, pad_values(v, k)))
     heads = (q.shape[1], k.shape[1])
     if attend_cudnn and is_cudnn_usable(heads, q.shape[-1], causal, q.device, q.dtype):
         out = attend_cudnn(q, k, v, scaling)
@@ -127,7 +127,9 @@ def _try_cudnn(
         )
 
 
-def _pad_values(v: Tensor, k: Tensor) -> Tensor:
+def pad_values(v: Tensor, k: Tensor) -> Tensor:
+    """Values as wide as keys: fused kernels take no narrower ones, and what torch does instead is
+    several times slower."""
     missing = k.shape[-1] - v.shape[-1]
     return F.pad(v, (0, missing)) if missing > 0 else v
 
@@ -200,7 +202,7 @@ class FlexTreePattern:
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
         # Of shapes, not of a number that is kept: for a compiler those are one graph.
         width, missing = v.shape[-1], self._end.shape[0] - q.shape[2]
-        q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, _pad_values(v, k)))
+        q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, pad_values(v, k)))
         gqa = q.shape[1] != k.shape[1]
         out = _flex()(q, k, v, block_mask=self._mask, scale=scaling, enable_gqa=gqa)
         result: Tensor = out[:, :, : out.shape[2] - missing, :width]

@@ -22,16 +22,10 @@ from jaxtyping import UInt8
 from torch import Tensor
 from torch import distributed as dist
 
-from sightline.compute.tensor_file import (
-    SAFETENSORS_DTYPES,
-    TORCH_DTYPES,
-    sort_names,
-    tensor_bytes,
-)
-from sightline.compute.weight_versions import get_version_folder, record_epoch
+from sightline.compute.tensor_file import SAFETENSORS_DTYPES, TORCH_DTYPES, sort_names, tensor_bytes
 from sightline.errors import WeightsError
 from sightline.wire.file import write_atomic
-from sightline.wire.weights import MANIFEST, Adapter, Broadcast, Manifest, TensorSpec
+from sightline.wire.weights import MANIFEST, Adapter, Broadcast, Manifest, TensorSpec, log_version
 
 BROADCAST_TIMEOUT_S = 600.0
 """How long a sender waits for receivers, and each side for the other."""
@@ -61,10 +55,8 @@ class Broadcaster:
             digest.update(tensor_bytes(tensor).numpy().data)
             specs.append(TensorSpec(name, SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape)))
         sent = Broadcast(self._address, self._receivers, specs, digest.hexdigest())
-        root.mkdir(parents=True, exist_ok=True)
-        epoch = record_epoch(root, version, sent.sha256)
+        folder, epoch = log_version(root, version, sent.sha256)
         manifest = Manifest(version, vision_version, [], epoch, sent, adapter)
-        folder = get_version_folder(root, version, epoch)
         folder.mkdir(exist_ok=True)
         write_atomic(folder / MANIFEST, msgspec.json.encode(manifest))
         return folder / MANIFEST, manifest

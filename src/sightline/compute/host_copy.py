@@ -6,12 +6,16 @@ without waiting: a training step that follows comes after them on the device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
-from sightline.compute.tensor_file import Gather, iterate_gathered, keep_tensor, resolve_dtype
+from sightline.compute.tensor_file import (
+    Gather,
+    NamedTensors,
+    iterate_gathered,
+    keep_tensor,
+    resolve_dtype,
+)
 
 
 class HostCopy:
@@ -20,10 +24,7 @@ class HostCopy:
         self._copied: torch.cuda.Event | None = None
 
     def take(
-        self,
-        tensors: Mapping[str, Tensor],
-        gather: Gather = keep_tensor,
-        dtype: torch.dtype | None = None,
+        self, tensors: NamedTensors, gather: Gather = keep_tensor, dtype: torch.dtype | None = None
     ) -> None:
         """Copies floating tensors as `dtype`, where it is given, over what was copied before.
 
@@ -43,7 +44,7 @@ class HostCopy:
         for gone in self._buffers.keys() - tensors.keys():
             del self._buffers[gone]
 
-    def tensors(self) -> Mapping[str, Tensor]:
+    def tensors(self) -> NamedTensors:
         """The buffers, when all that was taken last has arrived. Any thread may call; the next
         `take` writes into the same buffers, so the publisher must have written them by then."""
         if self._copied is not None:

@@ -16,6 +16,7 @@ CHUNK_TOKENS = 4096
 
 Hidden = Float[Tensor, "tokens hidden"]
 Logits = Float[Tensor, "tokens vocab"]
+TokenIds = Int[Tensor, " tokens"]
 BannedIds = Int[Tensor, " ids"]
 
 
@@ -31,11 +32,7 @@ def log_softmax(logits: Logits, banned: BannedIds, temperature: float) -> Logits
 
 
 def chosen_logprobs(
-    forward: Forward,
-    hidden: Hidden,
-    token_ids: Int[Tensor, " tokens"],
-    banned: BannedIds,
-    temperature: float,
+    forward: Forward, hidden: Hidden, token_ids: TokenIds, banned: BannedIds, temperature: float
 ) -> Float[Tensor, " tokens"]:
     """Those of `token_ids`, which `hidden` predict, in float32."""
     parts = [

@@ -17,7 +17,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from sightline.compute.tensor_file import SAFETENSORS_DTYPES, TORCH_DTYPES, tensor_bytes
+from sightline.compute.tensor_file import (
+    SAFETENSORS_DTYPES,
+    TORCH_DTYPES,
+    NamedTensors,
+    tensor_bytes,
+)
 from sightline.errors import WeightsError
 from sightline.wire.weights import Adapter, Manifest
 
@@ -36,10 +41,7 @@ def merge_lora(
 
 
 def resolve_parameter(
-    name: str,
-    base: Mapping[str, Tensor],
-    scales: Mapping[str, float],
-    tensors: Mapping[str, Tensor],
+    name: str, base: NamedTensors, scales: Mapping[str, float], tensors: NamedTensors
 ) -> Tensor:
     """One parameter of a version: merged, trained itself, or the base's."""
     if name in scales:
@@ -61,12 +63,12 @@ def digest_tensors(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
 class AdapterBase:
     """What adapters are added to: a checkpoint, read when the first of them comes."""
 
-    def __init__(self, read: Callable[[], Mapping[str, Tensor]]) -> None:
+    def __init__(self, read: Callable[[], NamedTensors]) -> None:
         self._read = read
-        self._base: Mapping[str, Tensor] = {}
+        self._base: NamedTensors = {}
         self._verified: set[tuple[str, str, frozenset[str]]] = set()
 
-    def merge(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def merge(self, manifest: Manifest, tensors: NamedTensors) -> dict[str, Tensor]:
         """Every parameter of a version. One without adapters comes back as it is."""
         adapter = manifest.adapter
         if adapter is None:
@@ -74,7 +76,7 @@ class AdapterBase:
         base = self.check(adapter, tensors)
         return {name: resolve_parameter(name, base, adapter.scales, tensors) for name in base}
 
-    def check(self, adapter: Adapter, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def check(self, adapter: Adapter, tensors: NamedTensors) -> NamedTensors:
         """The base, if it is the one that the adapter was made for and the tensors fit it."""
         self._base = self._base or self._read()
         check_fits(self._base, adapter, tensors)
@@ -91,7 +93,7 @@ class AdapterBase:
         return self._base
 
 
-def check_fits(base: Mapping[str, Tensor], adapter: Adapter, tensors: Mapping[str, Tensor]) -> None:
+def check_fits(base: NamedTensors, adapter: Adapter, tensors: NamedTensors) -> None:
     """Raises unless every tensor has its place in the base, and every place its tensors."""
     pairs = {name + end for name in adapter.scales for end in (LORA_A, LORA_B)}
     odd = sorted((pairs - tensors.keys()) | (tensors.keys() - pairs - base.keys()))

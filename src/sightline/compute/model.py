@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
 from sightline.compute import attention
-from sightline.compute.patch_embedding import linearize_patch_embeddings
 from sightline.errors import ConfigError
 from sightline.families import Family, Forward, load_forward
 
+Convolution: TypeAlias = nn.Conv2d | nn.Conv3d
 MODEL_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -31,6 +36,40 @@ def load_model(path: str | Path, family: Family, device: str, dtype: str) -> For
     )
     linearize_patch_embeddings(forward.model)
     return forward
+
+
+def linearize_patch_embeddings(model: nn.Module) -> None:
+    """Makes patch embeddings one product of matrices, in place; parameters keep their names.
+
+    A model gives each patch to a convolution whose kernel is the whole patch. That is a product,
+    for which a GPU has faster kernels than for convolutions.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Conv3d) and _is_patch_embedding(module):
+            module.forward = partial(  # type: ignore[method-assign]
+                _embed, module, module.forward
+            )
+
+
+def _is_patch_embedding(module: Convolution) -> bool:
+    return (
+        module.kernel_size == module.stride
+        and module.groups == 1
+        and not isinstance(module.padding, str)
+        and not any(module.padding)
+        and all(step == 1 for step in module.dilation)
+    )
+
+
+def _embed(
+    module: Convolution,
+    convolve: Callable[[Tensor], Tensor],
+    x: Float[Tensor, "patches channels *size"],
+) -> Float[Tensor, "patches hidden *ones"]:
+    if x.shape[2:] != module.kernel_size:
+        return convolve(x)
+    out = F.linear(x.flatten(1), module.weight.flatten(1), module.bias)
+    return out.view(*out.shape, *(1 for _ in module.kernel_size))
 
 
 def pick_device(name: str) -> str:

@@ -21,6 +21,7 @@ SAFETENSORS_DTYPES = {
 }  # fmt: skip
 TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 Gather = Callable[[Tensor], Tensor]
+NamedTensors = Mapping[str, Tensor]
 
 
 def keep_tensor(tensor: Tensor) -> Tensor:
@@ -32,13 +33,13 @@ def resolve_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
-def sort_names(tensors: Mapping[str, Tensor]) -> list[str]:
+def sort_names(tensors: NamedTensors) -> list[str]:
     """Names in the order of a file: wide elements come first, so that each tensor is aligned."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
 def iterate_gathered(
-    tensors: Mapping[str, Tensor], gather: Gather = keep_tensor
+    tensors: NamedTensors, gather: Gather = keep_tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor, gathered, in the one order that all ranks keep to; one is held at a time."""
     for name in sort_names(tensors):
@@ -50,7 +51,7 @@ def iterate_gathered(
 
 def write_tensors(
     path: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: NamedTensors,
     gather: Gather = keep_tensor,
     dtype: torch.dtype | None = None,
     metadata: dict[str, str] | None = None,
@@ -104,9 +105,13 @@ def tensor_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> UInt8[Tens
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def digest_file(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def is_intact(folder: Path, file: WeightFile) -> bool:
+    """Whether the file in `folder` has the size and the checksum that its manifest says."""
+    path = folder / file.name
+    if not path.is_file() or path.stat().st_size != file.nbytes:
+        return False
+    with open(path, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest() == file.sha256
 
 
 def fsync_path(path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,10 +20,9 @@ from safetensors.torch import load
 from torch import Tensor
 
 from sightline.compute.broadcast import receive
-from sightline.compute.tensor_file import digest_file, sort_names, write_tensors
-from sightline.compute.weight_versions import get_version_folder, record_epoch
+from sightline.compute.tensor_file import NamedTensors, is_intact, sort_names, write_tensors
 from sightline.errors import WeightsError, WireError
-from sightline.wire.weights import MANIFEST, Adapter, Manifest, WeightFile
+from sightline.wire.weights import MANIFEST, Adapter, Manifest, WeightFile, log_version
 
 MAX_FILE_BYTES = 1 << 29
 """A larger model is several files, beside each other: a core digests one of them at a time."""
@@ -33,7 +31,7 @@ MAX_THREADS = 8
 
 def write_weights(
     root: Path,
-    tensors: Mapping[str, Tensor],
+    tensors: NamedTensors,
     version: int,
     vision_version: int,
     adapter: Adapter | None = None,
@@ -50,15 +48,12 @@ def write_weights(
     stem = "model" if adapter is None else "adapter"
     shares = _split_into_files(tensors, stem, max_file_bytes)
 
-    def write(name: str) -> WeightFile:
-        return write_tensors(part / name, shares[name], durable=False)
-
+    write = partial(write_tensors, durable=False)
     with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
-        files = list(pool.map(write, shares))
-    epoch = record_epoch(root, version, _digest_files(files))
+        files = list(pool.map(write, (part / name for name in shares), shares.values()))
+    target, epoch = log_version(root, version, _digest_files(files))
     manifest = Manifest(version, vision_version, files, epoch, adapter=adapter)
-    target = get_version_folder(root, version, epoch)
-    if _is_intact(target, manifest):
+    if _has_version(target, manifest):
         shutil.rmtree(part)
         return target / MANIFEST, manifest
     (part / MANIFEST).write_bytes(msgspec.json.encode(manifest))
@@ -68,7 +63,7 @@ def write_weights(
 
 
 def _split_into_files(
-    tensors: Mapping[str, Tensor], stem: str, max_file_bytes: int
+    tensors: NamedTensors, stem: str, max_file_bytes: int
 ) -> dict[str, dict[str, Tensor]]:
     """Which tensors each file gets, by its name; more than `max_file_bytes` only for one tensor."""
     shares: list[dict[str, Tensor]] = [{}]
@@ -93,16 +88,12 @@ def _digest_files(files: list[WeightFile]) -> str:
     return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
 
 
-def _is_intact(target: Path, manifest: Manifest) -> bool:
+def _has_version(target: Path, manifest: Manifest) -> bool:
     """Whether the version stands there already, and is still what it was."""
     path = target / MANIFEST
     if not path.is_file() or path.read_bytes() != msgspec.json.encode(manifest):
         return False
-    found = [target / file.name for file in manifest.files]
-    return all(
-        path.is_file() and digest_file(path) == file.sha256
-        for path, file in zip(found, manifest.files, strict=True)
-    )
+    return all(is_intact(target, file) for file in manifest.files)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -152,7 +143,7 @@ def adopt_into(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:
             parameter.copy_(tensors[name])
 
 
-def check_parameters(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+def check_parameters(own: NamedTensors, tensors: NamedTensors) -> None:
     """Raises unless both name the same parameters, with the same shapes."""
     if own.keys() != tensors.keys():
         odd = sorted(own.keys() ^ tensors.keys())[:3]

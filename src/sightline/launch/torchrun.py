@@ -29,7 +29,7 @@ from sightline.launch.training_job import TrainingJob
 from sightline.run import RunDir
 
 if TYPE_CHECKING:
-    from sightline.trainer.rendezvous import RendezvousStore
+    from sightline.trainer.ranks import RendezvousStore
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def find_context() -> TorchrunContext | None:
 @cache
 def get_rendezvous_store(context: TorchrunContext) -> RendezvousStore:
     """The store of torchrun; kept as long as this process lives, for it may be the store itself."""
-    from sightline.trainer.rendezvous import RendezvousStore
+    from sightline.trainer.ranks import RendezvousStore
 
     return RendezvousStore(context.host, context.port, not context.has_store and context.rank == 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from sightline.pack.cost import CostModel, MicroBatchWork
 from sightline.wire.array import Array
@@ -26,8 +27,7 @@ def assign_to_ranks(
     for start in range(0, len(order), ranks):
         beside = sorted(order[start : start + ranks], key=lambda i: (-costs[i], i))
         lightest = sorted(range(ranks), key=lambda r: (loads[r], r))
-        places: list[int | None] = [*beside, *[None] * (ranks - len(beside))]
-        for rank, place in zip(lightest, places, strict=True):
+        for rank, place in zip_longest(lightest, beside):
             shares[rank].append(place)
             loads[rank] += 0.0 if place is None else costs[place]
     return shares

@@ -8,7 +8,7 @@ import numpy as np
 
 from sightline.errors import PixelMismatch
 from sightline.families import Family
-from sightline.pack.tree import PackRow, PackUnit
+from sightline.pack.tree import PackRow, PackUnit, measure_unit
 from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, PackedItem, TokenOrigin
@@ -18,7 +18,7 @@ def build_micro_batch(
     units: Sequence[PackUnit], step: int, family: Family, weight_of: Mapping[int, float]
 ) -> MicroBatch:
     """The units one after another; `subtree_end` lets each attend to itself alone."""
-    builder = _MicroBatchBuilder(family)
+    builder = _MicroBatchBuilder(family, sum(measure_unit(unit).tokens for unit in units))
     for unit in units:
         for row in unit:
             builder.add(row)
@@ -28,7 +28,7 @@ def build_micro_batch(
         step=step,
         token_ids=Array.of(np.concatenate(builder.token_ids), "int32"),
         positions=Array.of(np.concatenate(builder.positions, axis=1), "int32"),
-        subtree_end=Array.of(builder.subtree_end(), "int32"),
+        subtree_end=Array.of(builder.subtree_end, "int32"),
         parent=Array.of(np.concatenate(builder.parents), "int32"),
         trained=Array.of(np.concatenate(builder.trained), "int32"),
         logprobs=Array.of(np.concatenate([s.logprobs.numpy() for s in samples]), "float32"),
@@ -47,10 +47,10 @@ def build_micro_batch(
 class _MicroBatchBuilder:
     """The micro-batch so far; `_path` holds the places of the tokens of the current row."""
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: Family, num_tokens: int) -> None:
         self._family = family
         self._path = np.zeros(0, dtype=np.int64)
-        self._ended: list[tuple[np.ndarray, int]] = []
+        self.subtree_end = np.zeros(num_tokens, dtype=np.int64)
         self._num_tokens = 0
         self._num_trained = 0
         self.token_ids: list[np.ndarray] = []
@@ -108,11 +108,5 @@ class _MicroBatchBuilder:
 
     def leave(self, shared: int) -> None:
         """Ends the tokens that the next row does not share: later tokens do not attend to them."""
-        self._ended.append((self._path[shared:], self._num_tokens))
+        self.subtree_end[self._path[shared:]] = self._num_tokens
         self._path = self._path[:shared]
-
-    def subtree_end(self) -> np.ndarray:
-        ends = np.zeros(self._num_tokens, dtype=np.int64)
-        for tokens, end in self._ended:
-            ends[tokens] = end
-        return ends

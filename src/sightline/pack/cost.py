@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import mul
 
 import numpy as np
 
@@ -55,7 +56,8 @@ class CostModel:
     """What each unit of work costs, in any one unit: seconds, or operations.
 
     A price comes from the model or from the run file, and is never measured while training: the
-    same samples must go to the same ranks after every restart.
+    same samples must go to the same ranks after every restart. Behind the first, the fields are
+    in the order of `MicroBatchWork`.
     """
 
     fixed: float = 0.0
@@ -67,11 +69,4 @@ class CostModel:
     attended_patch: float = 0.0
 
     def of(self, work: MicroBatchWork) -> float:
-        return (
-            self.fixed
-            + self.token * work.tokens
-            + self.attended * work.attended
-            + self.trained * work.trained
-            + self.patch * work.patches
-            + self.attended_patch * work.attended_patches
-        )
+        return sum(map(mul, astuple(self), (1, *astuple(work))))

@@ -73,7 +73,7 @@ def _keys(samples: Sequence[Sample]) -> list[np.ndarray]:
         for slot in sample.slots:
             image = images.setdefault(sample.items[slot.item].key, len(images) + 1)
             pads = image * _IMAGE + slot.length * _IN_SLOT + np.arange(slot.length)
-            key[slot.offset : slot.offset + slot.length] = pads
+            key[slot.offset : slot.end] = pads
         keys.append(key)
     return keys
 

@@ -39,9 +39,9 @@ def truncate_sample(sample: Sample, limit: int) -> Sample | str:
     """
     end = limit
     for slot in sample.slots:
-        if slot.offset < end < slot.offset + slot.length:
+        if slot.offset < end < slot.end:
             end = slot.offset
-    slots = [slot for slot in sample.slots if slot.offset + slot.length <= end]
+    slots = [slot for slot in sample.slots if slot.end <= end]
     if sample.slots and not slots:
         return FIRST_IMAGE
     num_trained = int((sample.trained.numpy() < end).sum())
@@ -51,13 +51,11 @@ def truncate_sample(sample: Sample, limit: int) -> Sample | str:
     slots = [slot for slot in slots if slot.offset < end]
     used = sorted({slot.item for slot in slots})
     places = {old: new for new, old in enumerate(used)}
+    of_trained = ("trained", "logprobs", "advantages", "versions")
+    lengths = {"token_ids": end, **dict.fromkeys(of_trained, num_trained)}
     return msgspec.structs.replace(
         sample,
-        token_ids=_take_first(sample.token_ids, end),
-        trained=_take_first(sample.trained, num_trained),
-        logprobs=_take_first(sample.logprobs, num_trained),
-        advantages=_take_first(sample.advantages, num_trained),
-        versions=_take_first(sample.versions, num_trained),
+        **{name: _take_first(getattr(sample, name), num) for name, num in lengths.items()},
         segments=[
             Segment(s.start, min(s.stop, end), node=s.node)
             for s in sample.segments

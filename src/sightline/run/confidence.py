@@ -22,11 +22,8 @@ def confidence_interval(values: Sequence[float]) -> tuple[float, float]:
     if all(value in (0.0, 1.0) for value in values):
         spread = NORMAL_QUANTILE**2 / count
         middle = (mean + spread / 2) / (1 + spread)
-        half = (
-            NORMAL_QUANTILE
-            / (1 + spread)
-            * math.sqrt(mean * (1 - mean) / count + spread / (4 * count))
-        )
+        variance = mean * (1 - mean) / count + spread / (4 * count)
+        half = NORMAL_QUANTILE / (1 + spread) * math.sqrt(variance)
         return max(0.0, middle - half), min(1.0, middle + half)
     if count == 1:
         return -math.inf, math.inf

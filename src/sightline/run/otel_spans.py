@@ -29,7 +29,7 @@ from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from sightline.run.stages import Attribute, ExportLimits, Stage, StageRecorder
+from sightline.run.stages import Attribute, ExportLimits, Headers, Stage, StageRecorder
 from sightline.wire.file import append_line
 
 PREFIX = "sightline."
@@ -62,9 +62,7 @@ class OtelStages(StageRecorder):
         self._close_timeout_s = limits.close_timeout_s
         self._tracer: Tracer = self._provider.get_tracer("sightline")
 
-    def begin(
-        self, name: str, headers: Mapping[str, str] | None = None, **attributes: Attribute
-    ) -> _OtelStage:
+    def begin(self, name: str, headers: Headers | None = None, **attributes: Attribute) -> Stage:
         parent = Context()
         if headers:
             parent = TraceContextTextMapPropagator().extract(headers, parent)

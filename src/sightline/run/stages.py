@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 Attribute = str | int | float | bool
+Headers = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Stage:
     """One stage that is under way. Left by an exception, it has failed."""
 
     @property
-    def headers(self) -> Mapping[str, str]:
+    def headers(self) -> Headers:
         """What a request carries, so that stages of another process go on from this one."""
         return {}
 
@@ -68,9 +69,7 @@ CURRENT_STAGE: ContextVar[Stage] = ContextVar("stage", default=NO_STAGE)
 class StageRecorder:
     """Where the stages of a process go."""
 
-    def begin(
-        self, name: str, headers: Mapping[str, str] | None = None, **attributes: Attribute
-    ) -> Stage:
+    def begin(self, name: str, headers: Headers | None = None, **attributes: Attribute) -> Stage:
         """The outermost stage of this process, inside the one that `headers` name, if they do."""
         return NO_STAGE
 

@@ -31,7 +31,7 @@ def check_micro_batch(
     if not np.array_equal(is_pad, in_slot):
         at = int(np.flatnonzero(is_pad != in_slot)[0])
         found = "a pad id outside every slot" if is_pad[at] else "a slot over an ordinary token"
-        there = [s for s in batch.slots if s.offset <= at < s.offset + s.length]
+        there = [s for s in batch.slots if s.offset <= at < s.end]
         image = _describe_image(batch, there[0]) if there else "no image"
         raise _misaligned(
             batch,
@@ -73,7 +73,6 @@ def _check_slot(
     batch: MicroBatch, slot: Slot[int], family: Family, in_slot: Bool[np.ndarray, " tokens"]
 ) -> None:
     """Marks the tokens of the slot, which is of an image, of its length, and alone there."""
-    end = slot.offset + slot.length
     if not 0 <= slot.item < len(batch.items):
         problem = f"a slot of image {slot.item}, of {len(batch.items)} images"
         raise _misaligned(batch, slot.offset, problem)
@@ -81,11 +80,11 @@ def _check_slot(
     if slot.length != wanted:
         problem = f"{name} has a slot of {slot.length} tokens and {wanted} features"
         raise _misaligned(batch, slot.offset, problem)
-    if slot.offset < 0 or end > len(in_slot) or in_slot[slot.offset : end].any():
-        problem = f"{name} has a slot from {slot.offset} to {end}"
+    if slot.offset < 0 or slot.end > len(in_slot) or in_slot[slot.offset : slot.end].any():
+        problem = f"{name} has a slot from {slot.offset} to {slot.end}"
         where = f"past the {len(in_slot)} tokens or over another's"
         raise _misaligned(batch, slot.offset, f"{problem}, {where}")
-    in_slot[slot.offset : end] = True
+    in_slot[slot.offset : slot.end] = True
 
 
 def _misaligned(batch: MicroBatch, at: int, problem: str) -> Misaligned:
@@ -110,8 +109,6 @@ def _find_sample(batch: MicroBatch, at: int) -> str:
     at = min(max(at, 0), len(ends) - 1)
     sees = (trained >= at) & (trained < ends[at])
     seen = (trained <= at) & (at < ends[trained])
-    for number in (*np.flatnonzero(sees), *np.flatnonzero(seen)):
-        for origin in batch.origins:
-            if origin.start <= number < origin.stop:
-                return origin.trace_id
-    return "of no trained token"
+    numbers = (*np.flatnonzero(sees), *np.flatnonzero(seen))
+    found = (o.trace_id for n in numbers for o in batch.origins if o.start <= n < o.stop)
+    return next(found, "of no trained token")

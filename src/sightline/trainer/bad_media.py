@@ -11,19 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from sightline.errors import (
-    MediaError,
-    Misaligned,
-    PixelMismatch,
-    PixelsUnproven,
-    SightlineError,
-)
+from sightline.errors import MediaError, Misaligned, PixelMismatch, PixelsUnproven, SightlineError
 from sightline.media import MediaStore
 from sightline.pixels import Pixels
 from sightline.wire import MediaItem
 from sightline.wire.sample import Batch, Sample
 
 BadMediaError = MediaError | Misaligned | PixelMismatch | PixelsUnproven
+MadePixels = Mapping[MediaItem, Pixels]
+MediaProblems = Mapping[MediaItem, BadMediaError]
 BadT = TypeVar("BadT", bound=SightlineError)
 
 
@@ -51,8 +47,8 @@ class BadMediaPolicy:
     def filter_samples(
         self,
         batch: Batch,
-        made: Mapping[MediaItem, Pixels],
-        problems: Mapping[MediaItem, BadMediaError],
+        made: MadePixels,
+        problems: MediaProblems,
         store: MediaStore,
         lost: Sequence[DroppedSample] = (),
     ) -> tuple[list[Sample], list[DroppedSample]]:
@@ -63,43 +59,43 @@ class BadMediaPolicy:
         kept: list[Sample] = []
         dropped = list(lost)
         for sample in batch.samples:
-            found = _find_problem(sample, made, problems) or self._find_unproven(sample)
-            if found is None:
+            if (found := self._find_problem(sample, made, problems)) is None:
                 kept.append(sample)
                 continue
             item, bare = found
             error = add_location(bare, sample.trace_id, batch.step, item, store)
             if self.on_bad_image == "stop":
                 raise error from bare
-            reason = type(bare).__name__
-            dropped.append(
-                DroppedSample(sample.trace_id, item.ref.digest, reason, error.problem, error.fix)
-            )
-        self._check_budget(batch.step, len(kept) + len(dropped), dropped)
-        return kept, dropped
-
-    def _find_unproven(self, sample: Sample) -> tuple[MediaItem, BadMediaError] | None:
-        if self.allows_unverified_pixels or not is_unproven(sample):
-            return None
-        slot = next(slot for slot in sample.slots if slot.pixel_digest is None)
-        return sample.items[slot.item], PixelsUnproven(
-            "the sampler gave no digest of the pixels that it saw",
-            "sample with an engine that gives one, or set [media] allow_unverified_pixels = true",
-        )
-
-    def _check_budget(self, step: int, num: int, dropped: Sequence[DroppedSample]) -> None:
+            named = (sample.trace_id, item.ref.digest, type(bare).__name__)
+            dropped.append(DroppedSample(*named, error.problem, error.fix))
+        num = len(kept) + len(dropped)
         if len(dropped) > self.max_bad_fraction * num:
             raise MediaError(
-                f"step {step}: bad media cost {len(dropped)} of {num} samples "
+                f"step {batch.step}: bad media cost {len(dropped)} of {num} samples "
                 f"({count_reasons(dropped)}), more than [media] max_bad_fraction = "
                 f"{self.max_bad_fraction} allows. The last: {dropped[-1].problem}",
                 f"{dropped[-1].fix}; or raise the budget",
             )
+        return kept, dropped
 
-
-def is_unproven(sample: Sample) -> bool:
-    """Whether nothing says which pixels were seen in one of its slots."""
-    return any(slot.pixel_digest is None for slot in sample.slots)
+    def _find_problem(
+        self, sample: Sample, made: MadePixels, problems: MediaProblems
+    ) -> tuple[MediaItem, BadMediaError] | None:
+        for item in sample.items:
+            if item in problems:
+                return item, problems[item]
+        shown = [(sample.items[slot.item], slot.pixel_digest) for slot in sample.slots]
+        for item, seen in shown:
+            if seen is not None and seen != made[item].digest:
+                return item, build_pixel_mismatch(seen, made[item].digest)
+        for item, seen in shown:
+            if seen is None and not self.allows_unverified_pixels:
+                return item, PixelsUnproven(
+                    "the sampler gave no digest of the pixels that it saw",
+                    "sample with an engine that gives one, or set [media] "
+                    "allow_unverified_pixels = true",
+                )
+        return None
 
 
 def count_reasons(dropped: Sequence[DroppedSample]) -> dict[str, int]:
@@ -118,16 +114,3 @@ def build_pixel_mismatch(seen: str, made: str) -> PixelMismatch:
         f"the sampler saw pixels {seen}, the trainer made {made}",
         "run the same Pillow and the same processor settings on both sides",
     )
-
-
-def _find_problem(
-    sample: Sample, made: Mapping[MediaItem, Pixels], problems: Mapping[MediaItem, BadMediaError]
-) -> tuple[MediaItem, BadMediaError] | None:
-    for item in sample.items:
-        if item in problems:
-            return item, problems[item]
-    for slot in sample.slots:
-        item = sample.items[slot.item]
-        if slot.pixel_digest is not None and slot.pixel_digest != made[item].digest:
-            return item, build_pixel_mismatch(slot.pixel_digest, made[item].digest)
-    return None

@@ -37,7 +37,12 @@ def wrap_blocks(forward: Forward, recompute: bool, backend: str) -> None:
     """
     compile = partial(torch.compile, backend=backend)
     if backend:
-        _allow_graphs()
+        from torch._dynamo import config
+
+        # A block has a graph for its first shape and one for all others, times packs and trees,
+        # times with and without gradients: more than the compiler allows by default, after which
+        # it does not compile. `compilations` in the metrics says how many there were.
+        config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
         attention.register_attention(opaque=True)
     for block in forward.blocks():
         plain, kind = block.forward, cast(Hashable, type(block))
@@ -77,15 +82,6 @@ def _build_recompute(block_type: Any) -> Callable[..., Any]:
 
     code = recompute.__code__.replace(co_name=f"recompute_{block_type.__name__}")
     return FunctionType(code, recompute.__globals__, code.co_name, None, recompute.__closure__)
-
-
-def _allow_graphs() -> None:
-    """A block has a graph for its first shape and one for all others, times packs and trees, times
-    with and without gradients: more than the compiler allows by default, after which it does not
-    compile. `compilations` in the metrics says how many there were."""
-    from torch._dynamo import config
-
-    config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
 
 
 def _has_dropout(block: torch.nn.Module) -> bool:

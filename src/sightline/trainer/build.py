@@ -29,8 +29,8 @@ from sightline.trainer.bad_media import BadMediaPolicy
 from sightline.trainer.blocks import wrap_blocks
 from sightline.trainer.checkpoint import CheckpointSaver, CheckpointStore, ResumePoint, open_shards
 from sightline.trainer.distribute import BatchDistributor, ShareReader
-from sightline.trainer.features import FrozenTowerFeatures, has_frozen_tower
 from sightline.trainer.feed import AnnouncedBatches, BatchPrefetcher, BatchPreparer, ReadyBatch
+from sightline.trainer.forward_pass import FrozenTowerFeatures, has_frozen_tower
 from sightline.trainer.learner import Learner
 from sightline.trainer.ledger import Ledger, read_ledger
 from sightline.trainer.loop import TrainerComponents
@@ -48,7 +48,7 @@ from sightline.trainer.ranks import (
 )
 from sightline.trainer.run_writer import RunWriter
 from sightline.trainer.sft import ConversationBatches, open_source
-from sightline.trainer.shard import all_gather_list, join_process_group, shard_model
+from sightline.trainer.shard import join_process_group, shard_model
 from sightline.trainer.snapshot import restore
 from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
 from sightline.wire.control import BatchReady, ControlMessage
@@ -143,9 +143,7 @@ def build_preparer(
         materializer=materializer,
         limit=PackSize(trainer.micro_batch_tokens, trainer.micro_batch_patches),
         bad_media=BadMediaPolicy(
-            media.on_bad_image,
-            media.max_bad_fraction,
-            media.allow_unverified_pixels or not sampled,
+            media.on_bad_image, media.max_bad_fraction, media.allow_unverified_pixels or not sampled
         ),
         aggregation=load_aggregation(trainer.loss_aggregation, trainer.loss_aggregation_args),
         max_sequence_tokens=trainer.max_sequence_tokens,
@@ -208,7 +206,10 @@ def build(
     checkpoints = CheckpointStore(
         run_dir.checkpoints, trainer.keep_checkpoints, trainer.keep_checkpoints_every
     )
-    resume = restore_newest(checkpoints, learner)
+    resume = checkpoints.choose(ranks)  # every rank comes to the same one
+    if resume.path is not None:
+        shards = open_shards(resume.path)
+        restore(shards, learner.forward.model, learner.optimizer, ranks, resume.path)
     events = None
     if ranks.is_lead:
         events = EventLog(run_dir.metrics, "trainer")
@@ -243,21 +244,6 @@ def build(
         task = BackgroundTask("publish", feed.fail, watch())
         _add_publishing(writer, config, orchestrator, task, resume.step)
     return TrainerComponents(feed, learner, writer, learner.watchdog, resume.step)
-
-
-def restore_newest(checkpoints: CheckpointStore, learner: Learner) -> ResumePoint:
-    """Restores model, optimizer and random state from the newest intact checkpoint, if any.
-
-    Every rank calls it, checks its share of the files, and comes to the same checkpoint.
-    """
-    ranks = learner.ranks
-    resume = checkpoints.choose(
-        lambda found: all_gather_list(found, ranks.size), ranks.rank, ranks.size
-    )
-    if resume.path is not None:
-        shards = open_shards(resume.path)
-        restore(shards, learner.forward.model, learner.optimizer, ranks, resume.path)
-    return resume
 
 
 def _build_batches(
@@ -315,9 +301,8 @@ def _add_publishing(
         writer.adapter = describe_adapter_base(writer.learner.forward.model, writer.dtype)
     if orchestrator is None:
         return
-    broadcaster = None
-    if config.trainer.publish != "files":
-        broadcaster = Broadcaster(config.trainer.address)
+    sends = config.trainer.publish != "files"
+    broadcaster = Broadcaster(config.trainer.address) if sends else None
     writer.async_publisher = AsyncPublisher(
         writer.run_dir.weights, writer.dtype, task, broadcaster, writer.adapter
     )

@@ -26,17 +26,18 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import torch
+from torch import nn
+from torch.optim import Optimizer
 
-from sightline.compute.tensor_file import digest_file, fsync_path
+from sightline.compute.tensor_file import fsync_path, is_intact
 from sightline.errors import ResumeRefused
 from sightline.trainer.background_task import BackgroundTask
-from sightline.trainer.ranks import NO_CHANNEL, RankInfo
+from sightline.trainer.ranks import NO_CHANNEL, SINGLE_RANK, RankInfo
+from sightline.trainer.shard import all_gather_list
 from sightline.trainer.snapshot import ShardReader, ShardSnapshot, take_snapshot
 from sightline.wire.file import write_atomic
-from sightline.wire.weights import WeightFile
+from sightline.wire.weights import MANIFEST, WeightFile
 
-MANIFEST = "manifest.json"
 SCHEMA = 2
 _NAME = re.compile(r"step_(\d{6,})")
 
@@ -78,10 +79,9 @@ def open_shards(path: Path) -> ShardReader:
 
 def check_file(path: Path, file: WeightFile) -> None:
     """Raises unless the file of the checkpoint folder at `path` has its size and checksum."""
-    found = path / file.name
-    nbytes = found.stat().st_size if found.is_file() else -1
-    if nbytes != file.nbytes or digest_file(found) != file.sha256:
-        raise ResumeRefused(f"{found} is not the file that its manifest names", _USE_ANOTHER)
+    if not is_intact(path, file):
+        problem = f"{path / file.name} is not the file that its manifest names"
+        raise ResumeRefused(problem, _USE_ANOTHER)
 
 
 _USE_ANOTHER = "use another checkpoint of the run"
@@ -112,15 +112,11 @@ class CheckpointStore:
         fallback = 1 if self.keep == 1 else 2
         return steps[-fallback] if len(steps) >= fallback else 0
 
-    def choose(self, gather_problems: Callable[[list[str]], list[str]] = lambda mine: mine,
-               rank: int = 0, size: int = 1) -> ResumePoint:  # fmt: skip
-        """Every rank calls it, reads its share of the files, and gets the same answer.
-
-        `gather_problems` puts together what each rank found wrong.
-        """
+    def choose(self, ranks: RankInfo = SINGLE_RANK) -> ResumePoint:
+        """Every rank calls it, reads its share of the files, and gets the same answer."""
         refused: list[str] = []
         for path in reversed(self.all()):
-            if not (problems := gather_problems(_find_problems(path, rank, size))):
+            if not (problems := all_gather_list(_find_problems(path, ranks), ranks.size)):
                 return ResumePoint(path, step_of(path), refused)
             refused.append(problems[0])
         return ResumePoint(None, 0, refused)
@@ -128,12 +124,6 @@ class CheckpointStore:
     def part(self, step: int) -> Path:
         """The folder that a checkpoint grows in."""
         return self.root / f".step_{step:06d}.part"
-
-    def write_shard(self, step: int, rank: int, snapshot: ShardSnapshot) -> WeightFile:
-        """Writes what one rank holds."""
-        part = self.part(step)
-        part.mkdir(parents=True, exist_ok=True)
-        return snapshot.write(part / f"rank_{rank:03d}.safetensors")
 
     def complete(self, manifest: CheckpointManifest) -> None:
         """Called once, when the files of all ranks are on the disk."""
@@ -154,17 +144,14 @@ class CheckpointStore:
         shutil.rmtree(target, ignore_errors=True)
         os.rename(part, target)
         fsync_path(self.root)
-        self._prune()
+        for old in self.all()[: -self.keep]:
+            if not self.keep_every or step_of(old) % self.keep_every:
+                shutil.rmtree(old)
 
     def clear(self) -> None:
         """Removes what a kill left half written."""
         for part in self.root.glob(".*.part"):
             shutil.rmtree(part)
-
-    def _prune(self) -> None:
-        for old in self.all()[: -self.keep]:
-            if not self.keep_every or step_of(old) % self.keep_every:
-                shutil.rmtree(old)
 
 
 @dataclass
@@ -182,9 +169,7 @@ class CheckpointSaver:
     """Hands over this rank's file of a step; rank 0 gets those of all ranks once they exist."""
     background_task: BackgroundTask = field(default_factory=lambda: BackgroundTask("checkpoint"))
 
-    def save(
-        self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, last: bool
-    ) -> None:
+    def save(self, step: int, model: nn.Module, optimizer: Optimizer, last: bool) -> None:
         """Begins the checkpoint of `step` if it is due; the last one is on the disk on return."""
         self.background_task.check()
         if step > self.step and (last or step % self.every == 0):
@@ -196,23 +181,22 @@ class CheckpointSaver:
             self.background_task.wait()
 
     def _write(self, step: int, snapshot: ShardSnapshot) -> None:
-        file = self.checkpoints.write_shard(step, self.ranks.rank, snapshot)
+        part = self.checkpoints.part(step)
+        part.mkdir(parents=True, exist_ok=True)
+        file = snapshot.write(part / f"rank_{self.ranks.rank:03d}.safetensors")
         if (files := self.collect_files(step, file)) is not None:
             vision = step if self.train_vision else 0
             self.checkpoints.complete(CheckpointManifest(step, vision, files))
 
 
 def step_of(path: Path) -> int:
-    found = _NAME.fullmatch(path.name)
-    assert found is not None
-    return int(found.group(1))
+    return int(path.name.removeprefix("step_"))
 
 
-def _find_problems(path: Path, rank: int, size: int) -> list[str]:
+def _find_problems(path: Path, ranks: RankInfo) -> list[str]:
     try:
-        for place, file in enumerate(read_manifest(path).files):
-            if place % size == rank:
-                check_file(path, file)
+        for file in read_manifest(path).files[ranks.rank :: ranks.size]:
+            check_file(path, file)
     except ResumeRefused as error:
         return [error.problem]
     return []

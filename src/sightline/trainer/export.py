@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from sightline.compute.checkpoint_files import find_transposed, open_checkpoint
@@ -33,7 +34,7 @@ ADAPTERS = "adapter"
 
 
 def export_checkpoint(
-    source: Path, target: Path, model: torch.nn.Module, dtype: torch.dtype | None = None
+    source: Path, target: Path, model: nn.Module, dtype: torch.dtype | None = None
 ) -> None:
     """Writes the model to `target`, tensor by tensor, with the source's names and layout."""
     part = target.with_name(f".{target.name}.part")
@@ -42,7 +43,10 @@ def export_checkpoint(
     for file in source.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and "index.json" not in file.name:
             shutil.copy2(file, part / file.name)
-    weights = plain_parameters(model) | persistent_buffers(model)
+    # What a checkpoint holds beside parameters: the bias of a router, say. It does not train.
+    saved = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    weights = plain_parameters(model) | buffers
     gather = build_merge_gather(model)
     known = open_checkpoint(source)
     if known and not weights.keys() <= known.keys():
@@ -57,7 +61,7 @@ def export_checkpoint(
     os.rename(part, target)
 
 
-def gather_for_export(model: torch.nn.Module) -> None:
+def gather_for_export(model: nn.Module) -> None:
     """What the other ranks do while rank 0 exports: they hand over their shards."""
     gather_for_lead(plain_parameters(model), build_merge_gather(model))
     if has_adapters(model):
@@ -84,9 +88,3 @@ def get_newest_checkpoint(root: Path) -> Path:
         reason = f": {chosen.refused[0]}" if chosen.refused else ""
         raise ConfigError(f"{root} holds no intact checkpoint{reason}", "name another run")
     return chosen.path
-
-
-def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds beside parameters: the bias of a router, say. It does not train."""
-    saved = model.state_dict().keys()
-    return {name: buffer for name, buffer in model.named_buffers() if name in saved}

@@ -19,9 +19,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import msgspec
 import numpy as np
 from jaxtyping import Int, UInt8
+from msgspec.structs import replace as replace_fields
 
 from sightline.algo.aggregation import AggregationFunction, by_tokens
 from sightline.errors import MediaError, Misaligned, WireError
@@ -32,14 +32,15 @@ from sightline.trainer.bad_media import (
     BadMediaError,
     BadMediaPolicy,
     DroppedSample,
+    MadePixels,
+    MediaProblems,
     add_location,
     count_reasons,
-    is_unproven,
 )
 from sightline.trainer.watchdog import StallWatchdog
 from sightline.wire import MediaItem
 from sightline.wire.control import BatchReady
-from sightline.wire.micro_batch import MicroBatch, PackedItem
+from sightline.wire.micro_batch import MicroBatch
 from sightline.wire.sample import Batch, digest_batch
 
 StackPatches = Callable[[Sequence[np.ndarray]], np.ndarray]
@@ -130,13 +131,11 @@ class BatchPreparer:
             num_images=len({item.key for sample in kept for item in sample.items}),
             dropped=dropped,
             truncated=truncated,
-            num_unproven=sum(is_unproven(sample) for sample in kept),
+            num_unproven=sum(any(s.pixel_digest is None for s in one.slots) for one in kept),
             num_made=self.materializer.counts.made - made_before,
         )
 
-    def _materialize(
-        self, batch: Batch
-    ) -> tuple[dict[MediaItem, Pixels], dict[MediaItem, BadMediaError]]:
+    def _materialize(self, batch: Batch) -> tuple[MadePixels, MediaProblems]:
         # By the whole item: one that lies about its image fails alone.
         wanted = {item: sample for sample in batch.samples for item in sample.items}
         flights: dict[MediaItem, Future[Pixels]] = {}
@@ -159,19 +158,13 @@ class BatchPreparer:
         return made, problems
 
 
-def _attach_pixels(
-    packed: MicroBatch, made: dict[MediaItem, Pixels], stack: StackPatches
-) -> ReadyMicroBatch:
+def _attach_pixels(packed: MicroBatch, made: MadePixels, stack: StackPatches) -> ReadyMicroBatch:
     """With its pixels, and the digests that every other process has to come to."""
     if not packed.items:
         return ReadyMicroBatch(packed, None)
-    pixels = [made[entry.item] for entry in packed.items]
-    items = [
-        PackedItem(entry.item, one.digest, entry.wanted_by)
-        for entry, one in zip(packed.items, pixels, strict=True)
-    ]
-    patches = stack([one.patches for one in pixels])
-    return ReadyMicroBatch(msgspec.structs.replace(packed, items=items), patches)
+    items = [replace_fields(e, pixel_digest=made[e.item].digest) for e in packed.items]
+    patches = stack([made[entry.item].patches for entry in items])
+    return ReadyMicroBatch(replace_fields(packed, items=items), patches)
 
 
 class BatchPrefetcher:

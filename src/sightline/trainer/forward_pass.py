@@ -1,6 +1,14 @@
-"""A ready micro-batch through the model: tokens, positions, features and attention pattern."""
+"""A ready micro-batch through the model: tokens, positions, features and attention pattern.
+
+Where the vision tower is frozen, features of images are made once, and cached across steps. Each
+image goes through the tower alone. Its features are then a function of the image, whatever else a
+step shows and whatever is cached: a run that was killed, and begins with an empty cache, comes to
+the same bits.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -8,12 +16,64 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from sightline.compute.attention import build_attention_pattern
+from sightline.compute.feature_cache import FeatureCache, ImageFeatures
+from sightline.errors import FamilyError
 from sightline.families import Family, Forward
 from sightline.families.device_copy import copy_to_device
 from sightline.trainer.alignment_checks import check_features, check_patches
-from sightline.trainer.features import FrozenTowerFeatures, encode_blank
 from sightline.trainer.feed import ReadyMicroBatch
+from sightline.trainer.shard import max_over_ranks
 from sightline.wire.micro_batch import MicroBatch
+
+
+def has_frozen_tower(forward: Forward) -> bool:
+    """Whether the model has a tower of which nothing trains."""
+    parameters = [parameter for _, parameter in forward.vision_parameters()]
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+
+
+@dataclass
+class FrozenTowerFeatures:
+    forward: Forward
+    cache: FeatureCache
+    num_ranks: int = 1
+
+    @torch.no_grad()
+    def encode(
+        self, ready: ReadyMicroBatch, device: torch.device
+    ) -> Float[Tensor, "visual features"] | None:
+        """Features of the distinct images, in their order; None where this rank shows none.
+
+        The tower's collectives want every rank as often as any: one that finds its features in the
+        cache sends the smallest image through instead.
+        """
+        items, starts = ready.batch.items, ready.patch_starts
+        shown = [
+            self.cache.find(entry.item.key) if ready.has_stored_pixels else None for entry in items
+        ]
+        missing = [place for place, found in enumerate(shown) if found is None]
+        # Before the first of them: from then on every rank is in the tower's collectives.
+        passes = max_over_ranks(len(missing), self.num_ranks) if ready.runs_tower else len(missing)
+        for place in missing:
+            assert ready.patches is not None
+            entry = items[place]
+            patches = copy_to_device(ready.patches[starts[place] : starts[place + 1]], device)
+            encoded = self.forward.encode(patches, [entry.item.grid])
+            shown[place] = features = ImageFeatures(encoded, entry.pixel_digest or "")
+            if ready.has_stored_pixels:
+                self.cache.put(entry.item.key, features)
+        for _ in range(passes - len(missing)):
+            encode_blank(self.forward, device)
+        return torch.cat([one.features for one in shown if one is not None]) if items else None
+
+
+def encode_blank(forward: Forward, device: torch.device) -> Float[Tensor, ""]:
+    """Sends the smallest image through the tower, whose collectives want every rank."""
+    smallest = forward.blank_image()
+    if smallest is None:
+        raise FamilyError("images on another rank, and no vision tower here", "report this")
+    patches, grid = smallest
+    return forward.encode(patches.to(device), [grid]).sum()
 
 
 def compute_hidden(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -22,12 +22,10 @@ from sightline.families.device_copy import copy_to_device
 from sightline.pixels import PixelCacheStats
 from sightline.trainer.alignment_checks import check_micro_batch
 from sightline.trainer.blocks import count_compiled_graphs
-from sightline.trainer.features import FrozenTowerFeatures
 from sightline.trainer.feed import ReadyBatch, ReadyMicroBatch
-from sightline.trainer.forward_pass import compute_hidden
-from sightline.trainer.metric_sums import MetricSums
+from sightline.trainer.forward_pass import FrozenTowerFeatures, compute_hidden
 from sightline.trainer.optimizer import lr_scale, set_learning_rate
-from sightline.trainer.probe import ImageSwapProbe, pick_probe_micro_batch, probe, run_probe_passes
+from sightline.trainer.probe import NUM_PASSES, ImageSwapProbe, pick_probe_micro_batch, probe
 from sightline.trainer.ranks import RankInfo
 from sightline.trainer.shard import (
     ShardedModel,
@@ -38,12 +36,13 @@ from sightline.trainer.shard import (
     sum_over_ranks,
 )
 from sightline.trainer.step_result import (
+    MetricSums,
     StepResult,
+    StepTimer,
     build_step_scores,
     copy_to_host,
     sum_cache_figures,
 )
-from sightline.trainer.step_timer import StepTimer
 from sightline.trainer.token_scores import TokenScorer, TokenScores
 from sightline.trainer.watchdog import StallWatchdog
 from sightline.wire.micro_batch import MicroBatch
@@ -173,9 +172,9 @@ class Learner:
             found = probe(own[1], self.score)
         else:
             smallest = min(ready.micro_batches, key=lambda m: len(m.batch.token_ids))
-            run_probe_passes(smallest, self.score)
-        everyone = gather_to_lead(found, self.ranks)
-        return next((one for one in everyone if one is not None), None)
+            for _ in range(NUM_PASSES):  # tower included, beside the rank that probes
+                self.score(replace(smallest, runs_tower=True))
+        return next(filter(None, gather_to_lead(found, self.ranks)), None)
 
     def score(self, ready: ReadyMicroBatch) -> Float[np.ndarray, " tokens"]:
         """The logprobs of the trained tokens; nothing is learnt."""
@@ -261,7 +260,9 @@ class Learner:
             for array in (batch.logprobs, batch.advantages, batch.loss_weight)
         )
         measure_tokens(metric_sums, scores, sampler_logprobs, batch.versions.numpy() == step - 1)
-        sequence_ids = _number_sequences(batch, self.device)
+        # For each trained token the number of the model call that it was sampled in.
+        lengths = [origin.stop - origin.start for origin in batch.origins]
+        sequence_ids = copy_to_device(np.repeat(np.arange(len(lengths)), lengths), self.device)
         token_loss, clipped = self.loss(
             LossInputs(scores.logprobs, sampler_logprobs, advantages, sequence_ids)
         )
@@ -328,9 +329,3 @@ def measure_tokens(
             # By places that the host knows: a mask on the device would have to be counted first.
             places = copy_to_device(np.flatnonzero(chosen), kl.device)
             metric_sums.add(f"{name}_kl", kl[places].sum())
-
-
-def _number_sequences(batch: MicroBatch, device: torch.device) -> Int[Tensor, " tokens"]:
-    """For each trained token the number of the model call that it was sampled in."""
-    lengths = [origin.stop - origin.start for origin in batch.origins]
-    return copy_to_device(np.repeat(np.arange(len(lengths)), lengths), device)

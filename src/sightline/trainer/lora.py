@@ -10,13 +10,13 @@ unless adapters are asked for, hold W + s B A under the name of W.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sightline.compute import lora_weights as published
 from sightline.compute.tensor_file import (
@@ -95,20 +95,15 @@ def _find_target_layers(forward: Forward, settings: LoraConfig) -> list[str]:
         if any(fnmatch(last, pattern) for pattern in wanted[setting]):
             found.append(name)
     for setting, patterns in wanted.items():
-        _check_patterns(setting, patterns, known[setting])
+        names = ", ".join(sorted(known[setting])) or "none: the model has no such layer"
+        for pattern in patterns:
+            if not any(fnmatch(name, pattern) for name in known[setting]):
+                problem = f"[lora] {setting}: no linear layer is called {pattern!r}"
+                raise ConfigError(problem, f"choose among {names}")
     return found
 
 
-def _check_patterns(setting: str, patterns: Sequence[str], known: set[str]) -> None:
-    for pattern in patterns:
-        if not any(fnmatch(name, pattern) for name in known):
-            raise ConfigError(
-                f"[lora] {setting}: no linear layer is called {pattern!r}",
-                f"choose among {', '.join(sorted(known)) or 'none: the model has no such layer'}",
-            )
-
-
-def plain_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The parameters under the names that they have outside, adapters left out."""
     return {
         name.replace(_BASE, "."): parameter
@@ -128,24 +123,14 @@ def build_merge_gather(model: nn.Module) -> Gather:
         a, b = parameters[f"{layer}{_A}"], parameters[f"{layer}{_B}"]
         added[id(parameters[f"{layer}{_BASE}weight"])] = (a, b, _scale(model, layer))
 
-    def gather(tensor: torch.Tensor) -> torch.Tensor:
+    def gather(tensor: Tensor) -> Tensor:
         full = full_tensor(tensor)
         if (found := added.get(id(tensor))) is None:
             return full
-        b, a, scale = full_tensor(found[1]), full_tensor(found[0]), found[2]
-        return published.merge_lora(full, a, b, scale)
+        b, a = full_tensor(found[1]), full_tensor(found[0])
+        return published.merge_lora(full, a, b, found[2])
 
     return gather
-
-
-def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What trains: A and B under the name of their W, and parameters that train without them."""
-    found = {n: p for n, p in plain_parameters(model).items() if p.requires_grad}
-    parameters = dict(model.named_parameters())
-    for layer in _adapted_layers(model):
-        for inside, outside in ((_A, published.LORA_A), (_B, published.LORA_B)):
-            found[f"{layer}.weight{outside}"] = parameters[f"{layer}{inside}"]
-    return found
 
 
 def describe_adapter_base(model: nn.Module, dtype: torch.dtype) -> Adapter:
@@ -158,17 +143,23 @@ def describe_adapter_base(model: nn.Module, dtype: torch.dtype) -> Adapter:
 
 def select_published(
     model: nn.Module, adapter: Adapter | None, dtype: torch.dtype
-) -> tuple[dict[str, torch.Tensor], Gather, torch.dtype | None]:
+) -> tuple[dict[str, Tensor], Gather, torch.dtype | None]:
     """The tensors of a version, how each is gathered, and the dtype that it is written as.
 
     Adapters are written as they train: rounded, they would not merge to what the trainer has.
     """
-    if adapter is not None:
-        return trained_tensors(model), full_tensor, None
-    return plain_parameters(model), build_merge_gather(model), dtype
+    plain, parameters = plain_parameters(model), dict(model.named_parameters())
+    if adapter is None:
+        return plain, build_merge_gather(model), dtype
+    # What trains: A and B under the name of their W, and parameters that train without them.
+    found = {name: parameter for name, parameter in plain.items() if parameter.requires_grad}
+    for layer in _adapted_layers(model):
+        for inside, outside in ((_A, published.LORA_A), (_B, published.LORA_B)):
+            found[f"{layer}.weight{outside}"] = parameters[f"{layer}{inside}"]
+    return found, full_tensor, None
 
 
-def gather_for_lead(tensors: Mapping[str, torch.Tensor], gather: Gather = full_tensor) -> None:
+def gather_for_lead(tensors: Mapping[str, Tensor], gather: Gather = full_tensor) -> None:
     """What the other ranks do while rank 0 writes `tensors`: they hand over their shards."""
     for _ in iterate_gathered(tensors, gather):
         pass
@@ -190,7 +181,7 @@ def has_adapters(model: nn.Module) -> bool:
     return next(_adapted_layers(model), None) is not None
 
 
-def peft_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def peft_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The adapters under the names that peft writes."""
     return {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": parameter

@@ -20,23 +20,16 @@ def build_optimizer(forward: Forward, config: TrainerConfig) -> torch.optim.Adam
     """AdamW over what trains; matrices decay, vectors do not."""
     seen = {id(parameter) for _, parameter in forward.vision_parameters()}
     trained = [p for p in forward.model.parameters() if p.requires_grad]
-    text = [p for p in trained if id(p) not in seen]
-    vision = [p for p in trained if id(p) in seen]
-    groups = _build_groups(text, config.lr, config.weight_decay)
-    if vision:
-        groups += _build_groups(vision, config.vision_lr or config.lr, config.weight_decay)
+    groups: list[dict[str, Any]] = []
+    for is_vision, peak in ((False, config.lr), (True, config.vision_lr or config.lr)):
+        own = [p for p in trained if (id(p) in seen) == is_vision]
+        if own or not is_vision:
+            matrices, vectors = [p for p in own if p.ndim >= 2], [p for p in own if p.ndim < 2]
+            groups += [
+                {"params": matrices, "peak_lr": peak, "weight_decay": config.weight_decay},
+                {"params": vectors, "peak_lr": peak, "weight_decay": 0.0},
+            ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
-
-
-def _build_groups(
-    parameters: list[torch.nn.Parameter], peak: float, weight_decay: float
-) -> list[dict[str, Any]]:
-    matrices = [p for p in parameters if p.ndim >= 2]
-    vectors = [p for p in parameters if p.ndim < 2]
-    return [
-        {"params": matrices, "peak_lr": peak, "weight_decay": weight_decay},
-        {"params": vectors, "peak_lr": peak, "weight_decay": 0.0},
-    ]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, scale: float) -> None:
@@ -50,7 +43,6 @@ def lr_scale(config: TrainerConfig, step: int, steps: int) -> float:
         return step / config.warmup_steps
     if config.lr_schedule == "constant":
         return 1.0
-    done = (step - config.warmup_steps) / max(steps - config.warmup_steps, 1)
-    done = min(done, 1.0)
+    done = min((step - config.warmup_steps) / max(steps - config.warmup_steps, 1), 1.0)
     left = 1 - done if config.lr_schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return config.final_lr_fraction + (1 - config.final_lr_fraction) * left

@@ -17,6 +17,8 @@ from jaxtyping import Bool, Float
 
 from sightline.trainer.feed import ReadyMicroBatch
 
+IsMoved = Bool[np.ndarray, " images"]
+IsChosen = Bool[np.ndarray, " tokens"]
 Score = Callable[[ReadyMicroBatch], Float[np.ndarray, " tokens"]]
 """The logprobs of the trained tokens."""
 NOISE = 10.0
@@ -60,9 +62,7 @@ class ImageSwapProbe:
         )
 
 
-def swap_images(
-    ready: ReadyMicroBatch,
-) -> tuple[ReadyMicroBatch, Bool[np.ndarray, " images"]] | None:
+def swap_images(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, IsMoved] | None:
     """The micro-batch with images exchanged, and which images changed.
 
     Those of one grid change places in a circle. None where no two distinct images have the same.
@@ -82,23 +82,18 @@ def swap_images(
     return replace(ready, patches=ready.patches[rows], has_stored_pixels=False), moved
 
 
-def find_tokens_behind(
-    ready: ReadyMicroBatch, moved: Bool[np.ndarray, " images"]
-) -> Bool[np.ndarray, " tokens"]:
+def find_tokens_behind(ready: ReadyMicroBatch, moved: IsMoved) -> IsChosen:
     """Whether each trained token may attend to an image that was exchanged."""
     batch = ready.batch
     sees = np.zeros(len(batch.token_ids), dtype=bool)
     ends = batch.subtree_end.numpy()
     for slot in batch.slots:
         if moved[slot.item]:
-            last = slot.offset + slot.length - 1
-            sees[last + 1 : ends[last]] = True
+            sees[slot.end : ends[slot.end - 1]] = True
     return sees[batch.trained.numpy()]
 
 
-def _find_probe(
-    ready: ReadyMicroBatch,
-) -> tuple[ReadyMicroBatch, Bool[np.ndarray, " tokens"]] | None:
+def _find_probe(ready: ReadyMicroBatch) -> tuple[ReadyMicroBatch, IsChosen] | None:
     """The micro-batch with images exchanged, and its trained tokens that may attend to one."""
     if (swapped := swap_images(ready)) is None:
         return None
@@ -117,12 +112,6 @@ def pick_probe_micro_batch(
     ]
     named.sort(key=lambda one: one[0])
     return next((one for one in named if _find_probe(one[1]) is not None), None)
-
-
-def run_probe_passes(ready: ReadyMicroBatch, score: Score) -> None:
-    """Runs the passes of a probe, tower included, on a rank whose micro-batch is not probed."""
-    for _ in range(NUM_PASSES):
-        score(replace(ready, runs_tower=True))
 
 
 def probe(ready: ReadyMicroBatch, score: Score) -> ImageSwapProbe | None:

@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from sightline.config import RunFile, SftFile
 from sightline.errors import WireError
 from sightline.run import RunDir
 from sightline.trainer import loop
 from sightline.trainer.build import Orchestrator, build
-from sightline.trainer.ranks import (
-    FollowerChannel,
-    LeadChannel,
-    RankChannel,
-    RankInfo,
-    open_channel,
-)
+from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo, open_channel
 from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
 from sightline.transport.zmq_channel import Spoke
 from sightline.wire import control
-from sightline.wire.control import (
-    BatchReady,
-    ControlMessage,
-    FinishTraining,
-    ProcessReady,
-    QuitRequest,
-)
+from sightline.wire.control import BatchReady
 
 NAME = "trainer"
 
@@ -39,7 +24,7 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
     to have loaded it before the first batch is handed out.
     """
     channel = open_channel(ranks)
-    with _report_failure(channel):
+    try:
         # From here on it touches its heartbeat file, before the other ranks have come, too.
         limit_s, heartbeat_file = config.trainer.stall_timeout_s, run_dir.heartbeat(name)
         watchdog = StallWatchdog(limit_s, channel.fail, heartbeat_file)
@@ -55,13 +40,16 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
         elif isinstance(channel, FollowerChannel):
             channel.report_ready(components.first_step)
         if orchestrator is not None:
-            orchestrator.send(ProcessReady(NAME, components.first_step))
+            orchestrator.send(control.ProcessReady(NAME, components.first_step))
         if isinstance(config, RunFile) and (components.first_step or config.inference.servers):
             # Servers that the run starts hold its checkpoint; others hold whatever they hold.
             watchdog.enter(f"publishing version {components.first_step}", LONG_LIMIT_S)
             components.run_writer.publish(components.first_step, {})
         watchdog.idle()
         loop.run(components)
+    except BaseException as error:  # the other ranks are told first: they may wait in a collective
+        channel.fail(f"{type(error).__name__}: {error}")
+        raise
     if spoke is not None:
         spoke.close()
     if not ranks.is_lead:  # rank 0's end goes with its process: others may still listen
@@ -69,14 +57,14 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
 
 
 def _connect(spoke: Spoke) -> Orchestrator:
-    def send(message: ControlMessage) -> None:
+    def send(message: control.ControlMessage) -> None:
         spoke.send(control.encode(message))
 
     def announcements() -> BatchReady | None:
         data = spoke.receive()
         assert data is not None
         message = control.decode(data)
-        if isinstance(message, (FinishTraining, QuitRequest)):
+        if isinstance(message, (control.FinishTraining, control.QuitRequest)):
             return None
         if not isinstance(message, BatchReady):
             raise WireError(
@@ -85,13 +73,3 @@ def _connect(spoke: Spoke) -> Orchestrator:
         return message
 
     return Orchestrator(announcements, send)
-
-
-@contextmanager
-def _report_failure(channel: RankChannel) -> Iterator[None]:
-    """Tells the other ranks of a failure before it goes on: they may wait in a collective."""
-    try:
-        yield
-    except BaseException as error:
-        channel.fail(f"{type(error).__name__}: {error}")
-        raise

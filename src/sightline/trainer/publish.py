@@ -11,7 +11,7 @@ for adapters are merged on the way; or, for engines that merge, it is adapters.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import nn
 
 from sightline.compute.broadcast import Broadcaster
 from sightline.compute.host_copy import HostCopy
+from sightline.compute.tensor_file import NamedTensors
 from sightline.compute.weights import write_weights
 from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.lora import select_published
@@ -43,6 +44,9 @@ class PublishTiming:
         return max(beside, 0.0) / self.seconds if self.seconds > 0 else 0.0
 
 
+Announce = Callable[[Path, Manifest], None]
+
+
 @dataclass
 class AsyncPublisher:
     """Rank 0's part: one version at a time is on its way."""
@@ -60,13 +64,7 @@ class AsyncPublisher:
     """When the version before the newest was published."""
     _last: PublishTiming | None = None
 
-    def put(
-        self,
-        model: nn.Module,
-        step: int,
-        vision_version: int,
-        tell: Callable[[Path, Manifest], None],
-    ) -> None:
+    def put(self, model: nn.Module, step: int, vision_version: int, tell: Announce) -> None:
         """Returns when the weights may change again; `tell` is called by the thread."""
         self.background_task.wait()
         self.previous, began = self._last, time.time()
@@ -74,9 +72,7 @@ class AsyncPublisher:
         work = partial(self._publish, step, vision_version, tell, began)
         self.background_task.start(f"publishing version {step}", work)
 
-    def _publish(
-        self, step: int, vision_version: int, tell: Callable[[Path, Manifest], None], began: float
-    ) -> None:
+    def _publish(self, step: int, vision_version: int, tell: Announce, began: float) -> None:
         tensors = self.copy.tensors()
         path, manifest = self.write(tensors, step, vision_version)
         self._last = PublishTiming(began, time.time())
@@ -84,11 +80,7 @@ class AsyncPublisher:
         if self.broadcaster is not None:
             self.broadcaster.send(manifest, tensors)
 
-    def write(
-        self, tensors: Mapping[str, torch.Tensor], step: int, vision_version: int
-    ) -> tuple[Path, Manifest]:
+    def write(self, tensors: NamedTensors, step: int, vision_version: int) -> tuple[Path, Manifest]:
         """Puts a manifest on the disk, with the tensors where files are read."""
-        put: Callable[..., tuple[Path, Manifest]] = write_weights
-        if self.broadcaster is not None:
-            put = self.broadcaster.announce
-        return put(self.root, tensors, step, vision_version, adapter=self.adapter)
+        put = write_weights if self.broadcaster is None else self.broadcaster.announce
+        return put(self.root, tensors, step, vision_version, self.adapter)

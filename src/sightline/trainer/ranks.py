@@ -20,24 +20,19 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
 
 from sightline.errors import ProcessFailed, WireError
 from sightline.transport.zmq_channel import Hub, Spoke
 from sightline.wire import rank_messages as wire
-from sightline.wire.rank_messages import (
-    EXIT_OTHER_RANK_FAILED,
-    AssignmentReceived,
-    NoMoreWork,
-    RankAssignment,
-    RankFailed,
-    RankMessage,
-    RankReady,
-    RankStarted,
-    ShardWritten,
-    rank_process_name,
-)
+from sightline.wire.rank_messages import RankAssignment, RankFailed, RankMessage, rank_process_name
 from sightline.wire.weights import WeightFile
 
+STORE_KEY = "sightline/run"
+RENDEZVOUS_TIMEOUT_S = 600.0
+"""How long rank 0 may take to check the run file and to make the run directory."""
 START_S = 600.0
 """How long the ranks of a run may take to start."""
 LOAD_S = 600.0
@@ -74,15 +69,19 @@ def exit_for_failure(own: int, failed: RankFailed) -> None:
     """Ends this process because of another's failure."""
     words = f"rank {own} ends because rank {failed.rank} failed: {failed.problem}"
     print(words, file=sys.stderr, flush=True)
-    os._exit(EXIT_OTHER_RANK_FAILED)
+    os._exit(wire.EXIT_OTHER_RANK_FAILED)
 
 
-def exit_on_error(channel: LeadChannel | FollowerChannel, error: Exception) -> None:
-    """Ends this process because its own end of the channel failed, which nobody waits for."""
-    channel.fail(f"{type(error).__name__}: {error}")
-    traceback.print_exception(error)
-    sys.stderr.flush()
-    os._exit(1)
+def listen(channel: LeadChannel | FollowerChannel) -> None:
+    """Takes every message. Where that fails, which nobody waits for, this process ends."""
+    try:
+        while True:
+            channel.take_next()
+    except Exception as error:  # the other ranks are told, and this one ends
+        channel.fail(f"{type(error).__name__}: {error}")
+        traceback.print_exception(error)
+        sys.stderr.flush()
+        os._exit(1)
 
 
 class LeadChannel:
@@ -107,7 +106,7 @@ class LeadChannel:
         """The files of checkpoints that other ranks have written, by step and rank."""
         self._step = 0
         self._strangers: list[str] = []
-        threading.Thread(target=self._listen, daemon=True, name="ranks").start()
+        threading.Thread(target=listen, args=(self,), daemon=True, name="ranks").start()
 
     def wait_for_start(self, timeout_s: float = START_S) -> None:
         """Waits for every rank to start. What comes next is a collective, which names nobody."""
@@ -166,7 +165,7 @@ class LeadChannel:
 
     def announce_end(self) -> None:
         for rank in self._others:
-            self._send(rank, NoMoreWork(self._step))
+            self._send(rank, wire.NoMoreWork(self._step))
 
     def fail(self, problem: str) -> None:
         self._tell(RankFailed(0, problem))
@@ -181,41 +180,39 @@ class LeadChannel:
                 self._changed.wait(rest)
             return left
 
-    def _listen(self) -> None:
-        try:
-            while True:
-                found = self._hub.receive()
-                assert found is not None
-                peer, data = found
-                message = wire.decode(data)
-                with self._changed:
-                    self._note(peer, message)
-                    self._changed.notify_all()
-        except Exception as error:  # the other ranks are told, and this one ends
-            exit_on_error(self, error)
+    def take_next(self) -> None:
+        found = self._hub.receive()
+        assert found is not None
+        peer, data = found
+        message = wire.decode(data)
+        with self._changed:
+            self._note(peer, message)
+            self._changed.notify_all()
 
     def _note(self, peer: str, message: RankMessage) -> None:
-        if isinstance(message, (RankStarted, RankReady)):
+        if isinstance(message, (wire.RankStarted, wire.RankReady)):
             if peer == rank_process_name(message.rank) and message.rank in self._others:
                 self._started.add(message.rank)
-                if isinstance(message, RankReady):
+                if isinstance(message, wire.RankReady):
                     self._ready[message.rank] = message.step
             else:
                 self._strangers.append(f"{peer} (says that it is rank {message.rank})")
         elif peer not in map(rank_process_name, self._started):
             self._strangers.append(f"{peer} (did not say which rank it is)")
-        elif isinstance(message, AssignmentReceived):
+        elif isinstance(message, wire.AssignmentReceived):
             if message.step != self._step:
                 problem = f"rank {message.rank} took step {message.step}, not {self._step}"
-                self._tell(RankFailed(0, problem))
-                self._end(0, RankFailed(0, problem))
-                return
-            self._received[message.rank] = message.step
-        elif isinstance(message, ShardWritten):
+                self._end_all(RankFailed(0, problem))
+            else:
+                self._received[message.rank] = message.step
+        elif isinstance(message, wire.ShardWritten):
             self._written[message.step, message.rank] = message.file
         elif isinstance(message, RankFailed):
-            self._tell(message)
-            self._end(0, message)
+            self._end_all(message)
+
+    def _end_all(self, failed: RankFailed) -> None:
+        self._tell(failed)
+        self._end(0, failed)
 
     def _tell(self, failed: RankFailed) -> None:
         for rank in self._started - {failed.rank}:
@@ -236,13 +233,13 @@ class FollowerChannel:
         self._spoke = Spoke(ranks.channel, rank_process_name(ranks.rank), ranks.secret)
         self._step = 0
         self._shares: queue.SimpleQueue[RankAssignment | None] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True, name="ranks").start()
-        self._send(RankStarted(ranks.rank))
+        threading.Thread(target=listen, args=(self,), daemon=True, name="ranks").start()
+        self._send(wire.RankStarted(ranks.rank))
 
     def report_ready(self, step: int = 0) -> None:
         """Tells rank 0 that this rank is ready for its share of the step after `step`."""
         self._step = step
-        self._send(RankReady(self._ranks.rank, step))
+        self._send(wire.RankReady(self._ranks.rank, step))
 
     def shares(self) -> Iterator[RankAssignment]:
         """This rank's shares in step order, until rank 0 announces the end.
@@ -254,7 +251,7 @@ class FollowerChannel:
 
     def collect_files(self, step: int, file: WeightFile) -> None:
         """Tells rank 0, which collects them, of this rank's file of the checkpoint of `step`."""
-        self._send(ShardWritten(self._ranks.rank, step, file))
+        self._send(wire.ShardWritten(self._ranks.rank, step, file))
 
     def fail(self, problem: str) -> None:
         self._send(RankFailed(self._ranks.rank, problem))
@@ -263,24 +260,18 @@ class FollowerChannel:
     def close(self) -> None:
         self._spoke.close()
 
-    def _listen(self) -> None:
-        try:
-            while True:
-                data = self._spoke.receive()
-                assert data is not None
-                self._take(wire.decode(data))
-        except Exception as error:  # the other ranks are told, and this one ends
-            exit_on_error(self, error)
-
-    def _take(self, message: RankMessage) -> None:
-        if isinstance(message, (RankAssignment, NoMoreWork)):
+    def take_next(self) -> None:
+        data = self._spoke.receive()
+        assert data is not None
+        message = wire.decode(data)
+        if isinstance(message, (RankAssignment, wire.NoMoreWork)):
             if problem := self._find_gap(message):
                 self.fail(problem)
                 self._end(self._ranks.rank, RankFailed(self._ranks.rank, problem))
             elif isinstance(message, RankAssignment):
                 self._step = message.step
                 self._shares.put(message)
-                self._send(AssignmentReceived(self._ranks.rank, message.step))
+                self._send(wire.AssignmentReceived(self._ranks.rank, message.step))
             else:
                 self._shares.put(None)
         elif isinstance(message, RankFailed):
@@ -291,7 +282,7 @@ class FollowerChannel:
                 "this is a bug; report it",
             )
 
-    def _find_gap(self, message: RankAssignment | NoMoreWork) -> str:
+    def _find_gap(self, message: RankAssignment | wire.NoMoreWork) -> str:
         """What is wrong where a message was lost on its way, or came twice; empty if none was."""
         is_next = isinstance(message, RankAssignment) and not message.held_out
         expected = self._step + is_next
@@ -302,6 +293,25 @@ class FollowerChannel:
 
     def _send(self, message: RankMessage) -> None:
         self._spoke.send(wire.encode(message))
+
+
+class RendezvousStore:
+    """How ranks that torchrun started learn of one run: from the store that it keeps for them."""
+
+    def __init__(self, host: str, port: int, is_master: bool) -> None:
+        from torch.distributed import TCPStore  # the launcher has no torch
+
+        timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+        self._store = TCPStore(
+            host, port, is_master=is_master, wait_for_workers=False, timeout=timeout
+        )
+
+    def post(self, meeting: wire.Rendezvous) -> None:
+        self._store.set(STORE_KEY, msgspec.json.encode(meeting).decode())
+
+    def read(self) -> wire.Rendezvous:
+        """Waits for rank 0."""
+        return msgspec.json.decode(self._store.get(STORE_KEY), type=wire.Rendezvous)
 
 
 class NoChannel:

@@ -132,7 +132,7 @@ class RunWriter:
             "seconds": {
                 "wait": ready.waited_s,
                 "materialize": ready.materialize_s,
-                **result.seconds,
+                **result.step_timer.seconds(),
                 "publish": publish_s,
             },
             "busy": list(busy),

@@ -54,23 +54,19 @@ class ConversationBatches:
 
     def __iter__(self) -> Iterator[ReadyBatch]:
         steps, every = self.config.run.steps, self.config.sft.eval_every
+        size = self.config.sft.batch_size
         for step in range(self.done, steps + 1):
             if step > self.done:
-                yield self.of_step(step)
+                yield self._prepare(step, range((step - 1) * size, step * size), TRAIN)
             if step in (0, steps) or (every and step % every == 0):
                 yield from self.held_out(step)
-
-    def of_step(self, step: int) -> ReadyBatch:
-        size = self.config.sft.batch_size
-        return self._prepare(step, range((step - 1) * size, step * size), TRAIN)
 
     def held_out(self, step: int) -> Iterator[ReadyBatch]:
         """All conversations that are held out, to be evaluated after `step`."""
         num, size = self.source.num_held_out, self.config.sft.batch_size
         for first in range(0, num, size):
-            stop = min(first + size, num)
-            ready = self._prepare(step, range(first, stop), HELD_OUT)
-            yield replace(ready, held_out=True, is_last=stop == num)
+            ready = self._prepare(step, range(num)[first : first + size], HELD_OUT)
+            yield replace(ready, held_out=True, is_last=first + size >= num)
 
     def _prepare(self, step: int, indices: Iterable[int], split: str) -> ReadyBatch:
         self.watchdog.enter(f"preparing step {step}")

@@ -7,6 +7,7 @@ comes out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -48,14 +49,13 @@ def call_gathered(sharded: ShardedModel | None, function: Callable[[], T]) -> T:
 
 def join_process_group(ranks: RankInfo, device: torch.device) -> None:
     """Meets the other ranks; every rank calls it once."""
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if ranks.size == 1:
-        if not dist.is_initialized():
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if ranks.size == 1 and dist.is_initialized():
         return
-    dist.init_process_group(
-        backend, init_method=f"tcp://{ranks.master_address}", rank=ranks.rank, world_size=ranks.size
-    )
+    where: dict[str, Any] = {"init_method": f"tcp://{ranks.master_address}"}
+    if ranks.size == 1:
+        where = {"store": dist.HashStore()}
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.size, **where)
 
 
 def shard_model(
@@ -74,9 +74,7 @@ def shard_model(
     reduce = None if compute is None else torch.float32
     inner = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
     # What goes into the function is no activation.
-    outer = MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False
-    )
+    outer = replace(inner, cast_forward_inputs=False)
     for block in forward.blocks():
         fully_shard(block, mesh=mesh, mp_policy=inner)
     sharded = ShardedModel(forward.model)

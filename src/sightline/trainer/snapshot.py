@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from sightline.compute.tensor_file import write_tensors
 from sightline.compute.weights import check_parameters
@@ -30,7 +32,7 @@ _PLACES = "places"
 class ShardSnapshot:
     """Copies on the CPU: training goes on while they are written."""
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Tensor]
     places: dict[str, tuple[int, int]]
     """First row of each tensor in the full one, and how many rows the full one has."""
 
@@ -38,24 +40,25 @@ class ShardSnapshot:
         return write_tensors(path, self.tensors, metadata={_PLACES: json.dumps(self.places)})
 
 
-def take_snapshot(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: RankInfo
-) -> ShardSnapshot:
+def take_snapshot(model: nn.Module, optimizer: Optimizer, ranks: RankInfo) -> ShardSnapshot:
     """A copy of what this rank holds; what every rank has is copied by rank 0 alone."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     places: dict[str, tuple[int, int]] = {}
     for key, tensor in _named_tensors(model, optimizer):
         local, first = get_local_rows(tensor)
         if (local.numel() or not tensor.numel()) and (isinstance(tensor, DTensor) or ranks.is_lead):
             tensors[key] = local.detach().to("cpu", copy=True)
             places[key] = (first, _count_rows(tensor.shape))
-    for kind, state in _rng_states().items():
+    states = {RNG: torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states[CUDA_RNG] = torch.cuda.get_rng_state()
+    for kind, state in states.items():
         tensors[f"{kind}/{ranks.rank}"] = state
         places[f"{kind}/{ranks.rank}"] = (0, len(state))
     return ShardSnapshot(tensors, places)
 
 
-def get_local_rows(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+def get_local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """This rank's rows, and the place of the first of them in the full tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
@@ -97,7 +100,7 @@ class ShardReader:
         first = self._pieces[key][0][2].get_slice(key).get_shape()
         return (self._num_rows[key], *first[1:]) if first else ()
 
-    def rows(self, key: str, start: int, stop: int) -> torch.Tensor:
+    def rows(self, key: str, start: int, stop: int) -> Tensor:
         found = []
         for first, last, file in self._pieces[key]:
             if first < stop and start < last:
@@ -105,19 +108,15 @@ class ShardReader:
                 found.append(part[max(start, first) - first : min(stop, last) - first])
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def full(self, key: str) -> torch.Tensor:
+    def full(self, key: str) -> Tensor:
         if not self.shape(key):
-            tensor: torch.Tensor = self._pieces[key][0][2].get_tensor(key)
+            tensor: Tensor = self._pieces[key][0][2].get_tensor(key)
             return tensor
         return self.rows(key, 0, self._num_rows[key])
 
 
 def restore(
-    shards: ShardReader,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    ranks: RankInfo,
-    source: Path,
+    shards: ShardReader, model: nn.Module, optimizer: Optimizer, ranks: RankInfo, source: Path
 ) -> None:
     """Puts everything back, on as many ranks as there are now."""
     restore_model(shards, model)
@@ -128,7 +127,7 @@ def restore(
         torch.cuda.set_rng_state(shards.full(f"{CUDA_RNG}/{ranks.rank % len(states)}"))
 
 
-def restore_model(shards: ShardReader, model: torch.nn.Module) -> None:
+def restore_model(shards: ShardReader, model: nn.Module) -> None:
     own = dict(model.named_parameters())
     found = {
         name: torch.empty(shards.shape(f"{MODEL}/{name}"), device="meta")
@@ -140,7 +139,7 @@ def restore_model(shards: ShardReader, model: torch.nn.Module) -> None:
             _fill_from_shards(parameter.detach(), shards, f"{MODEL}/{name}")
 
 
-def _fill_from_shards(own: torch.Tensor, shards: ShardReader, key: str) -> None:
+def _fill_from_shards(own: Tensor, shards: ShardReader, key: str) -> None:
     local, first = get_local_rows(own)
     if not own.shape:
         local.copy_(shards.full(key))
@@ -149,11 +148,11 @@ def _fill_from_shards(own: torch.Tensor, shards: ShardReader, key: str) -> None:
 
 
 def _restore_optimizer(
-    shards: ShardReader, model: torch.nn.Module, optimizer: torch.optim.Optimizer, source: Path
+    shards: ShardReader, model: nn.Module, optimizer: Optimizer, source: Path
 ) -> None:
     parameters = dict(model.named_parameters())
     places = _optimizer_indices(model, optimizer)
-    state: dict[int, dict[str, torch.Tensor]] = {}
+    state: dict[int, dict[str, Tensor]] = {}
     for name in shards.names(OPTIMIZER):
         parameter, _, what = name.rpartition("/")
         if parameter not in places:
@@ -174,9 +173,7 @@ def _restore_optimizer(
     optimizer.load_state_dict(description)
 
 
-def _named_tensors(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     for name, parameter in model.named_parameters():
         yield f"{MODEL}/{name}", parameter.detach()
     names = {place: name for name, place in _optimizer_indices(model, optimizer).items()}
@@ -185,18 +182,11 @@ def _named_tensors(
             yield f"{OPTIMIZER}/{names[place]}/{what}", value
 
 
-def _optimizer_indices(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def _optimizer_indices(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     """The optimizer's number of each parameter that trains."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     ordered = [p for group in optimizer.param_groups for p in group["params"]]
     return {names[id(parameter)]: place for place, parameter in enumerate(ordered)}
-
-
-def _rng_states() -> dict[str, torch.Tensor]:
-    states = {RNG: torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        states[CUDA_RNG] = torch.cuda.get_rng_state()
-    return states
 
 
 def _count_rows(shape: Iterable[int]) -> int:

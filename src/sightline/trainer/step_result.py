@@ -1,16 +1,82 @@
-"""What an optimizer step comes to: metrics, and the logprobs of every token that it trained."""
+"""What an optimizer step comes to: sums, seconds, and the logprobs of every trained token."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Num
+from torch import Tensor
 
 from sightline.trainer.probe import ImageSwapProbe
-from sightline.trainer.step_timer import StepTimer
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch, StepScores, TokenOrigin
+
+
+class MetricSums:
+    """Sums over the micro-batches of a step: they stay on the device until all are read at once.
+
+    Reading a number makes the host wait for everything that the device was asked for before it.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._host = dict.fromkeys(names, 0.0)
+        self._device: dict[str, Tensor] = {}
+
+    def count(self, name: str, value: float) -> None:
+        """Adds what the host knows."""
+        self._host[name] += value
+
+    def add(self, name: str, value: Num[Tensor, ""]) -> None:
+        """Adds a number that the device knows; sums are in float64 on either side."""
+        value = value.detach().double()
+        known = self._device.get(name)
+        self._device[name] = value if known is None else known + value
+
+    def read(self) -> dict[str, float]:
+        """Every sum, in one copy from the device."""
+        found = dict(self._host)
+        if self._device:
+            values = torch.stack(list(self._device.values())).tolist()
+            for name, value in zip(self._device, values, strict=True):
+                found[name] += value
+        return found
+
+
+class StepTimer:
+    """Seconds of a step by what they were spent on, without holding the device up.
+
+    A device's work counts where it was asked for.
+    On CUDA a lap ends with a mark in the device's own queue, and the times between marks are read
+    when somebody asks for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+        self.end("")
+
+    def end(self, lap: str) -> None:
+        mark: Any = time.monotonic()
+        if self._is_cuda:
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        self._marks.append((lap, mark))
+
+    def seconds(self) -> dict[str, float]:
+        """Waits, on CUDA, for the last mark."""
+        found = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+        if self._is_cuda:
+            self._marks[-1][1].synchronize()
+        for (_, before), (lap, mark) in pairwise(self._marks):
+            spent_s = before.elapsed_time(mark) / 1e3 if self._is_cuda else mark - before
+            found[lap] = found.get(lap, 0.0) + spent_s
+        return found
 
 
 @dataclass(slots=True)
@@ -20,27 +86,20 @@ class StepResult:
     scores: StepScores
     """Logprobs of the trained tokens of all ranks; on rank 0."""
     step_timer: StepTimer
+    """Seconds of forward, backward and optimizer."""
     probe: ImageSwapProbe | None = None
     """Whether the model uses its images, where this step measured it; on rank 0."""
     caches: dict[str, dict[str, float]] = field(default_factory=dict)
     """Hits, misses, evictions and bytes so far, summed over ranks; on rank 0."""
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of forward, backward and optimizer; waits, on CUDA, for the step to end."""
-        return self.step_timer.seconds()
 
-
-def copy_to_host(
-    scored: list[tuple[MicroBatch, torch.Tensor]],
-) -> list[tuple[MicroBatch, np.ndarray]]:
+def copy_to_host(scored: list[tuple[MicroBatch, Tensor]]) -> list[tuple[MicroBatch, np.ndarray]]:
     """The logprobs of all micro-batches, in one copy from the device."""
     if not scored:
         return []
-    joined = torch.cat([logprobs for _, logprobs in scored]).cpu().numpy()
-    ends = np.cumsum([len(logprobs) for _, logprobs in scored])
-    parts = np.split(joined, ends[:-1])
-    return [(batch, part) for (batch, _), part in zip(scored, parts, strict=True)]
+    batches, logprobs = zip(*scored, strict=True)
+    parts = torch.cat(logprobs).cpu().split([len(part) for part in logprobs])
+    return [(batch, part.numpy()) for batch, part in zip(batches, parts, strict=True)]
 
 
 def sum_cache_figures(ranks: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, float]]:
@@ -60,14 +119,9 @@ def build_step_scores(step: int, scored: list[tuple[MicroBatch, np.ndarray]]) ->
             start, stop = o.start + at, o.stop + at
             origins.append(TokenOrigin(trace_id=o.trace_id, node=o.node, start=start, stop=stop))
         at += len(logprobs)
-    trainer = np.concatenate([lp for _, lp in scored]) if scored else np.zeros(0)
-    sampler = [batch.logprobs.numpy() for batch, _ in scored]
-    advantages = [batch.advantages.numpy() for batch, _ in scored]
-    empty = np.zeros(0, dtype=np.float32)
-    return StepScores(
-        step=step,
-        origins=origins,
-        logprobs=Array.of(trainer, "float32"),
-        ratios=Array.of(np.exp(trainer - np.concatenate(sampler or [empty])), "float32"),
-        advantages=Array.of(np.concatenate(advantages or [empty]), "float32"),
-    )
+    none = np.zeros(0, dtype=np.float32)
+    trainer = np.concatenate([none, *(logprobs for _, logprobs in scored)])
+    sampler = np.concatenate([none, *(batch.logprobs.numpy() for batch, _ in scored)])
+    advantages = np.concatenate([none, *(batch.advantages.numpy() for batch, _ in scored)])
+    arrays = (Array.of(x, "float32") for x in (trainer, np.exp(trainer - sampler), advantages))
+    return StepScores(step, origins, *arrays)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import repeat
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sightline.algo import losses
-from sightline.compute.logprobs import log_softmax
+from sightline.compute.logprobs import BannedIds, Hidden, Logits, TokenIds, log_softmax
 from sightline.families import Forward
 
 MAX_LOGITS = 1 << 28
@@ -36,7 +37,7 @@ class TokenScores:
 class TokenScorer:
     forward: Forward
     reference: Forward | None
-    banned: Int[Tensor, " ids"]
+    banned: BannedIds
     temperature: float
     with_entropy: bool = True
     max_logits: int = MAX_LOGITS
@@ -44,30 +45,18 @@ class TokenScorer:
     """Backend of torch.compile; empty where nothing is compiled."""
 
     def score(
-        self,
-        hidden: Float[Tensor, "tokens hidden"],
-        tokens: Int[Tensor, " tokens"],
-        reference_hidden: Float[Tensor, "tokens hidden"] | None,
+        self, hidden: Hidden, tokens: TokenIds, reference_hidden: Hidden | None
     ) -> TokenScores:
         """Scores of `tokens`, predicted by `hidden` and the reference's, if given."""
         # No rows: the head says how wide it is, whatever the family calls it.
         with torch.no_grad():
             width = self.forward.logits(hidden[:0]).shape[-1]
         rows = max(1, self.max_logits // width)
-        if len(hidden) <= rows:
-            parts = [self._part(hidden, tokens, reference_hidden)]
-        else:
-            parts = [
-                checkpoint(
-                    self._part,
-                    hidden[at : at + rows],
-                    tokens[at : at + rows],
-                    None if reference_hidden is None else reference_hidden[at : at + rows],
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-                for at in range(0, len(hidden), rows)
-            ]
+        score: Callable[..., tuple[Tensor, Tensor, Tensor]] = self._part
+        if len(hidden) > rows:
+            score = partial(checkpoint, self._part, use_reentrant=False, preserve_rng_state=False)
+        referred = repeat(None) if reference_hidden is None else reference_hidden.split(rows)
+        parts = list(map(score, hidden.split(rows), tokens.split(rows), referred))
         logprobs, entropy, kl = (torch.cat(found) for found in zip(*parts, strict=True))
         return TokenScores(
             logprobs,
@@ -88,10 +77,10 @@ class TokenScorer:
 
 
 def _score_logits(
-    logits: Float[Tensor, "tokens vocab"],
-    tokens: Int[Tensor, " tokens"],
-    reference: Float[Tensor, "tokens vocab"] | None,
-    banned: Int[Tensor, " ids"],
+    logits: Logits,
+    tokens: TokenIds,
+    reference: Logits | None,
+    banned: BannedIds,
     temperature: float,
     with_entropy: bool,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " measured"], Float[Tensor, " compared"]]:

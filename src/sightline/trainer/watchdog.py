@@ -10,9 +10,9 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 _COLLECTIVES = "/torch/distributed/"
 LONG_LIMIT_S = 600.0
@@ -80,10 +80,8 @@ def _is_in_collective() -> bool:
     A rank that waits in NCCL below torch's own operators, without such a frame, is not seen: it is
     then called stuck, after the shorter limit.
     """
-    for frame in sys._current_frames().values():
-        at: FrameType | None = frame
-        while at is not None:
-            if _COLLECTIVES in at.f_code.co_filename:
-                return True
-            at = at.f_back
-    return False
+    return any(
+        _COLLECTIVES in at.f_code.co_filename
+        for frame in sys._current_frames().values()
+        for at, _ in traceback.walk_stack(frame)
+    )

@@ -20,6 +20,7 @@ import zmq.utils.z85
 from sightline.errors import ConfigError, ProcessFailed
 
 _NO_LIMIT = 0
+_Socket = zmq.Socket[bytes] | zmq.asyncio.Socket
 
 
 class AsyncHub:
@@ -48,8 +49,7 @@ class AsyncSpoke:
 
     def __init__(self, address: str, name: str, secret: str = "") -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        _set_up_spoke(self._socket, name, secret)
-        self._socket.connect(address)
+        _set_up_spoke(self._socket, address, name, secret)
 
     async def send(self, data: bytes) -> None:
         await self._socket.send(data)
@@ -67,13 +67,11 @@ class _ThreadedSocket:
     def __init__(self, kind: int, set_up: Callable[[zmq.Socket[bytes]], None]) -> None:
         self._context = zmq.Context()
         self._inbox: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
-        self._wake_address = f"inproc://wake-{id(self)}"
         self._wake_lock = threading.Lock()
         self._is_closed = False
-        listener = self._context.socket(zmq.PAIR)
-        listener.bind(self._wake_address)
-        self._wake = self._context.socket(zmq.PAIR)
-        self._wake.connect(self._wake_address)
+        listener, self._wake = (self._context.socket(zmq.PAIR) for _ in range(2))
+        listener.bind("inproc://wake")  # a name in this context alone
+        self._wake.connect("inproc://wake")
         socket = self._context.socket(kind)
         set_up(socket)
         self._thread = threading.Thread(
@@ -127,11 +125,7 @@ class Spoke(_ThreadedSocket):
     """A spoke of a process with threads."""
 
     def __init__(self, address: str, name: str, secret: str = "") -> None:
-        def set_up(socket: zmq.Socket[bytes]) -> None:
-            _set_up_spoke(socket, name, secret)
-            socket.connect(address)
-
-        super().__init__(zmq.DEALER, set_up)
+        super().__init__(zmq.DEALER, lambda socket: _set_up_spoke(socket, address, name, secret))
 
     def send(self, data: bytes) -> None:
         self._send(data)
@@ -156,8 +150,7 @@ class Hub(_ThreadedSocket):
 
     def receive(self, timeout_s: float | None = None) -> tuple[str, bytes] | None:
         """The next message and its sender, or None when `timeout_s` has passed."""
-        frames = self._receive(timeout_s)
-        if frames is None:
+        if (frames := self._receive(timeout_s)) is None:
             return None
         peer = frames[0].decode()
         self._known.add(peer)
@@ -168,7 +161,7 @@ def _not_connected(peer: str) -> ProcessFailed:
     return ProcessFailed(f"no process {peer!r} is connected", "look at its log in logs/")
 
 
-def _set_up_hub(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str, secret: str) -> None:
+def _set_up_hub(socket: _Socket, address: str, secret: str) -> None:
     if secret:
         socket.curve_server = True
         socket.curve_secretkey, socket.curve_publickey = _derive_keys(secret)
@@ -185,12 +178,13 @@ def _set_up_hub(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, address: str, se
         ) from error
 
 
-def _set_up_spoke(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, name: str, secret: str) -> None:
+def _set_up_spoke(socket: _Socket, address: str, name: str, secret: str) -> None:
     if secret:
         socket.curve_serverkey = _derive_keys(secret)[1]
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.set(zmq.IDENTITY, name.encode())
     socket.set_hwm(_NO_LIMIT)
+    socket.connect(address)
 
 
 def _derive_keys(secret: str) -> tuple[bytes, bytes]:

@@ -94,7 +94,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
             for i, (key, place, raw) in enumerate(
                 zip(hashes[modality], places[modality], raws[modality], strict=True)
             ):
-                item = _read_item(raw, f"features.kwargs_data.{modality}[{i}]")
+                try:
+                    item = MediaItem.from_raw(raw)
+                except WireError as error:
+                    path = f"features.kwargs_data.{modality}[{i}]"
+                    raise WireError(f"{path}: {error.problem}", error.fix) from error
                 if key != item.key:
                     raise Misaligned(
                         f"features.mm_hashes.{modality}[{i}]: not the key of its item",
@@ -109,13 +113,6 @@ def _find_odd_list(counts: tuple[int, int, int], modality: str) -> str:
     """The path of the list that differs from the two others; of all where each differs."""
     odd = [name for name, num in zip(FEATURE_LISTS, counts, strict=True) if counts.count(num) == 1]
     return f"features.{odd[0]}.{modality}" if len(odd) == 1 else "features"
-
-
-def _read_item(raw: str, path: str) -> MediaItem:
-    try:
-        return MediaItem.from_raw(raw)
-    except WireError as error:
-        raise WireError(f"{path}: {error.problem}", error.fix) from error
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

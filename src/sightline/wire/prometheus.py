@@ -16,16 +16,13 @@ def format_prometheus(numbers: Iterable[LabelledMetric]) -> str:
     """One line a number, those of one name together behind its type."""
     found: dict[tuple[str, str], list[str]] = {}
     for kind, name, labels, value in numbers:
-        full = (
-            PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name) + ("_total" if kind == "counter" else "")
-        )
+        suffix = "_total" if kind == "counter" else ""
+        full = PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name) + suffix
         marks = ",".join(f'{key}="{_escape_label(text)}"' for key, text in labels.items())
         line = f"{full}{{{marks}}} {value:.17g}" if marks else f"{full} {value:.17g}"
         found.setdefault((full, kind), []).append(line)
-    lines: list[str] = []
-    for (full, kind), values in found.items():
-        lines += [f"# TYPE {full} {kind}", *values]
-    return "\n".join(lines) + "\n" if lines else ""
+    groups = ([f"# TYPE {full} {kind}", *values] for (full, kind), values in found.items())
+    return "".join(f"{line}\n" for lines in groups for line in lines)
 
 
 def _escape_label(text: str) -> str:

@@ -1,15 +1,23 @@
-"""The manifest of a published set of weights: written last, so that what it names is whole."""
+"""The manifest of a published set of weights: written last, so that what it names is whole.
+
+A version means its bits, once and for all; made again with others, it is a new epoch.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 
 from sightline.wire.codec import check_schema
+from sightline.wire.file import append_line, read_lines
 
 WEIGHTS_SCHEMA = 1
 MANIFEST = "manifest.json"
+HISTORY = "history.jsonl"
+"""The digest of every version that was ever published, beside the folders of versions."""
 
 
 class WeightFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -69,6 +77,25 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def label(self) -> str:
         """The name of the version on the generate protocol: `7`, or `7.1` for its epoch 1."""
         return f"{self.version}.{self.epoch}" if self.epoch else str(self.version)
+
+
+def log_version(root: Path, version: int, sha256: str) -> tuple[Path, int]:
+    """The folder and the epoch of `version` with these bits.
+
+    The history outlasts the folders, which go when no engine can need them: a version that is made
+    again is compared with what it was.
+    """
+    history = root / HISTORY
+    lines = [json.loads(line) for line in read_lines(history)]
+    known = [line["sha256"] for line in lines if line["version"] == version]
+    if sha256 in known:
+        epoch = known.index(sha256)
+    else:
+        epoch = len(known)
+        root.mkdir(parents=True, exist_ok=True)
+        line = {"version": version, "epoch": epoch, "sha256": sha256}
+        append_line(history, json.dumps(line).encode())
+    return root / (f"v{version:06d}" + (f".{epoch}" if epoch else "")), epoch
 
 
 def parse_version_label(label: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from sightline.compute.patch_embedding import linearize_patch_embeddings
+from sightline.compute.model import linearize_patch_embeddings
 
 KINDS = {
     "two frames": (nn.Conv3d(3, 8, (2, 4, 4), stride=(2, 4, 4)), (5, 3, 2, 4, 4)),

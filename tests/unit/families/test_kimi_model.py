@@ -28,8 +28,7 @@ from sightline.trainer.build import build_learner
 from sightline.trainer.export import export_checkpoint
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
-from sightline.trainer.metric_sums import MetricSums
-from sightline.trainer.step_timer import StepTimer
+from sightline.trainer.step_result import MetricSums, StepTimer
 from sightline.wire.generate import SamplingParams
 from sightline.wire.sample import Batch, Sample
 

@@ -25,8 +25,7 @@ from sightline.trainer import sft
 from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
 from sightline.trainer.learner import SUM_NAMES, Learner
-from sightline.trainer.metric_sums import MetricSums
-from sightline.trainer.step_timer import StepTimer
+from sightline.trainer.step_result import MetricSums, StepTimer
 from sightline.wire import MediaItem, Slot
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample, Segment

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sightline.trainer.metric_sums import MetricSums
-from sightline.trainer.step_timer import StepTimer
+from sightline.trainer.step_result import MetricSums, StepTimer
 
 
 def test_sums_are_those_of_numbers_read_one_by_one() -> None:
