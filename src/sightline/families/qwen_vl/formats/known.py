@@ -13,7 +13,6 @@ class Qwen25VL(QwenRenderer):
     format_name = "Qwen2.5-VL"
     default_system = "You are a helpful assistant."
     takes_tools = False
-    not_carried = ("text of None and empty text",)
 
 
 class Qwen3VL(JsonCallFormat):
@@ -24,7 +23,6 @@ class Qwen3(ReasoningFormat, JsonCallFormat):
     """The model itself opens a block of reasoning: the header does not."""
 
     format_name = "Qwen3"
-    not_carried = tuple(dict.fromkeys((*ReasoningFormat.not_carried, *JsonCallFormat.not_carried)))
 
 
 class Qwen3VLThinking(Qwen3):
@@ -39,27 +37,11 @@ class Qwen35(ReasoningFormat, TaggedCallFormat):
     requires_question = True
     opens_reasoning = True
     keeps_empty_reasoning = True
-    not_carried = tuple(
-        dict.fromkeys(
-            (
-                *ReasoningFormat.not_carried,
-                *TaggedCallFormat.not_carried,
-                "white space around a message, and around reasoning",
-            )
-        )
-    )
-
-    def strip_reasoning(self, reasoning: str) -> str:
-        return reasoning.strip()
-
-    def strip_before_content(self, content: str) -> str:
-        return content
+    stripped = None
+    call_separator = "\n\n"
 
     def strip_content(self, content: str) -> str:
         return content.strip()
-
-    def get_call_separator(self, content: str) -> str:
-        return "\n\n" if content else ""
 
     def get_parts(self, message: Message) -> tuple[Part, ...]:
         parts = list(message.content)
