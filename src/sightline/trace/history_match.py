@@ -31,9 +31,7 @@ def make_call_id(node: int, number: int) -> str:
     return f"call_{node}_{number}"
 
 
-def match_history(
-    nodes: Sequence[Node], graph: TraceGraph, history: Sequence[Message]
-) -> MatchedHistory:
+def match_history(graph: TraceGraph, history: Sequence[Message]) -> MatchedHistory:
     """Messages are compared, not hashed: a re-sent history costs no more than reading it."""
     level = deepest = {ROOT: 0}
     for message in history:
@@ -42,13 +40,13 @@ def match_history(
             child: score + likeness
             for node, score in level.items()
             for child in graph.children(node)
-            if (likeness := _score_likeness(nodes[child], message))
+            if (likeness := _score_likeness(graph.nodes[child], message))
         }
         if not level:
             break
         deepest = level
     node = max(deepest, key=lambda n: (deepest[n], n))
-    known = [nodes[n].message for n in graph.path(node)]
+    known = [graph.nodes[n].message for n in graph.path(node)]
     return MatchedHistory(node, known + list(history[len(known) :]))
 
 

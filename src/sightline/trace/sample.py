@@ -19,13 +19,13 @@ def flatten(trace: Trace, advantages: Advantages) -> list[Sample]:
     """Samples of `trace` that train every turn once.
 
     `advantages` gives the advantage of a turn by its node id, or from its node; None leaves the
-    turn out of training, as context. A node trains in the first of `TraceGraph.split_turns` that
+    turn out of training, as context. A node trains in the first of `Trace.split_turns` that
     holds it and is context in the others.
     """
     advantage_of = _map_advantages(trace, advantages)
     return [
         _build_sample(trace, path, {n: advantage_of[n] for n in turns})
-        for path, turns in trace.graph.split_turns(advantage_of)
+        for path, turns in trace.split_turns(advantage_of)
     ]
 
 

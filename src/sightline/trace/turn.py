@@ -168,7 +168,7 @@ class Turn:
         ):
             return stops
         raise Misaligned(
-            f"trace {self._graph.trace_id}: {len(self._new_messages)} new messages end at {stops} "
+            f"trace {self._graph.id}: {len(self._new_messages)} new messages end at {stops} "
             f"in {len(self.prompt_ids)} tokens, of which those from {self._branch_point.start} on "
             f"are new; the last slot ends at {self.slots[-1].end if self.slots else None}",
             "this is a bug of the renderer: one span a message, images inside, then the header "
@@ -182,7 +182,7 @@ class Turn:
         versions: Sequence[PolicySpan],
         finish_reason: str,
     ) -> None:
-        who = f"turn of trace {self._graph.trace_id}"
+        who = f"turn of trace {self._graph.id}"
         if not completion or len(logprobs) != len(completion) or not finish_reason:
             raise Misaligned(
                 f"{who}: {len(completion)} tokens, {len(logprobs)} logprobs, finish reason "
@@ -205,7 +205,7 @@ class Turn:
         digests: list[str | None] = [None] * len(self.slots) if given is None else list(given)
         if len(digests) != len(self.slots):
             raise Misaligned(
-                f"turn of trace {self._graph.trace_id}: {len(digests)} pixel digests for "
+                f"turn of trace {self._graph.id}: {len(digests)} pixel digests for "
                 f"{len(self.slots)} slots",
                 "the engine must give one digest a slot of the prompt, in their order",
             )
@@ -218,7 +218,7 @@ class Turn:
     def _check_digest(self, image: str, given: str | None, recorded: str | None) -> None:
         if None not in (given, recorded) and given != recorded:
             raise PixelMismatch(
-                f"trace {self._graph.trace_id}: the engine now makes pixels {given} of image "
+                f"trace {self._graph.id}: the engine now makes pixels {given} of image "
                 f"{image[:12]}, earlier {recorded}",
                 "all engines of a run must have the same version of sightline and Pillow, and "
                 "the same processor settings",
