@@ -123,58 +123,35 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
         toolset = "" if not tools else msgspec.json.encode(tools).decode()
         refused = ""
         if last != ROOT:
-            if toolset == self.get_toolset(self.nodes[last].tools):
-                turn = self._bridge_turn(last, new, renderer, tools, toolset)
-                if isinstance(turn, Turn):
-                    return turn
-                refused = turn.reason
-            else:
-                refused = TOOLS_CHANGED
+            turn = self._bridge_turn(last, new, renderer, tools, toolset)
+            if isinstance(turn, Turn):
+                return turn
+            refused = turn.reason
         if history is None:
             history = [self.nodes[n].message for n in self.path(last)] + new
-        return self._render_turn(last, history, refused, renderer, tools, toolset)
+        rendered = renderer.render(history, tools)
+        check_slots(rendered.slots, len(rendered.token_ids))
+        parent, num_old, start = self.match_rendered(history, rendered)
+        known = self.pixel_digests(self.path(parent))
+        branch_point = BranchPoint(parent, start, known, last, refused)
+        new, spans = history[num_old:], rendered.spans[num_old:]
+        prompt_ids, slots = rendered.token_ids, rendered.slots
+        return Turn(self, renderer, branch_point, prompt_ids, slots, new, spans, toolset)
 
     def _bridge_turn(
         self, last: int, new: list[Message], renderer: Renderer, tools: Tools | None, toolset: str
     ) -> Turn | Refused:
+        if toolset != self.get_toolset(self.nodes[last].tools):
+            return Refused(TOOLS_CHANGED)
         path_tokens = self.path_tokens(last)
         bridged = renderer.bridge(path_tokens.prompt_ids, path_tokens.completion_ids, new, tools)
         if isinstance(bridged, Refused):
             return bridged
-        end = self.end(last)
-        branch_point = BranchPoint(last, end, path_tokens.pixel_digests, last)
+        branch_point = BranchPoint(last, self.end(last), path_tokens.pixel_digests, last)
         prompt_ids = [*path_tokens.prompt_ids, *path_tokens.completion_ids, *bridged.token_ids]
         slots = [*path_tokens.slots, *bridged.slots]
         check_slots(slots[max(len(path_tokens.slots) - 1, 0) :], len(prompt_ids))
-        return Turn(
-            self, renderer, branch_point, prompt_ids, slots, new, bridged.spans, toolset
-        )
-
-    def _render_turn(
-        self,
-        last: int,
-        history: list[Message],
-        refused: str,
-        renderer: Renderer,
-        tools: Tools | None,
-        toolset: str,
-    ) -> Turn:
-        rendered = renderer.render(history, tools)
-        check_slots(rendered.slots, len(rendered.token_ids))
-        matched = self.match_rendered(history, rendered)
-        known = self.pixel_digests(self.path(matched.node))
-        branch_point = BranchPoint(matched.node, matched.num_tokens, known, last, refused)
-        num_old = matched.num_messages
-        return Turn(
-            self,
-            renderer,
-            branch_point,
-            rendered.token_ids,
-            rendered.slots,
-            history[num_old:],
-            rendered.spans[num_old:],
-            toolset,
-        )
+        return Turn(self, renderer, branch_point, prompt_ids, slots, new, bridged.spans, toolset)
 
     # -- looking -----------------------------------------------------------------------------
 

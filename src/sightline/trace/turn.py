@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from sightline.errors import Misaligned, PixelMismatch
 from sightline.message import AssistantMessage, Message
@@ -41,6 +41,7 @@ class BranchPoint:
     """Why bridging was refused; empty when it was not, or not tried."""
 
 
+@dataclass(eq=False)
 class Turn:
     """Changes nothing until `commit`, so that a request that fails loses nothing.
 
@@ -48,24 +49,17 @@ class Turn:
     to be changed.
     """
 
-    def __init__(
-        self,
-        graph: TraceGraph,
-        renderer: Renderer,
-        branch_point: BranchPoint,
-        prompt_ids: list[int],
-        slots: list[Slot],
-        new_messages: Sequence[Message],
-        spans: Sequence[Span],
-        tools: str,
-    ) -> None:
-        self._graph = graph
-        self.prompt_ids = prompt_ids
-        self.slots = slots
-        self._renderer = renderer
-        self._branch_point = branch_point
-        self._new_messages = new_messages
-        self._tools = tools
+    _graph: TraceGraph
+    _renderer: Renderer
+    _branch_point: BranchPoint
+    prompt_ids: list[int]
+    slots: list[Slot]
+    _new_messages: Sequence[Message]
+    spans: InitVar[Sequence[Span]]
+    """Where each of the new messages stands in the prompt."""
+    _tools: str
+
+    def __post_init__(self, spans: Sequence[Span]) -> None:
         self._stops = self._check_spans(spans)
 
     @property
