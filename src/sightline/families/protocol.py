@@ -150,6 +150,19 @@ class EngineField:
     """Whether the engine reads the array on the CPU, such as the grid of an image."""
 
 
+def build_engine_fields(
+    grid_name: str, family: Any, item: MediaItem, patches: np.ndarray, normalizes: bool
+) -> dict[str, EngineField]:
+    """The rows of an image of a `PixelFamily`, and its grid under the engine's name of it."""
+    values = patches.reshape(len(patches), 3, -1)
+    rows = family.shape_rows(values) if normalizes else family.rows(patches)
+    grid = np.array(item.grid, dtype=np.int64)
+    return {
+        "pixel_values": EngineField(rows, is_flat=True),
+        grid_name: EngineField(grid, is_flat=False, stays_on_host=True),
+    }
+
+
 @dataclass(frozen=True)
 class ParameterSlice:
     """A part of one parameter of ours."""

@@ -48,15 +48,11 @@ def build_foreign_data_error(data: bytes, problem: str, otherwise: str = _FIX) -
     """
     kind, values, fix = _identify(data)
     unusable = find_unusable_data(values)
-    parts = [kind] if kind else []
-    if unusable:
-        parts.append(
-            "it holds " + "; ".join(_describe_places(*entry) for entry in unusable.items())
-        )
+    told = "; ".join(_describe_places(*entry) for entry in unusable.items())
+    if told:
         fix = next(fix for name, fix in _FIXES.items() if name in unusable)
-    return WireError(
-        ": ".join([problem, "; ".join(parts)] if parts else [problem]), fix or otherwise
-    )
+    known = "; ".join(part for part in (kind, told and f"it holds {told}") if part)
+    return WireError(f"{problem}: {known}" if known else problem, fix or otherwise)
 
 
 def _describe_places(kind: str, places: list[str]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 import msgspec
 
 from sightline.families.renderer import ParsedCompletion
@@ -29,16 +31,10 @@ class CompletionParser:
     def parse(self, ids: list[int]) -> ParsedCompletion:
         """What ids without their stop token mean."""
         reasoning, content, rest = self._split_reasoning(ids)
-        calls: tuple[ToolCall, ...] = ()
-        malformed: tuple[str, ...] = ()
-        if self.calls_begin in rest:
-            first = rest.index(self.calls_begin)
-            calls = self._parse_calls(rest[first:])
-            if calls:
-                rest = rest[:first]
-            else:
-                malformed = (self._tokenizer.decode(rest[first:]),)
-        content += self._tokenizer.decode(rest)
+        first = rest.index(self.calls_begin) if self.calls_begin in rest else len(rest)
+        calls = self._parse_calls(rest[first:])
+        malformed = () if calls or first == len(rest) else (self._tokenizer.decode(rest[first:]),)
+        content += self._tokenizer.decode(rest[:first] if calls else rest)
         return ParsedCompletion(content, reasoning or None, calls, malformed)
 
     def is_reasoning_open(self, ids: list[int]) -> bool:
@@ -67,18 +63,13 @@ class CompletionParser:
             return ids.index(self._end_think) + 1 if self._end_think in ids else None
         if END_THINK not in self._tokenizer.decode(ids):
             return None
-        low, high = 0, len(ids)
-        while low + 1 < high:
-            middle = (low + high) // 2
-            if END_THINK in self._tokenizer.decode(ids[:middle]):
-                high = middle
-            else:
-                low = middle
-        return high
+        return bisect.bisect_left(
+            range(len(ids)), True, key=lambda num: END_THINK in self._tokenizer.decode(ids[:num])
+        )
 
     def _parse_calls(self, section: list[int]) -> tuple[ToolCall, ...]:
         """The tool calls of a section, or none when any part of it is no complete call."""
-        if section[-1] != self.calls_end:
+        if section[-1:] != [self.calls_end]:
             return ()
         calls: list[ToolCall] = []
         at, end = 1, len(section) - 1
@@ -91,21 +82,16 @@ class CompletionParser:
             if call.count(self.call_arguments) != 1:
                 return ()
             middle = call.index(self.call_arguments)
-            made = _parse_call(
-                self._tokenizer.decode(call[:middle]), self._tokenizer.decode(call[middle + 1 :])
-            )
-            if made is None:
+            # The id of a call is `functions.<name>:<number>`.
+            call_id = self._tokenizer.decode(call[:middle]).strip()
+            name = call_id.partition(":")[0]
+            name = name.partition(".")[2] if "." in name else name
+            arguments = self._tokenizer.decode(call[middle + 1 :])
+            try:
+                msgspec.json.decode(arguments)
+            except msgspec.MsgspecError:
                 return ()
-            calls.append(made)
+            if not name:
+                return ()
+            calls.append(ToolCall(name=name, arguments=arguments, id=call_id))
         return tuple(calls)
-
-
-def _parse_call(call_id: str, arguments: str) -> ToolCall | None:
-    """A call by its id, `functions.<name>:<number>`; None when it is malformed."""
-    name = call_id.strip().partition(":")[0]
-    name = name.partition(".")[2] if "." in name else name
-    try:
-        msgspec.json.decode(arguments)
-    except msgspec.MsgspecError:
-        return None
-    return ToolCall(name=name, arguments=arguments, id=call_id.strip()) if name else None

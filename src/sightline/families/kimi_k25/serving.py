@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,7 @@ import numpy as np
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_json
-from sightline.families.kimi_k25.vision import KimiK25Family
-from sightline.families.protocol import EngineField, ParameterSlice
-from sightline.wire import MediaItem
+from sightline.families.protocol import ParameterSlice, build_engine_fields
 
 LIMIT_MM_PER_PROMPT = {"vision_chunk": 1}
 VISION_PREFIXES = ("model.vision_tower.", "model.mm_projector.")
@@ -61,16 +60,7 @@ def check_servable(folder: Path, takes_updates: bool) -> None:
         )
 
 
-def build_fields(
-    family: KimiK25Family, item: MediaItem, patches: np.ndarray, normalizes: bool
-) -> dict[str, EngineField]:
-    values = patches.reshape(len(patches), 3, -1)
-    rows = family.shape_rows(values) if normalizes else family.rows(patches)
-    grid = np.array(item.grid, dtype=np.int64)
-    return {
-        "pixel_values": EngineField(rows, is_flat=True),
-        "grid_thws": EngineField(grid, is_flat=False, stays_on_host=True),
-    }
+build_fields = partial(build_engine_fields, "grid_thws")
 
 
 RENAMES = (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, normalizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sightline.errors import FamilyError
@@ -21,6 +21,7 @@ from sightline.families.tiny_checkpoint import (
     read_tiny_settings,
     write_checkpoint,
 )
+from sightline.render.tokenizer import split_words
 
 FOLDER = Path(__file__).parent
 
@@ -55,14 +56,8 @@ WORD_PATTERN = (
 
 
 def build_tokenizer(merges: Sequence[tuple[str, str]] = ROLE_MERGES) -> Tokenizer:
-    pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    normalizer = normalizers.NFC()
-    return build_bpe_tokenizer(merges, pre_tokenizer, SPECIAL_TOKENS, PLAIN_TOKENS, normalizer)
+    words, normalizer = split_words(WORD_PATTERN), normalizers.NFC()
+    return build_bpe_tokenizer(merges, words, SPECIAL_TOKENS, PLAIN_TOKENS, normalizer)
 
 
 def write(path: Path, seed: int = 0, size: str = "tiny", **options: Any) -> None:
