@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+Grid = tuple[int, int, int]
+"""Patches of an image along time, height and width."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
     """How an image of some size is cut up."""
 
-    grid: tuple[int, int, int]
-    """Patches along time, height and width."""
+    grid: Grid
     num_tokens: int
     height: int
     """Pixels after resizing, before padding."""
@@ -105,14 +108,12 @@ class Forward(Protocol):
         """Decoder layers and vision blocks: each is sharded, and gathered, as a whole."""
         ...
 
-    def blank_image(
-        self,
-    ) -> tuple[UInt8[Tensor, "patches values"], tuple[int, int, int]] | None:
+    def blank_image(self) -> tuple[UInt8[Tensor, "patches values"], Grid] | None:
         """The patches and the grid of the smallest image; None where there is no vision tower."""
         ...
 
     def encode(
-        self, patches: UInt8[Tensor, "patches values"], grids: list[tuple[int, int, int]]
+        self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
     ) -> Float[Tensor, "visual_tokens features"]:
         """The features of images whose patches are stacked in order.
 
