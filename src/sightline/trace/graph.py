@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 from cachetools import LRUCache
@@ -32,15 +31,6 @@ class PathTokens:
     """Slots at offsets from the start of the path."""
     pixel_digests: list[str | None]
     """The recorded digest of each slot."""
-
-
-class PathMatch(NamedTuple):
-    """How far a rendered conversation agrees with the trace."""
-
-    node: int
-    """The last node of the trace that it holds."""
-    num_messages: int
-    num_tokens: int
 
 
 class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True):
@@ -124,28 +114,31 @@ class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=
             node = self.nodes[node].parent
         return node
 
-    def match_rendered(self, history: Sequence[Message], rendered: Rendered) -> PathMatch:
-        """Follows `rendered` from the root while messages, tokens and slots are the same."""
+    def match_rendered(
+        self, history: Sequence[Message], rendered: Rendered
+    ) -> tuple[int, int, int]:
+        """Follows `rendered` from the root while messages, tokens and slots are the same.
+
+        Returns the last node that it holds, and the numbers of messages and tokens up to there.
+        """
         stream = int32_array(rendered.token_ids).data
         node, offset, num_slots = ROOT, 0, 0
         for i, (message, span) in enumerate(zip(history, rendered.spans, strict=False)):
-            best = None
-            for child in (self.nodes[c] for c in self.children(node)):
-                data, stop = child.token_ids.data, offset + len(child.token_ids)
-                if (
-                    stop <= span.stop
-                    and child.message == message
-                    and stream[4 * offset : 4 * stop] == data
-                    and _has_same_slots(child, offset, rendered.slots, num_slots)
-                    # A turn that was cut off is a prefix of the same turn sampled to its end.
-                    and (best is None or len(data) >= len(best.token_ids.data))
-                ):
-                    best = child
-            if best is None:
-                return PathMatch(node, i, offset)
+            same = [
+                child
+                for child in (self.nodes[c] for c in self.children(node))
+                if (stop := offset + len(child.token_ids)) <= span.stop
+                and child.message == message
+                and stream[4 * offset : 4 * stop] == child.token_ids.data
+                and _has_same_slots(child, offset, rendered.slots, num_slots)
+            ]
+            if not same:
+                return node, i, offset
+            # A turn that was cut off is a prefix of the same turn sampled to its end.
+            best = max(same, key=lambda child: (len(child.token_ids), child.id))
             node, offset = best.id, offset + len(best.token_ids)
             num_slots += len(best.slots)
-        return PathMatch(node, min(len(history), len(rendered.spans)), offset)
+        return node, min(len(history), len(rendered.spans)), offset
 
     def find_child(
         self, parent: int, message: Message, data: bytes, slots: Sequence[Slot]

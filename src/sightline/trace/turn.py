@@ -144,11 +144,9 @@ class Turn:
     def _find_fork_reason(self, parent: int, resampled: bool) -> str:
         """Why the turn is a fork; empty when it just goes on."""
         siblings = self._graph.children(parent)
-        if not siblings:
-            return ""
         if resampled and any(self._graph.nodes[node].is_turn for node in siblings):
             return RESAMPLED
-        return DIVERGED
+        return DIVERGED if siblings else ""
 
     def _check_spans(self, spans: Sequence[Span]) -> list[int]:
         """Where each new message ends. Spans tile the new tokens, slots lie inside them."""

@@ -74,8 +74,10 @@ def write(path: Path, seed: int = 0, size: str = "tiny", **options: Any) -> None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config, dtype=getattr(torch, settings["dtype"]))
+    # Published files hold the matrices of experts the other way round than transformers does.
     weights = {
-        name: _as_published(name, tensor) for name, tensor in _drop_tied_weights(model).items()
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in _drop_tied_weights(model).items()
     }
     template = _read_template(settings["type"])
     write_checkpoint(Path(path), files, tokenizer, template, model, weights)
@@ -103,11 +105,6 @@ def _drop_tied_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for name, tensor in model.state_dict().items():
         named.setdefault(tensor.data_ptr(), (name, tensor))
     return dict(named.values())
-
-
-def _as_published(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Published files hold the matrices of experts the other way round than transformers does."""
-    return tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
 
 
 def _read_template(kind: str) -> str:
