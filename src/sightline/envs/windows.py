@@ -71,9 +71,8 @@ def last_turns(count: int, keep_task: bool = True, step: int = 1) -> Window:
 def opening(history: Sequence[Message]) -> list[Message]:
     """The system messages at the beginning, and the user's first message behind them."""
     head = _num_system(history)
-    if head < len(history) and history[head].role == "user":
-        head += 1
-    return list(history[:head])
+    is_asked = [message.role for message in history[head : head + 1]] == ["user"]
+    return list(history[: head + is_asked])
 
 
 def _num_system(history: Sequence[Message]) -> int:

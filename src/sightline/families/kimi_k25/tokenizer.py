@@ -53,8 +53,9 @@ def _build_tokenizer_json(path: Path) -> str:
     """The published files in the form of tokenizer.json."""
     ranks = read_ranks(path / RANKS_FILE)
     letters = _byte_letters()
-    words = {_spell(token, letters): rank for token, rank in ranks.items()}
-    merges = [(_spell(a, letters), _spell(b, letters)) for a, b in find_merges(ranks)]
+    spelled = {token: "".join([letters[value] for value in token]) for token in ranks}
+    words = {spelled[token]: rank for token, rank in ranks.items()}
+    merges = [(spelled[a], spelled[b]) for a, b in find_merges(ranks)]
     # A word that is a token needs no merges to be one, in the published code as here.
     tokenizer = Library(BPE(vocab=words, merges=merges, fuse_unk=False, ignore_merges=True))
     tokenizer.pre_tokenizer = split_words(WORD_PATTERN)
@@ -118,7 +119,3 @@ def _byte_letters() -> list[str]:
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (chr(256 + i) for i in range(256))
     return [chr(value) if value in printable else next(others) for value in range(256)]
-
-
-def _spell(token: bytes, letters: list[str]) -> str:
-    return "".join([letters[value] for value in token])
