@@ -97,7 +97,7 @@ class Seen:
         for node in trace.turns:
             path = trace.path(node.id)
             slots = [(s.offset, s.length, s.item.ref.digest) for s in trace.slots(path)]
-            kept.append((trace.tokens(path), slots, trace.graph.pixel_digests(path)))
+            kept.append((trace.tokens(path), slots, trace.pixel_digests(path)))
         assert found == sorted(kept)
 
 

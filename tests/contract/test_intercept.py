@@ -105,7 +105,7 @@ def test_an_agent_of_many_turns_is_one_path_of_the_tokens_that_the_server_saw(
     for node, answer in zip(trace.turns, answers, strict=True):
         assert answer.choices[0].message.content == node.message.text
         assert answer.usage.completion_tokens == node.num_sampled
-        assert answer.usage.prompt_tokens == trace.graph.end(node.id) - node.num_sampled
+        assert answer.usage.prompt_tokens == trace.end(node.id) - node.num_sampled
     # The engine kept the keys and values of every turn but the last token that it said.
     assert all(answer.usage.prompt_tokens_details.cached_tokens for answer in answers[1:])
 

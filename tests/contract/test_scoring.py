@@ -205,7 +205,7 @@ def test_the_trace_of_a_live_engine_is_the_log_of_its_server(trace: Trace, log: 
         ]  # fmt: skip
         assert len(line.completion) == node.num_sampled
         assert line.places() == [(s.offset, s.length, s.item.ref.digest) for s in slots]
-        assert line.pixel_digests == trace.graph.pixel_digests(path)
+        assert line.pixel_digests == trace.pixel_digests(path)
         found.append(line.seed)
     assert len(set(found)) == len(trace.turns) == 11
 

@@ -232,7 +232,7 @@ def check_log(trace: Trace, log: list[Line]) -> None:
         slots = trace.slots(path)
         assert [(s.offset, s.length, s.item.ref.digest) for s in slots] == line.places()
         assert slots == line.slots
-        assert trace.graph.pixel_digests(path) == line.pixel_digests
+        assert trace.pixel_digests(path) == line.pixel_digests
         assert node.logprobs.numpy().tolist() == line.logprobs
     assert len({line.seed for line in log}) == len(log)
 

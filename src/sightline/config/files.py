@@ -73,14 +73,14 @@ def check_resume(old: AnyRun, new: AnyRun) -> None:
         after = getattr(getattr(new, section), name, None)
         if before == after:
             continue
-        if name == "steps" and section == "run" and old.trainer.lr_schedule != "constant":
-            raise ResumeRefused(
-                f"[run] steps was {before} and is now {after}, and the learning rate of every "
-                f"step depends on it ([trainer] lr_schedule = {old.trainer.lr_schedule!r})",
-                "resume with the old value, or start a new run",
+        why, schedule = "", old.trainer.lr_schedule
+        if (section, name) == ("run", "steps") and schedule != "constant":
+            why = (
+                ", and the learning rate of every step depends on it "
+                f"([trainer] lr_schedule = {schedule!r})"
             )
-        if not (field.json_schema_extra or {}).get("mutable"):
+        if why or not (field.json_schema_extra or {}).get("mutable"):
             raise ResumeRefused(
-                f"[{section}] {name} was {before!r} and is now {after!r}",
+                f"[{section}] {name} was {before!r} and is now {after!r}{why}",
                 "resume with the old value, or start a new run",
             )

@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from sightline.config.load import load_object
 from sightline.envs.protocol import Chat, Outcome, Tools
@@ -55,10 +55,7 @@ class TextActions:
     fields: tuple[ActionField, ...]
     verb: str = ""
     """The first word, where the action has one."""
-
-    @property
-    def tools(self) -> Tools | None:
-        return None
+    tools: ClassVar[Tools | None] = None
 
     def read(self, answer: Message) -> tuple[Any, ...] | None:
         """The action that the model chose; None when the answer is none."""
@@ -97,11 +94,7 @@ class ToolActions:
     def tools(self) -> Tools | None:
         properties = {field.name: field.schema for field in self.fields}
         parameters = {"type": "object", "properties": properties, "required": list(properties)}
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": parameters,
-        }
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
         return [{"type": "function", "function": function}]
 
     def read(self, answer: Message) -> tuple[Any, ...] | None:

@@ -7,7 +7,6 @@ observation is a dict: one field of it may hold a picture (base64 or a data URL)
 from __future__ import annotations
 
 import base64
-import binascii
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,19 +104,17 @@ class _Episode:
 
 def decode_image(value: Any) -> bytes:
     """The bytes of a picture in an observation: base64 text, bare or as a data URL."""
-    if not isinstance(value, str):
-        raise EnvironmentFailed(
-            f"a picture of an observation is a {type(value).__name__}",
-            "send the file of the image in base64, or a data URL",
-        )
-    text = value.partition(";base64,")[2] if value.startswith("data:") else value
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise EnvironmentFailed(
-            f"a picture of an observation is not base64: {error}",
-            "send the file of the image in base64, or a data URL",
-        ) from error
+    problem = f"a {type(value).__name__}"
+    if isinstance(value, str):
+        text = value.partition(";base64,")[2] if value.startswith("data:") else value
+        try:
+            return base64.b64decode(text, validate=True)
+        except ValueError as error:
+            problem = f"not base64: {error}"
+    raise EnvironmentFailed(
+        f"a picture of an observation is {problem}",
+        "send the file of the image in base64, or a data URL",
+    )
 
 
 ENVIRONMENT = OpenEnvEnvironment

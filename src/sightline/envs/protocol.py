@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import random
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, Protocol, Self, cast
@@ -14,9 +14,7 @@ from sightline.config.load import load_object
 from sightline.errors import ConfigError
 from sightline.media import MediaRef
 from sightline.message import AssistantMessage, Message
-from sightline.render import Tools
-
-Messages = Sequence[Message | dict[str, Any]]
+from sightline.render.protocol import Messages, Tools
 
 
 @dataclass(frozen=True, slots=True)

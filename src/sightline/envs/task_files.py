@@ -112,8 +112,8 @@ def _folder(path: Path, dataset_split: str) -> tuple[TaskRows, Path]:
                 f"{path} has the parts {', '.join(parts)}, and {dataset_split!r} was asked for",
                 "name one of them: open_tasks(path, dataset_split=...)",
             )
-        return ArrowRows(path / dataset_split), path / dataset_split
-    if not (path / "state.json").is_file():
+        path = path / dataset_split
+    elif not (path / "state.json").is_file():
         raise ConfigError(
             f"{path} is no folder that datasets' save_to_disk wrote", "it would hold a state.json"
         )
@@ -158,10 +158,8 @@ class ParquetRows:
 
     def __init__(self, path: Path) -> None:
         self._file = import_extra("pyarrow.parquet", "data").ParquetFile(path, memory_map=True)
-        sizes = [
-            self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)
-        ]
-        self._stops = list(itertools.accumulate(sizes))
+        groups = map(self._file.metadata.row_group, range(self._file.num_row_groups))
+        self._stops = list(itertools.accumulate(group.num_rows for group in groups))
         self._cached: tuple[int, Any] = (-1, None)
         self.image_columns = image_columns(self._file.schema_arrow)
 
@@ -184,13 +182,9 @@ class ArrowRows:
     def __init__(self, folder: Path) -> None:
         pyarrow = import_extra("pyarrow", "data")
         import_extra("pyarrow.ipc", "data")
-        names = [file["filename"] for file in json.loads((folder / "state.json").read_text())[
-            "_data_files"
-        ]]  # fmt: skip
-        tables = [
-            pyarrow.ipc.open_stream(pyarrow.memory_map(str(folder / name))).read_all()
-            for name in names
-        ]
+        state = json.loads((folder / "state.json").read_text())
+        maps = [pyarrow.memory_map(str(folder / file["filename"])) for file in state["_data_files"]]
+        tables = [pyarrow.ipc.open_stream(mapped).read_all() for mapped in maps]
         self._table = pyarrow.concat_tables(tables)
         self.image_columns = image_columns(self._table.schema)
 

@@ -126,15 +126,11 @@ def _build_tool(function: Callable[..., Any]) -> Tool:
         "type": "function",
         "function": {
             "name": function.__name__,
-            "description": _first_paragraph(function),
+            "description": " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split()),
             "parameters": {"type": "object", "properties": properties, "required": required},
         },
     }
     return Tool(function, schema, types, frozenset(required))
-
-
-def _first_paragraph(function: Callable[..., Any]) -> str:
-    return " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
 
 
 def _split_annotation(hint: Any) -> tuple[Any, str]:

@@ -8,8 +8,10 @@ environment and of its servers, so that one rollout's key serves nobody else.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,10 +31,8 @@ class VerifiersEnvironment(Environment):
         eval_every: int = 10,
         shows_images: bool = True,
     ) -> None:
-        agent_config_fields = import_extra(
-            "verifiers.v1.configs.agent", "verifiers"
-        ).agent_config_fields
-        runtime_is_local = import_extra("verifiers.v1.runtimes", "verifiers").runtime_is_local
+        agents = import_extra("verifiers.v1.configs.agent", "verifiers")
+        runtimes = import_extra("verifiers.v1.runtimes", "verifiers")
         loaders = import_extra("verifiers.v1.utils.loaders", "verifiers")
         if eval_every < 2:
             raise ConfigError(
@@ -46,7 +46,7 @@ class VerifiersEnvironment(Environment):
         try:
             self.config = loaders.resolve_env_config(values)
             # Programs of agents run on this machine, unless a role says otherwise.
-            for role in agent_config_fields(self.config):
+            for role in agents.agent_config_fields(self.config):
                 values[role] = {"runtime": {"type": runtime}, **values.get(role, {})}
             self.config = loaders.resolve_env_config(values)
             self._load = lambda: loaders.load_environment(self.config)
@@ -58,8 +58,8 @@ class VerifiersEnvironment(Environment):
                 "configuration",
             ) from error
         self.name = f"verifiers:{self.config.env_id}"
-        for role, spec in agent_config_fields(self.config).items():
-            if not runtime_is_local(spec.runtime):
+        for role, spec in agents.agent_config_fields(self.config).items():
+            if not runtimes.runtime_is_local(spec.runtime):
                 raise ConfigError(
                     f"{self.name}: role {role!r} runs remotely ({spec.runtime.type}), and the "
                     "endpoint of a rollout is on this machine",
@@ -107,11 +107,10 @@ class VerifiersEnvironment(Environment):
                 f"{self.name}: the episode failed: {said}"[:2000],
                 "run it with verifiers' own command, against any endpoint, to see it alone",
             )
-        rewards: dict[str, float] = {}
-        for trace in episode.traces:
-            for name, reward in trace.rewards.items():
-                if reward is not None:
-                    rewards[name] = rewards.get(name, 0.0) + float(reward.value)
+        rewards: dict[str, float] = defaultdict(float)
+        for name, reward in (pair for trace in episode.traces for pair in trace.rewards.items()):
+            if reward is not None:
+                rewards[name] += float(reward.value)
         metrics = {
             name: float(value)
             for trace in episode.traces
@@ -122,12 +121,8 @@ class VerifiersEnvironment(Environment):
 
     def _task_at(self, place: int, for_eval: bool) -> Any:
         with self._tasks_lock:
-            while len(self._tasks_read) <= place:
-                try:
-                    self._tasks_read.append(next(self._source))
-                except StopIteration:
-                    break
             known = self._tasks_read
+            known += itertools.islice(self._source, max(place + 1 - len(known), 0))
             if place < len(known):
                 return known[place]
             mine = [i for i in range(len(known)) if (i % self.eval_every == 0) == for_eval]

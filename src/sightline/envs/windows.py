@@ -8,6 +8,7 @@ rarer, so that the turns between two of them are bridged.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -70,16 +71,12 @@ def last_turns(count: int, keep_task: bool = True, step: int = 1) -> Window:
 def opening(history: Sequence[Message]) -> list[Message]:
     """The system messages at the beginning, and the user's first message behind them."""
     head = _num_system(history)
-    if head < len(history) and history[head].role == "user":
-        head += 1
-    return list(history[:head])
+    is_asked = [message.role for message in history[head : head + 1]] == ["user"]
+    return list(history[: head + is_asked])
 
 
 def _num_system(history: Sequence[Message]) -> int:
-    count = 0
-    while count < len(history) and history[count].role == "system":
-        count += 1
-    return count
+    return sum(1 for _ in itertools.takewhile(lambda message: message.role == "system", history))
 
 
 def _num_dropped(num: int, count: int, step: int) -> int:
@@ -89,13 +86,10 @@ def _num_dropped(num: int, count: int, step: int) -> int:
 
 def _without_images(message: Message, gone: int, instead: str) -> Message:
     """The message with the first `gone` of its images replaced."""
-    parts: list[Part] = []
-    for part in message.content:
-        if gone and isinstance(part, ImagePart):
-            gone -= 1
-            parts.append(TextPart(instead))
-        else:
-            parts.append(part)
+    parts = list[Part](message.content)
+    images = (i for i, part in enumerate(message.content) if isinstance(part, ImagePart))
+    for i in itertools.islice(images, gone):
+        parts[i] = TextPart(instead)
     return msgspec.structs.replace(message, content=join_texts(parts))
 
 

@@ -42,7 +42,11 @@ def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
         except (OSError, ValueError) as error:
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
             continue
-        if not (missing := _list_missing(found, with_weights)):
+        needed = [*_REQUIRED_FILES, *([("*.safetensors",)] if with_weights else [])]
+        missing = [
+            " or ".join(names) for names in needed if not any(any(found.glob(n)) for n in names)
+        ]
+        if not missing:
             return found
         problem = f"{found} lacks {', '.join(missing)}"
     raise FamilyError(
@@ -50,14 +54,3 @@ def resolve_checkpoint(model: str | Path, with_weights: bool = False) -> Path:
         "make one with `sightline model tiny DIR`, name a folder, or put the files of the model "
         f"into the cache: {', '.join(files)}",
     )
-
-
-def _list_missing(folder: Path, with_weights: bool) -> list[str]:
-    missing = [
-        " or ".join(names)
-        for names in _REQUIRED_FILES
-        if not any((folder / name).is_file() for name in names)
-    ]
-    if with_weights and not any(folder.glob("*.safetensors")):
-        missing.append("*.safetensors")
-    return missing

@@ -115,8 +115,6 @@ def check_vision_config(vision_config: dict[str, Any], path: Path, **expected: i
 
 def _read_channels(raw: dict[str, Any], key: str, default: tuple[float, ...]) -> tuple[float, ...]:
     value = raw.get(key)
-    if value is None:
-        return default
     if isinstance(value, (int, float)):
-        return (float(value),) * 3
-    return tuple(float(v) for v in value)
+        value = (value,) * 3
+    return default if value is None else tuple(map(float, value))

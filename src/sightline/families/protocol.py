@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+Grid = tuple[int, int, int]
+"""Patches of an image along time, height and width."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImageLayout:
     """How an image of some size is cut up."""
 
-    grid: tuple[int, int, int]
-    """Patches along time, height and width."""
+    grid: Grid
     num_tokens: int
     height: int
     """Pixels after resizing, before padding."""
@@ -105,14 +108,12 @@ class Forward(Protocol):
         """Decoder layers and vision blocks: each is sharded, and gathered, as a whole."""
         ...
 
-    def blank_image(
-        self,
-    ) -> tuple[UInt8[Tensor, "patches values"], tuple[int, int, int]] | None:
+    def blank_image(self) -> tuple[UInt8[Tensor, "patches values"], Grid] | None:
         """The patches and the grid of the smallest image; None where there is no vision tower."""
         ...
 
     def encode(
-        self, patches: UInt8[Tensor, "patches values"], grids: list[tuple[int, int, int]]
+        self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
     ) -> Float[Tensor, "visual_tokens features"]:
         """The features of images whose patches are stacked in order.
 
@@ -148,6 +149,19 @@ class EngineField:
     """Whether the arrays of several images are laid end to end; else they are stacked."""
     stays_on_host: bool = False
     """Whether the engine reads the array on the CPU, such as the grid of an image."""
+
+
+def build_engine_fields(
+    grid_name: str, family: Any, item: MediaItem, patches: np.ndarray, normalizes: bool
+) -> dict[str, EngineField]:
+    """The rows of an image of a `PixelFamily`, and its grid under the engine's name of it."""
+    values = patches.reshape(len(patches), 3, -1)
+    rows = family.shape_rows(values) if normalizes else family.rows(patches)
+    grid = np.array(item.grid, dtype=np.int64)
+    return {
+        "pixel_values": EngineField(rows, is_flat=True),
+        grid_name: EngineField(grid, is_flat=False, stays_on_host=True),
+    }
 
 
 @dataclass(frozen=True)

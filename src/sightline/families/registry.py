@@ -120,17 +120,15 @@ def load_renderer(
     """
     path = resolve_checkpoint(model)
     folder = _get_folder(path)
-    if family is None:
-        family = folder.load_family(path, {})
-    resolver = resolver or ImageIngestor(store)
-    if not number_images:
-        return cast(Renderer, folder.load_renderer(path, family, resolver))
-    if not getattr(folder, "CAN_NUMBER_IMAGES", False):
+    if number_images and not getattr(folder, "CAN_NUMBER_IMAGES", False):
         raise FamilyError(
             f"the chat format of {path} does not number images",
             "remove [model] number_images from the run file",
         )
-    return cast(Renderer, folder.load_renderer(path, family, resolver, number_images=True))
+    family = family or folder.load_family(path, {})
+    options = {"number_images": True} if number_images else {}
+    made = folder.load_renderer(path, family, resolver or ImageIngestor(store), **options)
+    return cast(Renderer, made)
 
 
 def load_forward(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sightline.errors import FamilyError
 from sightline.families.device_copy import copy_to_device
+from sightline.families.protocol import Grid
 from sightline.families.vision_family import PixelFamily
 
 
@@ -35,13 +36,11 @@ class TextForward:
     def blocks(self) -> list[nn.Module]:
         return list(self._text.layers)
 
-    def blank_image(
-        self,
-    ) -> tuple[UInt8[Tensor, "patches values"], tuple[int, int, int]] | None:
+    def blank_image(self) -> tuple[UInt8[Tensor, "patches values"], Grid] | None:
         return None
 
     def encode(
-        self, patches: UInt8[Tensor, "patches values"], grids: list[tuple[int, int, int]]
+        self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
     ) -> Float[Tensor, "visual_tokens features"]:
         raise FamilyError("the checkpoint has no vision tower", "use a vision-language checkpoint")
 
@@ -92,7 +91,7 @@ class VisionForward(TextForward):
         self._table = torch.from_numpy(family.table.copy()).to(device)
         self._tower_inputs = lru_cache(maxsize=16)(self.compute_tower_inputs)
 
-    def compute_tower_inputs(self, grids: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
+    def compute_tower_inputs(self, grids: tuple[Grid, ...]) -> dict[str, Any]:
         """What the tower would ask of `grid_thw`, by the names under which it takes the answers.
 
         Arrays: a tensor that was made without gradients could not be used with them later.
@@ -107,9 +106,7 @@ class VisionForward(TextForward):
         """The features in what the tower gave."""
         raise NotImplementedError
 
-    def blank_image(
-        self,
-    ) -> tuple[UInt8[Tensor, "patches values"], tuple[int, int, int]] | None:
+    def blank_image(self) -> tuple[UInt8[Tensor, "patches values"], Grid] | None:
         side, values = self._family.merge, 3 * self._family.patch**2
         return torch.zeros(side * side, values, dtype=torch.uint8), (1, side, side)
 
@@ -125,7 +122,7 @@ class VisionForward(TextForward):
         return self._table[by_channel, channel]
 
     def encode(
-        self, patches: UInt8[Tensor, "patches values"], grids: list[tuple[int, int, int]]
+        self, patches: UInt8[Tensor, "patches values"], grids: list[Grid]
     ) -> Float[Tensor, "visual_tokens features"]:
         rows = self.rows(patches).to(next(self._tower.parameters()).dtype)
         inputs = {

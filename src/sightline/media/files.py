@@ -223,26 +223,21 @@ def gc(
                 except FileNotFoundError:
                     continue
                 age_s = now - status.st_mtime
-                if entry.name.startswith(TEMPORARY_PREFIX):
-                    if age_s >= max(min_age_s, _TEMPORARY_MIN_AGE_S):
-                        num_temporary += 1
-                        _remove(entry.path, dry_run)
-                elif not is_image_file(entry):
-                    pass
-                elif entry.name in in_use:
-                    num_in_use += 1
-                elif age_s < min_age_s:
-                    num_young += 1
-                else:
+                is_temporary = entry.name.startswith(TEMPORARY_PREFIX)
+                is_image = is_image_file(entry)
+                is_used = is_image and entry.name in in_use
+                is_young = age_s < max(min_age_s, _TEMPORARY_MIN_AGE_S if is_temporary else 0)
+                num_in_use += is_used
+                num_young += is_image and is_young and not is_used
+                if is_young or is_used or not (is_image or is_temporary):
+                    continue
+                num_temporary += is_temporary
+                if is_image:
                     removed.append(entry.name)
                     removed_bytes += status.st_size
-                    _remove(entry.path, dry_run)
+                if not dry_run:
+                    os.unlink(entry.path)
         num_seen += len(batch)
         if progress:
             progress(num_seen)
     return GcReport(removed, removed_bytes, num_in_use, num_young, num_temporary, dry_run)
-
-
-def _remove(path: str, dry_run: bool) -> None:
-    if not dry_run:
-        os.unlink(path)

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -329,13 +329,9 @@ class _StoreSurvey:
     def __init__(self, root: Path) -> None:
         began = time.monotonic()
         self.num_files = self.size_bytes = 0
-        for entry in files.iter_files(root):
-            if files.is_image_file(entry):
-                try:
-                    size = entry.stat().st_size
-                except FileNotFoundError:
-                    continue
-                self.add(size)
+        for entry in filter(files.is_image_file, files.iter_files(root)):
+            with suppress(FileNotFoundError):
+                self.add(entry.stat().st_size)
         self._taken_at = time.monotonic()
         self._took_s = self._taken_at - began
 

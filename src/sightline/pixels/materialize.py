@@ -130,27 +130,23 @@ class Materializer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _make(self, item: MediaItem) -> Pixels:
-        pixels = None
         try:
             patches = self.family.patches(self.store.image(item.ref), item)
             pixels = Pixels(patches, pixel_digest(item, patches))
-            return pixels
-        finally:
-            self._cache_pixels(item, pixels)
-
-    def _cache_pixels(self, item: MediaItem, pixels: Pixels | None) -> None:
-        with self._lock:
-            if pixels is None:
+        except BaseException:
+            with self._lock:
                 self.counts.failed += 1
-                return
+            raise
+        with self._lock:
             self.counts.made += 1
-            if pixels.patches.nbytes > self.max_bytes:
+            if patches.nbytes > self.max_bytes:
                 self.counts.oversized += self.max_bytes > 0
-                return
+                return pixels
             num_before = len(self._cache)
             self._cache[item] = pixels
             self.counts.evicted += num_before + 1 - len(self._cache)
             self.counts.bytes_held = int(self._cache.currsize)
+        return pixels
 
     def _finish_flight(self, item: MediaItem) -> None:
         with self._lock:

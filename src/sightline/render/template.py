@@ -25,7 +25,7 @@ class ChatTemplate:
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_template_error
-        environment.globals["strftime_now"] = _format_now
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._template = environment.from_string(source)
 
     @classmethod
@@ -78,7 +78,3 @@ def _to_json(value: Any, **settings: Any) -> str:
 
 def _raise_template_error(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _format_now(form: str) -> str:
-    return datetime.now().strftime(form)

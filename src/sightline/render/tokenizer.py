@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
+from tokenizers import pre_tokenizers
 
 from sightline.errors import FamilyError
 
@@ -67,6 +68,13 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = False) -> str:
         return str(self._full.decode([int(i) for i in token_ids], skip_special_tokens=skip_special))
+
+
+def split_words(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """Cuts text into the words of `pattern`, as bytes, before BPE."""
+    words = pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([words, as_bytes])
 
 
 def _without_added_tokens(description: str) -> tokenizers.Tokenizer:

@@ -56,11 +56,11 @@ class RolloutChat(ModelChat):
 
     @property
     def num_context_tokens(self) -> int:
-        return self.trace.graph.end(self.leaf)
+        return self.trace.end(self.leaf)
 
     @property
     def num_calls(self) -> int:
-        return self.trace.graph.num_turns
+        return self.trace.num_turns
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -48,15 +47,11 @@ def build_foreign_data_error(data: bytes, problem: str, otherwise: str = _FIX) -
     """
     kind, values, fix = _identify(data)
     unusable = find_unusable_data(values)
-    parts = [kind] if kind else []
-    if unusable:
-        parts.append(
-            "it holds " + "; ".join(_describe_places(*entry) for entry in unusable.items())
-        )
+    told = "; ".join(_describe_places(*entry) for entry in unusable.items())
+    if told:
         fix = next(fix for name, fix in _FIXES.items() if name in unusable)
-    return WireError(
-        ": ".join([problem, "; ".join(parts)] if parts else [problem]), fix or otherwise
-    )
+    known = "; ".join(part for part in (kind, told and f"it holds {told}") if part)
+    return WireError(f"{problem}: {known}" if known else problem, fix or otherwise)
 
 
 def _describe_places(kind: str, places: list[str]) -> str:
@@ -144,26 +139,19 @@ def _identify(data: bytes) -> tuple[str, Any, str]:
     for pattern, kind, fix in _BINARY_FORMATS:
         if re.match(pattern, data[:4096], re.DOTALL):
             return f"it is {kind}", None, fix
-    kind, values = next(_decode_plain(data), ("", None))
-    return kind, values, ""
-
-
-def _decode_plain(data: bytes) -> Iterator[tuple[str, Any]]:
     text = data.lstrip()
-    if text[:1] in (b"{", b"["):
-        for part, kind in ((text, "JSON"), (text.split(b"\n", 1)[0], "JSON lines")):
-            try:
-                values = msgspec.json.decode(part)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                continue
-            yield f"it is {kind}{_describe_keys(values)}", values
-        return
-    try:
-        values = msgspec.msgpack.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
-        return
-    if isinstance(values, (dict, list)):
-        yield f"it is msgpack{_describe_keys(values)}", values
+    decode = msgspec.json.decode if text[:1] in (b"{", b"[") else msgspec.msgpack.decode
+    parts = {"msgpack": data}
+    if decode is msgspec.json.decode:
+        parts = {"JSON": text, "JSON lines": text.split(b"\n", 1)[0]}
+    for kind, part in parts.items():
+        try:
+            values = decode(part)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+            continue
+        if isinstance(values, (dict, list)):
+            return f"it is {kind}{_describe_keys(values)}", values, ""
+    return "", None, ""
 
 
 def _describe_keys(values: Any) -> str:

@@ -5,9 +5,12 @@ What follows from the nodes is kept in step with them and never stored.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
+from cachetools import LRUCache
 
 from sightline.message import Message
 from sightline.render.protocol import Rendered
@@ -30,30 +33,22 @@ class PathTokens:
     """The recorded digest of each slot."""
 
 
-class PathMatch(NamedTuple):
-    """How far a rendered conversation agrees with the trace."""
+class TraceGraph(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """The part of a trace that grows with every turn."""
 
-    node: int
-    """The last node of the trace that it holds."""
-    num_messages: int
-    num_tokens: int
+    id: str
+    nodes: list[Node] = []
+    toolsets: list[str] = []
+    """The distinct lists of tools that turns were asked with, as JSON."""
+    forks: dict[str, int] = {}
+    """Turns that did not simply go on from the last one of their path, by reason."""
 
-
-class TraceGraph:
-    """The graph of trace `trace_id`; the lists are the trace's own."""
-
-    def __init__(
-        self, trace_id: str, nodes: list[Node], toolsets: list[str], forks: dict[str, int]
-    ) -> None:
-        self.trace_id = trace_id
-        self.nodes = nodes
-        self._toolsets = toolsets
-        self._forks = forks
+    def __post_init__(self) -> None:
         self._children: dict[int, list[int]] = {}
         self._ends: list[int] = []
-        self._cached_paths: dict[int, PathTokens] = {}
+        self._cached_paths: LRUCache[int, PathTokens] = LRUCache(MAX_CACHED_PATHS)
         self.num_turns = 0
-        for node in nodes:
+        for node in self.nodes:
             self._index(node)
 
     def _index(self, node: Node) -> None:
@@ -69,16 +64,16 @@ class TraceGraph:
         """The number of a toolset, which is added when it is new."""
         if not tools:
             return NO_TOOLS
-        if tools not in self._toolsets:
-            self._toolsets.append(tools)
-        return self._toolsets.index(tools)
+        if tools not in self.toolsets:
+            self.toolsets.append(tools)
+        return self.toolsets.index(tools)
 
     def get_toolset(self, number: int) -> str:
         """The tools that a turn was asked with, as JSON; empty for none."""
-        return "" if number == NO_TOOLS else self._toolsets[number]
+        return "" if number == NO_TOOLS else self.toolsets[number]
 
     def count_fork(self, reason: str) -> None:
-        self._forks[reason] = self._forks.get(reason, 0) + 1
+        self.forks[reason] = self.forks.get(reason, 0) + 1
 
     def end(self, node: int) -> int:
         """The number of tokens from the root to the end of the node."""
@@ -97,7 +92,7 @@ class TraceGraph:
         return path
 
     def branches(self) -> list[list[int]]:
-        """The paths from the root to every leaf, in the order of the leaves."""
+        """The paths from the root to every leaf, as node ids, in the order of the leaves."""
         return [self.path(node.id) for node in self.nodes if not self.children(node.id)]
 
     def split_turns(self, turns: Container[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -119,49 +114,49 @@ class TraceGraph:
             node = self.nodes[node].parent
         return node
 
-    def match_rendered(self, history: Sequence[Message], rendered: Rendered) -> PathMatch:
-        """Follows `rendered` from the root while messages, tokens and slots are the same."""
+    def match_rendered(
+        self, history: Sequence[Message], rendered: Rendered
+    ) -> tuple[int, int, int]:
+        """Follows `rendered` from the root while messages, tokens and slots are the same.
+
+        Returns the last node that it holds, and the numbers of messages and tokens up to there.
+        """
         stream = int32_array(rendered.token_ids).data
         node, offset, num_slots = ROOT, 0, 0
         for i, (message, span) in enumerate(zip(history, rendered.spans, strict=False)):
-            best = None
-            for child in (self.nodes[c] for c in self.children(node)):
-                data, stop = child.token_ids.data, offset + len(child.token_ids)
-                if (
-                    stop <= span.stop
-                    and child.message == message
-                    and stream[4 * offset : 4 * stop] == data
-                    and _has_same_slots(child, offset, rendered.slots, num_slots)
-                    # A turn that was cut off is a prefix of the same turn sampled to its end.
-                    and (best is None or len(data) >= len(best.token_ids.data))
-                ):
-                    best = child
-            if best is None:
-                return PathMatch(node, i, offset)
+            same = [
+                child
+                for child in (self.nodes[c] for c in self.children(node))
+                if (stop := offset + len(child.token_ids)) <= span.stop
+                and child.message == message
+                and stream[4 * offset : 4 * stop] == child.token_ids.data
+                and _has_same_slots(child, offset, rendered.slots, num_slots)
+            ]
+            if not same:
+                return node, i, offset
+            # A turn that was cut off is a prefix of the same turn sampled to its end.
+            best = max(same, key=lambda child: (len(child.token_ids), child.id))
             node, offset = best.id, offset + len(best.token_ids)
             num_slots += len(best.slots)
-        return PathMatch(node, min(len(history), len(rendered.spans)), offset)
+        return node, min(len(history), len(rendered.spans)), offset
 
     def find_child(
         self, parent: int, message: Message, data: bytes, slots: Sequence[Slot]
     ) -> Node | None:
         """The child of `parent` that already says this message with these tokens."""
+        wanted = (data, message, [slot.item for slot in slots])
         for child in (self.nodes[c] for c in self.children(parent)):
-            if (
-                child.token_ids.data == data
-                and child.message == message
-                and [s.item for s in child.slots] == [s.item for s in slots]
-            ):
+            if (child.token_ids.data, child.message, [s.item for s in child.slots]) == wanted:
                 return child
         return None
 
     def tokens(self, path: Sequence[int]) -> list[int]:
-        ids: list[int] = []
-        for node in path:
-            ids += self.nodes[node].token_ids.numpy().tolist()
-        return ids
+        """The tokens of a path, one after another."""
+        parts = (self.nodes[node].token_ids.numpy().tolist() for node in path)
+        return list(itertools.chain.from_iterable(parts))
 
     def slots(self, path: Sequence[int]) -> list[Slot]:
+        """The slots of a path, counted from its first token."""
         slots, start = [], 0
         for node in (self.nodes[n] for n in path):
             slots += [Slot(start + s.offset, s.length, s.item) for s in node.slots]
@@ -188,8 +183,6 @@ class TraceGraph:
         """Keeps the lists of a new turn; those of the turn that it goes on from are let go."""
         self._cached_paths.pop(replaces, None)
         self._cached_paths[turn] = path_tokens
-        if len(self._cached_paths) > MAX_CACHED_PATHS:
-            self._cached_paths.pop(next(iter(self._cached_paths)))
 
 
 def _has_same_slots(node: Node, start: int, slots: Sequence[Slot], first: int) -> bool:

@@ -31,9 +31,7 @@ def make_call_id(node: int, number: int) -> str:
     return f"call_{node}_{number}"
 
 
-def match_history(
-    nodes: Sequence[Node], graph: TraceGraph, history: Sequence[Message]
-) -> MatchedHistory:
+def match_history(graph: TraceGraph, history: Sequence[Message]) -> MatchedHistory:
     """Messages are compared, not hashed: a re-sent history costs no more than reading it."""
     level = deepest = {ROOT: 0}
     for message in history:
@@ -42,13 +40,13 @@ def match_history(
             child: score + likeness
             for node, score in level.items()
             for child in graph.children(node)
-            if (likeness := _score_likeness(nodes[child], message))
+            if (likeness := _score_likeness(graph.nodes[child], message))
         }
         if not level:
             break
         deepest = level
     node = max(deepest, key=lambda n: (deepest[n], n))
-    known = [nodes[n].message for n in graph.path(node)]
+    known = [graph.nodes[n].message for n in graph.path(node)]
     return MatchedHistory(node, known + list(history[len(known) :]))
 
 
@@ -56,26 +54,24 @@ def _score_likeness(node: Node, message: Message) -> int:
     recorded = node.message
     if recorded == message:
         return _SAME
-    if not node.is_turn or message.role != "assistant":
-        return _OTHER
-    if message.reasoning is not None and message.reasoning != recorded.reasoning:
-        return _OTHER
-    has_lost_content = bool(recorded.tool_calls) and not message.content
-    if message.content != recorded.content and not has_lost_content:
-        return _OTHER
-    if len(message.tool_calls) != len(recorded.tool_calls) or not all(
-        map(_is_same_call, recorded.tool_calls, message.tool_calls)
+    calls, sent = recorded.tool_calls, message.tool_calls
+    has_lost_content = bool(calls) and not message.content
+    if not (
+        node.is_turn
+        and message.role == "assistant"
+        and message.reasoning in (None, recorded.reasoning)
+        and (message.content == recorded.content or has_lost_content)
+        and len(calls) == len(sent)
+        and all(map(_is_same_call, calls, sent))
     ):
         return _OTHER
-    ids = [make_call_id(node.id, k) for k in range(len(recorded.tool_calls))]
-    return _SAME if ids and [call.id for call in message.tool_calls] == ids else _ALIKE
+    ids = [make_call_id(node.id, k) for k in range(len(calls))]
+    return _SAME if ids and [call.id for call in sent] == ids else _ALIKE
 
 
 def _is_same_call(recorded: ToolCall, sent: ToolCall) -> bool:
-    if recorded.name != sent.name:
-        return False
-    if recorded.arguments == sent.arguments:
-        return True
+    if recorded.name != sent.name or recorded.arguments == sent.arguments:
+        return recorded.name == sent.name
     try:
         return _is_same_value(json.loads(recorded.arguments), json.loads(sent.arguments))
     except (ValueError, RecursionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from array import array
 from collections.abc import Iterable, Sequence
 
@@ -104,14 +105,9 @@ class Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 def check_policy_spans(versions: Sequence[PolicySpan], num_sampled: int, what: str) -> None:
     """Spans follow one another from the first sampled token to the last."""
-    last = 0
-    for span in versions:
-        if span.start != last or span.stop <= span.start:
-            break
-        last = span.stop
-    else:
-        if last == num_sampled:
-            return
+    starts, stops = [span.start for span in versions], [span.stop for span in versions]
+    if [*starts, num_sampled] == [0, *stops] and all(map(operator.lt, starts, stops)):
+        return
     raise Misaligned(
         f"{what}: versions cover {[(s.start, s.stop) for s in versions]} of {num_sampled} "
         "sampled tokens",

@@ -19,13 +19,13 @@ def flatten(trace: Trace, advantages: Advantages) -> list[Sample]:
     """Samples of `trace` that train every turn once.
 
     `advantages` gives the advantage of a turn by its node id, or from its node; None leaves the
-    turn out of training, as context. A node trains in the first of `TraceGraph.split_turns` that
+    turn out of training, as context. A node trains in the first of `Trace.split_turns` that
     holds it and is context in the others.
     """
     advantage_of = _map_advantages(trace, advantages)
     return [
         _build_sample(trace, path, {n: advantage_of[n] for n in turns})
-        for path, turns in trace.graph.split_turns(advantage_of)
+        for path, turns in trace.split_turns(advantage_of)
     ]
 
 
@@ -52,7 +52,7 @@ def _build_sample(trace: Trace, path: Sequence[int], advantage_of: dict[int, flo
         raise Misaligned(
             f"trace {trace.id} has no reward", "a rollout that did not end does not train"
         )
-    trained, advantages, versions, logprobs = [], list[float](), list[int](), list[bytes]()
+    trained, advantages, versions, logprobs = [], list[float](), list[int](), list[np.ndarray]()
     segments, start = list[Segment](), 0
     items, slots = dict[tuple[str, str], tuple[int, MediaItem]](), list[Slot[int]]()
     for node in (trace.nodes[n] for n in path):
@@ -65,7 +65,7 @@ def _build_sample(trace: Trace, path: Sequence[int], advantage_of: dict[int, flo
         if node.id in advantage_of:
             first = start + node.sampled_start
             trained.append(np.arange(first, stop, dtype=np.int32))
-            logprobs.append(node.logprobs.data)
+            logprobs.append(node.logprobs.numpy())
             advantages += [advantage_of[node.id]] * node.num_sampled
             for span in node.versions:
                 versions += [span.version] * (span.stop - span.start)
@@ -76,9 +76,11 @@ def _build_sample(trace: Trace, path: Sequence[int], advantage_of: dict[int, flo
         group_id=trace.group_id,
         env=trace.env,
         reward=trace.reward,
-        token_ids=_join_arrays("int32", [trace.nodes[n].token_ids.data for n in path]),
+        token_ids=Array.of(
+            np.concatenate([trace.nodes[n].token_ids.numpy() for n in path]), "int32"
+        ),
         trained=Array.of(np.concatenate(trained), "int32"),
-        logprobs=_join_arrays("float32", logprobs),
+        logprobs=Array.of(np.concatenate(logprobs), "float32"),
         advantages=Array.of(advantages, "float32"),
         versions=Array.of(versions, "int32"),
         segments=segments,
@@ -86,8 +88,3 @@ def _build_sample(trace: Trace, path: Sequence[int], advantage_of: dict[int, flo
         slots=slots,
         temperature=trace.temperature,
     )
-
-
-def _join_arrays(dtype: str, parts: Sequence[bytes]) -> Array:
-    data = b"".join(parts)
-    return Array(dtype=dtype, shape=(len(data) // 4,), data=data)

@@ -11,8 +11,6 @@ by `Turn.commit`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from sightline.errors import Misaligned
@@ -23,7 +21,6 @@ from sightline.trace.graph import TraceGraph
 from sightline.trace.history_match import match_history
 from sightline.trace.node import NO_TOOLS, ROOT, Node
 from sightline.trace.turn import BranchPoint, Turn
-from sightline.wire import Slot
 from sightline.wire.item import check_slots
 
 TRACE_SCHEMA = 1
@@ -31,21 +28,15 @@ TOOLS_CHANGED = "tools_changed"
 """The turn offers other tools than the one that it goes on from."""
 
 
-class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True):
+class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
     """One rollout: its nodes, its reward and how it ended."""
 
-    id: str
     group_id: str = ""
     env: str = ""
     task: int = 0
     """Index of the task in its environment and split."""
     split: str = "train"
     seed: int = 0
-    nodes: list[Node] = []
-    toolsets: list[str] = []
-    """The distinct lists of tools that turns were asked with, as JSON."""
-    forks: dict[str, int] = {}
-    """Turns that did not simply go on from the last one of their path, by reason."""
     reward: float | None = None
     rewards: dict[str, float] = {}
     """The named parts of the reward."""
@@ -70,7 +61,7 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
 
     def __post_init__(self) -> None:
         self.check()
-        self.graph = TraceGraph(self.id, self.nodes, self.toolsets, self.forks)
+        super().__post_init__()
 
     def check(self) -> None:
         """Raises Misaligned when nodes or credits do not line up."""
@@ -98,11 +89,10 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
     def prepare(self, messages: Messages, renderer: Renderer, tools: Tools | None = None) -> Turn:
         """The turn that follows a whole history, of which the trace may know the beginning."""
         read = renderer.read_conversation(messages)
-        node, history = match_history(self.nodes, self.graph, read)
-        last = self.graph.last_turn(node)
-        return self._prepare_turn(
-            last, history, history[len(self.graph.path(last)) :], renderer, tools
-        )
+        node, history = match_history(self, read)
+        last = self.last_turn(node)
+        new = history[len(self.path(last)) :]
+        return self._prepare_turn(last, history, new, renderer, tools)
 
     def extend(
         self, leaf: int, new_messages: Messages, renderer: Renderer, tools: Tools | None = None
@@ -116,9 +106,9 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
                 f"trace {self.id} has no node {leaf}", "pass the id of a committed node, or -1"
             )
         new = renderer.read_messages(new_messages)
-        last = self.graph.last_turn(leaf)
+        last = self.last_turn(leaf)
         if last != leaf:
-            new = [self.nodes[n].message for n in self.graph.path(leaf) if n > last] + new
+            new = [self.nodes[n].message for n in self.path(leaf) if n > last] + new
         return self._prepare_turn(last, None, new, renderer, tools)
 
     def _prepare_turn(
@@ -133,76 +123,37 @@ class Trace(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, dict=True)
         toolset = "" if not tools else msgspec.json.encode(tools).decode()
         refused = ""
         if last != ROOT:
-            if toolset == self.graph.get_toolset(self.nodes[last].tools):
-                turn = self._bridge_turn(last, new, renderer, tools, toolset)
-                if isinstance(turn, Turn):
-                    return turn
-                refused = turn.reason
-            else:
-                refused = TOOLS_CHANGED
+            turn = self._bridge_turn(last, new, renderer, tools, toolset)
+            if isinstance(turn, Turn):
+                return turn
+            refused = turn.reason
         if history is None:
-            history = [self.nodes[n].message for n in self.graph.path(last)] + new
-        return self._render_turn(last, history, refused, renderer, tools, toolset)
+            history = [self.nodes[n].message for n in self.path(last)] + new
+        rendered = renderer.render(history, tools)
+        check_slots(rendered.slots, len(rendered.token_ids))
+        parent, num_old, start = self.match_rendered(history, rendered)
+        known = self.pixel_digests(self.path(parent))
+        branch_point = BranchPoint(parent, start, known, last, refused)
+        new, spans = history[num_old:], rendered.spans[num_old:]
+        prompt_ids, slots = rendered.token_ids, rendered.slots
+        return Turn(self, renderer, branch_point, prompt_ids, slots, new, spans, toolset)
 
     def _bridge_turn(
         self, last: int, new: list[Message], renderer: Renderer, tools: Tools | None, toolset: str
     ) -> Turn | Refused:
-        path_tokens = self.graph.path_tokens(last)
+        if toolset != self.get_toolset(self.nodes[last].tools):
+            return Refused(TOOLS_CHANGED)
+        path_tokens = self.path_tokens(last)
         bridged = renderer.bridge(path_tokens.prompt_ids, path_tokens.completion_ids, new, tools)
         if isinstance(bridged, Refused):
             return bridged
-        end = self.graph.end(last)
-        branch_point = BranchPoint(last, end, path_tokens.pixel_digests, last)
+        branch_point = BranchPoint(last, self.end(last), path_tokens.pixel_digests, last)
         prompt_ids = [*path_tokens.prompt_ids, *path_tokens.completion_ids, *bridged.token_ids]
         slots = [*path_tokens.slots, *bridged.slots]
         check_slots(slots[max(len(path_tokens.slots) - 1, 0) :], len(prompt_ids))
-        return Turn(
-            self.graph, renderer, branch_point, prompt_ids, slots, new, bridged.spans, toolset
-        )
-
-    def _render_turn(
-        self,
-        last: int,
-        history: list[Message],
-        refused: str,
-        renderer: Renderer,
-        tools: Tools | None,
-        toolset: str,
-    ) -> Turn:
-        rendered = renderer.render(history, tools)
-        check_slots(rendered.slots, len(rendered.token_ids))
-        matched = self.graph.match_rendered(history, rendered)
-        known = self.graph.pixel_digests(self.graph.path(matched.node))
-        branch_point = BranchPoint(matched.node, matched.num_tokens, known, last, refused)
-        num_old = matched.num_messages
-        return Turn(
-            self.graph,
-            renderer,
-            branch_point,
-            rendered.token_ids,
-            rendered.slots,
-            history[num_old:],
-            rendered.spans[num_old:],
-            toolset,
-        )
+        return Turn(self, renderer, branch_point, prompt_ids, slots, new, bridged.spans, toolset)
 
     # -- looking -----------------------------------------------------------------------------
-
-    def branches(self) -> list[list[int]]:
-        """The paths from the root to every leaf, as node ids, in the order of the leaves."""
-        return self.graph.branches()
-
-    def path(self, node: int) -> list[int]:
-        """The ids from the root to the node."""
-        return self.graph.path(node)
-
-    def tokens(self, path: Sequence[int]) -> list[int]:
-        """The tokens of a path, one after another."""
-        return self.graph.tokens(path)
-
-    def slots(self, path: Sequence[int]) -> list[Slot]:
-        """The slots of a path, counted from its first token."""
-        return self.graph.slots(path)
 
     @property
     def turns(self) -> list[Node]:

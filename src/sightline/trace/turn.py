@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from sightline.errors import Misaligned, PixelMismatch
 from sightline.message import AssistantMessage, Message
@@ -41,6 +41,7 @@ class BranchPoint:
     """Why bridging was refused; empty when it was not, or not tried."""
 
 
+@dataclass(eq=False)
 class Turn:
     """Changes nothing until `commit`, so that a request that fails loses nothing.
 
@@ -48,24 +49,17 @@ class Turn:
     to be changed.
     """
 
-    def __init__(
-        self,
-        graph: TraceGraph,
-        renderer: Renderer,
-        branch_point: BranchPoint,
-        prompt_ids: list[int],
-        slots: list[Slot],
-        new_messages: Sequence[Message],
-        spans: Sequence[Span],
-        tools: str,
-    ) -> None:
-        self._graph = graph
-        self.prompt_ids = prompt_ids
-        self.slots = slots
-        self._renderer = renderer
-        self._branch_point = branch_point
-        self._new_messages = new_messages
-        self._tools = tools
+    _graph: TraceGraph
+    _renderer: Renderer
+    _branch_point: BranchPoint
+    prompt_ids: list[int]
+    slots: list[Slot]
+    _new_messages: Sequence[Message]
+    spans: InitVar[Sequence[Span]]
+    """Where each of the new messages stands in the prompt."""
+    _tools: str
+
+    def __post_init__(self, spans: Sequence[Span]) -> None:
         self._stops = self._check_spans(spans)
 
     @property
@@ -150,11 +144,9 @@ class Turn:
     def _find_fork_reason(self, parent: int, resampled: bool) -> str:
         """Why the turn is a fork; empty when it just goes on."""
         siblings = self._graph.children(parent)
-        if not siblings:
-            return ""
         if resampled and any(self._graph.nodes[node].is_turn for node in siblings):
             return RESAMPLED
-        return DIVERGED
+        return DIVERGED if siblings else ""
 
     def _check_spans(self, spans: Sequence[Span]) -> list[int]:
         """Where each new message ends. Spans tile the new tokens, slots lie inside them."""
@@ -168,7 +160,7 @@ class Turn:
         ):
             return stops
         raise Misaligned(
-            f"trace {self._graph.trace_id}: {len(self._new_messages)} new messages end at {stops} "
+            f"trace {self._graph.id}: {len(self._new_messages)} new messages end at {stops} "
             f"in {len(self.prompt_ids)} tokens, of which those from {self._branch_point.start} on "
             f"are new; the last slot ends at {self.slots[-1].end if self.slots else None}",
             "this is a bug of the renderer: one span a message, images inside, then the header "
@@ -182,7 +174,7 @@ class Turn:
         versions: Sequence[PolicySpan],
         finish_reason: str,
     ) -> None:
-        who = f"turn of trace {self._graph.trace_id}"
+        who = f"turn of trace {self._graph.id}"
         if not completion or len(logprobs) != len(completion) or not finish_reason:
             raise Misaligned(
                 f"{who}: {len(completion)} tokens, {len(logprobs)} logprobs, finish reason "
@@ -205,7 +197,7 @@ class Turn:
         digests: list[str | None] = [None] * len(self.slots) if given is None else list(given)
         if len(digests) != len(self.slots):
             raise Misaligned(
-                f"turn of trace {self._graph.trace_id}: {len(digests)} pixel digests for "
+                f"turn of trace {self._graph.id}: {len(digests)} pixel digests for "
                 f"{len(self.slots)} slots",
                 "the engine must give one digest a slot of the prompt, in their order",
             )
@@ -218,7 +210,7 @@ class Turn:
     def _check_digest(self, image: str, given: str | None, recorded: str | None) -> None:
         if None not in (given, recorded) and given != recorded:
             raise PixelMismatch(
-                f"trace {self._graph.trace_id}: the engine now makes pixels {given} of image "
+                f"trace {self._graph.id}: the engine now makes pixels {given} of image "
                 f"{image[:12]}, earlier {recorded}",
                 "all engines of a run must have the same version of sightline and Pillow, and "
                 "the same processor settings",

@@ -74,7 +74,7 @@ def _compare_nodes(
         return TraceDifference(
             f"{where}, logprob of sampled token {at}", f"{logprobs[at]}", f"{others[at]}"
         )
-    tools, more = one.graph.get_toolset(a.tools), other.graph.get_toolset(b.tools)
+    tools, more = one.get_toolset(a.tools), other.get_toolset(b.tools)
     return (
         None
         if tools == more

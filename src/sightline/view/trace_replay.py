@@ -102,7 +102,7 @@ async def replay_trace(
         replayed.differences += differences
     if score is not None:
         scoring = _ScoreComparison(trace, replayed, tolerance)
-        for path, turns in trace.graph.split_turns({turn.id for turn in trace.turns}):
+        for path, turns in trace.split_turns({turn.id for turn in trace.turns}):
             await scoring.score(path, turns, score)
     replayed.differences.sort(key=lambda difference: difference.node)
     return replayed
@@ -138,13 +138,13 @@ def _rebuild_prompt(
     trace: Trace, node: Node, renderer: Renderer, recorded: list[int], slots: list[Slot]
 ) -> tuple[str, list[int], list[Slot]]:
     """The prompt of a turn, made as it was; where neither way gives it, as it would be made now."""
-    toolset = trace.graph.get_toolset(node.tools)
+    toolset = trace.get_toolset(node.tools)
     tools = json.loads(toolset) if toolset else None
     before = trace.path(node.parent) if node.parent != ROOT else []
-    last = trace.graph.last_turn(node.parent)
+    last = trace.last_turn(node.parent)
     bridged = None
     if last != ROOT and trace.nodes[last].tools == node.tools:
-        path_tokens = trace.graph.path_tokens(last)
+        path_tokens = trace.path_tokens(last)
         new = [trace.nodes[n].message for n in before if n > last]
         answer = (
             renderer.bridge(path_tokens.prompt_ids, path_tokens.completion_ids, new, tools)
@@ -243,7 +243,7 @@ class _ScoreComparison:
                 self._replayed.differences.append(found)
 
     def _compare_logprobs(self, node: Node, scored: PromptScores) -> None:
-        stop = self._trace.graph.end(node.id)
+        stop = self._trace.end(node.id)
         now = scored.logprobs[stop - node.num_sampled : stop]
         worst, place = 0.0, -1
         for i, (then, value) in enumerate(zip(node.logprobs.numpy().tolist(), now, strict=True)):

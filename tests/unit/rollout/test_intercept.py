@@ -206,7 +206,7 @@ def test_a_real_edit_forks_and_is_counted(thinking: Path, store: MediaStore, cha
     assert sum(trace.forks.values()) == 1 and set(trace.forks) == {"diverged"}
     assert len(trace.branches()) == 2
     # What was sampled stays, and the edited words stand beside it, not sampled.
-    first, edited = (trace.nodes[n] for n in trace.graph.children(0))
+    first, edited = (trace.nodes[n] for n in trace.children(0))
     assert first.is_turn and not edited.is_turn
 
 

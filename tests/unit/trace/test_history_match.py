@@ -38,7 +38,7 @@ def trace_of(*said: Message, sampled: bool = True) -> Trace:
 
 
 def found(trace: Trace, message: Message) -> tuple[int, list[Message]]:
-    return match_history(trace.nodes, trace.graph, [user("q"), message, user("next")])
+    return match_history(trace, [user("q"), message, user("next")])
 
 
 def with_call(arguments: str, name: str = "look", id: str = "") -> Message:

@@ -6,13 +6,14 @@ out: a bridge that would have to take back such tokens is refused.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from sightline.families.checkpoint_files import read_json
-from sightline.families.kimi_k25.parse import END_THINK, THINK, CompletionParser
 from sightline.families.kimi_k25.tokenizer import load_tokenizer
 from sightline.families.kimi_k25.tool_declaration import declare_tools
 from sightline.families.kimi_k25.vision import KimiK25Family
@@ -23,11 +24,12 @@ from sightline.families.renderer import (
     emit_ids,
     read_vocab_size,
 )
-from sightline.message import ImageResolver, Message
+from sightline.message import ImageResolver, Message, ToolCall
 from sightline.render import Emitter, Tokenizer
 from sightline.render.protocol import Tools
 from sightline.wire import MediaItem
 
+THINK, END_THINK = "<think>", "</think>"
 # Stop tokens beside the end of a turn, where a tokenizer has them.
 _OTHER_STOPS = ("[EOS]", "<|endoftext|>")
 _VIDEO_PAD = "<|kimi_k25_video_placeholder|>"
@@ -66,7 +68,13 @@ class KimiK25Renderer(BaseRenderer):
         self._reasoning_header = [*assistant, *self._think]
         self.header = [*self._reasoning_header, *([] if thinking else self._end_think)]
         self.stop_token_ids = (self.end_id, *self.find_token_ids(_OTHER_STOPS))
-        self._parser = CompletionParser(tokenizer, thinking)
+        self._end_think_id = tokenizer.find_token_id(END_THINK)
+        """The token that ends reasoning; where there is none, the mark is text."""
+        self._calls_begin = token_id("<|tool_calls_section_begin|>")
+        self._calls_end = token_id("<|tool_calls_section_end|>")
+        self._call_begin = token_id("<|tool_call_begin|>")
+        self._call_arguments = token_id("<|tool_call_argument_begin|>")
+        self._call_end = token_id("<|tool_call_end|>")
         marks = (self._media_begin, self._media_content, self._media_end)
         self.pad_token_ids = (self._media_pad, *marks, *self.find_token_ids((_VIDEO_PAD,)))
 
@@ -128,15 +136,15 @@ class KimiK25Renderer(BaseRenderer):
             emitter.begin_trained()
         self.emit_content(emitter, context, i)
         if message.tool_calls:
-            emitter.special(self._parser.calls_begin)
+            emitter.special(self._calls_begin)
             for call in message.tool_calls:
-                emitter.special(self._parser.call_begin)
+                emitter.special(self._call_begin)
                 emitter.text(call.id or f"functions.{call.name}:{context.num_calls}")
-                emitter.special(self._parser.call_arguments)
+                emitter.special(self._call_arguments)
                 emitter.text(call.arguments)
-                emitter.special(self._parser.call_end)
+                emitter.special(self._call_end)
                 context.num_calls += 1
-            emitter.special(self._parser.calls_end)
+            emitter.special(self._calls_end)
         emitter.special(self.end_id)
         emitter.end_trained()
 
@@ -148,13 +156,7 @@ class KimiK25Renderer(BaseRenderer):
         emitter.special(self._media_end)
         emitter.text("\n")
 
-    # -- bridging and parsing
-
-    def parse_turn(self, ids: list[int]) -> ParsedCompletion:
-        return self._parser.parse(ids)
-
-    def is_reasoning_open(self, ids: list[int]) -> bool:
-        return self._parser.is_reasoning_open(ids)
+    # -- bridging
 
     def close_reasoning(self, emitter: Emitter, ids: list[int]) -> None:
         emit_ids(emitter, self._end_think)
@@ -180,3 +182,71 @@ class KimiK25Renderer(BaseRenderer):
                 if not follows.startswith(END_THINK):
                     return True
         return False
+
+    # -- parsing
+
+    def parse_turn(self, ids: list[int]) -> ParsedCompletion:
+        reasoning, content, rest = self._split_reasoning(ids)
+        first = rest.index(self._calls_begin) if self._calls_begin in rest else len(rest)
+        calls = self._parse_calls(rest[first:])
+        malformed = () if calls or first == len(rest) else (self._tokenizer.decode(rest[first:]),)
+        content += self._tokenizer.decode(rest[:first] if calls else rest)
+        return ParsedCompletion(content, reasoning or None, calls, malformed)
+
+    def is_reasoning_open(self, ids: list[int]) -> bool:
+        if not self.thinking:
+            return False
+        return self._calls_begin not in ids and self._find_reasoning_end(ids) is None
+
+    def _split_reasoning(self, ids: list[int]) -> tuple[str, str, list[int]]:
+        """The reasoning, what a token beyond its end mark begins of the content, and the rest."""
+        if not self.thinking:
+            return "", "", ids
+        end = self._find_reasoning_end(ids)
+        if end is None:
+            # A section of tool calls ends reasoning that was not closed.
+            end = ids.index(self._calls_begin) if self._calls_begin in ids else len(ids)
+            return self._tokenizer.decode(ids[:end]), "", ids[end:]
+        if self._end_think_id is not None:
+            return self._tokenizer.decode(ids[: end - 1]), "", ids[end:]
+        reasoning, _, content = self._tokenizer.decode(ids[:end]).partition(END_THINK)
+        return reasoning, content, ids[end:]
+
+    def _find_reasoning_end(self, ids: list[int]) -> int | None:
+        """How many tokens it takes up to the end of the mark that ends reasoning."""
+        if self._end_think_id is not None:
+            return ids.index(self._end_think_id) + 1 if self._end_think_id in ids else None
+        if END_THINK not in self._tokenizer.decode(ids):
+            return None
+        return bisect.bisect_left(
+            range(len(ids)), True, key=lambda num: END_THINK in self._tokenizer.decode(ids[:num])
+        )
+
+    def _parse_calls(self, section: list[int]) -> tuple[ToolCall, ...]:
+        """The tool calls of a section, or none when any part of it is no complete call."""
+        if section[-1:] != [self._calls_end]:
+            return ()
+        calls: list[ToolCall] = []
+        at, end = 1, len(section) - 1
+        while at < end:
+            rest = section[at:end]
+            if rest[0] != self._call_begin or self._call_end not in rest:
+                return ()
+            call = rest[1 : rest.index(self._call_end)]
+            at += len(call) + 2
+            if call.count(self._call_arguments) != 1:
+                return ()
+            middle = call.index(self._call_arguments)
+            # The id of a call is `functions.<name>:<number>`.
+            call_id = self._tokenizer.decode(call[:middle]).strip()
+            name = call_id.partition(":")[0]
+            name = name.partition(".")[2] if "." in name else name
+            arguments = self._tokenizer.decode(call[middle + 1 :])
+            try:
+                msgspec.json.decode(arguments)
+            except msgspec.MsgspecError:
+                return ()
+            if not name:
+                return ()
+            calls.append(ToolCall(name=name, arguments=arguments, id=call_id))
+        return tuple(calls)

@@ -1,17 +1,23 @@
-"""How vLLM names what it takes of an image. Plain data: vLLM is not imported."""
+"""How vLLM names what it takes of an image, and how it stores parameters. It is not imported.
+
+Its model reads the layout of the published checkpoint: experts are stored one by one there,
+queries, keys and values of the vision tower as one matrix, and rotated pairs lie side by side in
+it, where transformers keeps the halves of a head apart.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_json
-from sightline.families.kimi_k25.published_layout import map_published_parameters
-from sightline.families.kimi_k25.vision import KimiK25Family
-from sightline.families.protocol import EngineField
-from sightline.wire import MediaItem
+from sightline.families.protocol import ParameterSlice, build_engine_fields
 
 LIMIT_MM_PER_PROMPT = {"vision_chunk": 1}
 VISION_PREFIXES = ("model.vision_tower.", "model.mm_projector.")
@@ -54,16 +60,87 @@ def check_servable(folder: Path, takes_updates: bool) -> None:
         )
 
 
-map_parameters = map_published_parameters
+build_fields = partial(build_engine_fields, "grid_thws")
 
 
-def build_fields(
-    family: KimiK25Family, item: MediaItem, patches: np.ndarray, normalizes: bool
-) -> dict[str, EngineField]:
-    values = patches.reshape(len(patches), 3, -1)
-    rows = family.shape_rows(values) if normalizes else family.rows(patches)
-    grid = np.array(item.grid, dtype=np.int64)
+RENAMES = (
+    (r"lm_head\.", "language_model.lm_head."),
+    (r"model\.language_model\.", "language_model.model."),
+    (r"model\.mm_projector\.in_proj\.", "mm_projector.proj.0."),
+    (r"model\.mm_projector\.out_proj\.", "mm_projector.proj.2."),
+    (r"model\.mm_projector\.", "mm_projector."),
+    (r"model\.vision_tower\.layers\.(\d+)\.norm1\.", r"vision_tower.encoder.blocks.\1.norm0."),
+    (r"model\.vision_tower\.layers\.(\d+)\.norm2\.", r"vision_tower.encoder.blocks.\1.norm1."),
+    (r"model\.vision_tower\.layers\.(\d+)\.mlp\.fc1\.", r"vision_tower.encoder.blocks.\1.mlp.fc0."),
+    (r"model\.vision_tower\.layers\.(\d+)\.mlp\.fc2\.", r"vision_tower.encoder.blocks.\1.mlp.fc1."),
+    (r"model\.vision_tower\.layers\.(\d+)\.attn\.proj\.", r"vision_tower.encoder.blocks.\1.wo."),
+    (r"model\.vision_tower\.final_layernorm\.", "vision_tower.encoder.final_layernorm."),
+    (
+        r"model\.vision_tower\.patch_embed\.pos_emb\.position_embeddings$",
+        "vision_tower.patch_embed.pos_emb.weight",
+    ),
+    (r"model\.vision_tower\.", "vision_tower."),
+)
+"""The beginning of transformers' name, and of the published one. The first that fits counts."""
+
+QUERIES = re.compile(r"model\.vision_tower\.layers\.(\d+)\.attn\.q_proj\.(weight|bias)")
+KEYS_VALUES = re.compile(r"model\.vision_tower\.layers\.\d+\.attn\.[kv]_proj\.(weight|bias)")
+EXPERTS = re.compile(r"model\.language_model\.(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+def map_parameters(
+    config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, list[ParameterSlice]]:
+    """Every published parameter, as the parts that it is made of. Published names stay."""
+    heads = config["vision_config"]["num_attention_heads"]
     return {
-        "pixel_values": EngineField(rows, is_flat=True),
-        "grid_thws": EngineField(grid, is_flat=False, stays_on_host=True),
+        name: parts
+        for source, shape in shapes.items()
+        for name, parts in _map_parameter(source, shape, heads)
     }
+
+
+def _map_parameter(
+    source: str, shape: tuple[int, ...], heads: int
+) -> Iterator[tuple[str, list[ParameterSlice]]]:
+    if found := EXPERTS.fullmatch(source):
+        yield from _split_experts(source, shape, f"language_model.model.{found[1]}", found[2])
+    elif found := QUERIES.fullmatch(source):
+        turned = interleave_rows(shape[0], heads)
+        keys, values = (source.replace("q_proj", f"{letter}_proj") for letter in "kv")
+        yield (
+            f"vision_tower.encoder.blocks.{found[1]}.wqkv.{found[2]}",
+            [
+                ParameterSlice(source, rows=turned),
+                ParameterSlice(keys, rows=turned),
+                ParameterSlice(values),
+            ],
+        )
+    elif not KEYS_VALUES.fullmatch(source):
+        yield _rename(source), [ParameterSlice(source)]
+
+
+def _split_experts(
+    source: str, shape: tuple[int, ...], stem: str, kind: str
+) -> Iterator[tuple[str, list[ParameterSlice]]]:
+    num, rows = shape[:2]
+    for i in range(num):
+        if kind == "down_proj":
+            yield f"{stem}.{i}.down_proj.weight", [ParameterSlice(source, index=i)]
+        else:
+            gate, up = np.split(np.arange(rows), 2)
+            yield f"{stem}.{i}.gate_proj.weight", [ParameterSlice(source, index=i, rows=gate)]
+            yield f"{stem}.{i}.up_proj.weight", [ParameterSlice(source, index=i, rows=up)]
+
+
+def interleave_rows(num_rows: int, heads: int) -> np.ndarray:
+    """Which row of transformers' each published one is: both of a rotated pair, then the next."""
+    rows = np.arange(num_rows).reshape(heads, 2, -1)
+    return rows.transpose(0, 2, 1).reshape(-1)
+
+
+def _rename(source: str) -> str:
+    for pattern, name in RENAMES:
+        if re.match(pattern, source):
+            return re.sub(pattern, name, source, count=1)
+    return source

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import Kimi_K25Config, Kimi_K25ForConditionalGeneration
 
 from sightline.errors import FamilyError
-from sightline.families.kimi_k25.tokenizer import make_pre_tokenizer
+from sightline.families.kimi_k25.tokenizer import WORD_PATTERN
 from sightline.families.tiny_checkpoint import (
     ROLE_MERGES,
     build_bpe_tokenizer,
@@ -22,6 +22,7 @@ from sightline.families.tiny_checkpoint import (
     read_tiny_settings,
     write_checkpoint,
 )
+from sightline.render.tokenizer import split_words
 
 FOLDER = Path(__file__).parent
 
@@ -89,4 +90,4 @@ def build_tokenizer(
     merges: Sequence[tuple[str, str]] = MERGES, think_tokens: bool = False
 ) -> Tokenizer:
     plain = THINK_TOKENS if think_tokens else ()
-    return build_bpe_tokenizer(merges, make_pre_tokenizer(), SPECIAL_TOKENS, plain)
+    return build_bpe_tokenizer(merges, split_words(WORD_PATTERN), SPECIAL_TOKENS, plain)

@@ -7,18 +7,18 @@ pairs may merge, and in which order: with those the `tokenizers` library makes t
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Library
+from tokenizers import decoders
 from tokenizers.models import BPE
 
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_json
 from sightline.render import Tokenizer
+from sightline.render.tokenizer import split_words
 
 RANKS_FILE = "tiktoken.model"
 NUM_SPECIAL_TOKENS = 256
@@ -53,24 +53,16 @@ def _build_tokenizer_json(path: Path) -> str:
     """The published files in the form of tokenizer.json."""
     ranks = read_ranks(path / RANKS_FILE)
     letters = _byte_letters()
-    words = {_spell(token, letters): rank for token, rank in ranks.items()}
-    merges = [(_spell(a, letters), _spell(b, letters)) for a, b in find_merges(ranks)]
+    spelled = {token: "".join([letters[value] for value in token]) for token in ranks}
+    words = {spelled[token]: rank for token, rank in ranks.items()}
+    merges = [(spelled[a], spelled[b]) for a, b in find_merges(ranks)]
     # A word that is a token needs no merges to be one, in the published code as here.
     tokenizer = Library(BPE(vocab=words, merges=merges, fuse_unk=False, ignore_merges=True))
-    tokenizer.pre_tokenizer = make_pre_tokenizer()
+    tokenizer.pre_tokenizer = split_words(WORD_PATTERN)
     tokenizer.decoder = decoders.ByteLevel()
     described: dict[str, Any] = json.loads(tokenizer.to_str())
     described["added_tokens"] = _added_tokens(path, len(ranks))
     return json.dumps(described)
-
-
-def make_pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
@@ -78,7 +70,7 @@ def read_ranks(file: Path) -> dict[bytes, int]:
     try:
         pairs = [line.split() for line in file.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except (ValueError, binascii.Error) as error:
+    except ValueError as error:
         raise FamilyError(f"{file} is no file of ranks: {error}", "fetch it again") from error
     is_gapless = sorted(ranks.values()) == list(range(len(pairs)))
     if not is_gapless or any(bytes([value]) not in ranks for value in range(256)):
@@ -127,7 +119,3 @@ def _byte_letters() -> list[str]:
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (chr(256 + i) for i in range(256))
     return [chr(value) if value in printable else next(others) for value in range(256)]
-
-
-def _spell(token: bytes, letters: list[str]) -> str:
-    return "".join([letters[value] for value in token])

@@ -36,8 +36,6 @@ class QwenRenderer(BaseRenderer):
     turn_separator = "\n"
     requires_question: ClassVar[bool] = False
     """Whether a conversation in which no user message asks cannot be written."""
-    not_carried: ClassVar[tuple[str, ...]] = ("call ids", "text of None and empty text")
-    """What `parse` cannot give back of what `render` wrote."""
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int

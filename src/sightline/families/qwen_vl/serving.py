@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sightline.errors import FamilyError
 from sightline.families.checkpoint_files import read_json
-from sightline.families.protocol import EngineField, ParameterSlice
-from sightline.families.qwen_vl.vision import QwenVLFamily
-from sightline.wire import MediaItem
+from sightline.families.protocol import ParameterSlice, build_engine_fields
 
 LIMIT_MM_PER_PROMPT = {"image": 1, "video": 0}
 VISION_PREFIXES = ("model.visual.",)
@@ -36,13 +33,4 @@ def map_parameters(
     return {name: [ParameterSlice(name)] for name in shapes}
 
 
-def build_fields(
-    family: QwenVLFamily, item: MediaItem, patches: np.ndarray, normalizes: bool
-) -> dict[str, EngineField]:
-    values = patches.reshape(len(patches), 3, -1)
-    rows = family.shape_rows(values) if normalizes else family.rows(patches)
-    grid = np.array(item.grid, dtype=np.int64)
-    return {
-        "pixel_values": EngineField(rows, is_flat=True),
-        "image_grid_thw": EngineField(grid, is_flat=False, stays_on_host=True),
-    }
+build_fields = partial(build_engine_fields, "image_grid_thw")

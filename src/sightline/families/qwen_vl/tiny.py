@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, normalizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from sightline.errors import FamilyError
@@ -21,6 +21,7 @@ from sightline.families.tiny_checkpoint import (
     read_tiny_settings,
     write_checkpoint,
 )
+from sightline.render.tokenizer import split_words
 
 FOLDER = Path(__file__).parent
 
@@ -55,14 +56,8 @@ WORD_PATTERN = (
 
 
 def build_tokenizer(merges: Sequence[tuple[str, str]] = ROLE_MERGES) -> Tokenizer:
-    pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(WORD_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    normalizer = normalizers.NFC()
-    return build_bpe_tokenizer(merges, pre_tokenizer, SPECIAL_TOKENS, PLAIN_TOKENS, normalizer)
+    words, normalizer = split_words(WORD_PATTERN), normalizers.NFC()
+    return build_bpe_tokenizer(merges, words, SPECIAL_TOKENS, PLAIN_TOKENS, normalizer)
 
 
 def write(path: Path, seed: int = 0, size: str = "tiny", **options: Any) -> None:
@@ -79,8 +74,10 @@ def write(path: Path, seed: int = 0, size: str = "tiny", **options: Any) -> None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = auto.from_config(config, dtype=getattr(torch, settings["dtype"]))
+    # Published files hold the matrices of experts the other way round than transformers does.
     weights = {
-        name: _as_published(name, tensor) for name, tensor in _drop_tied_weights(model).items()
+        name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+        for name, tensor in _drop_tied_weights(model).items()
     }
     template = _read_template(settings["type"])
     write_checkpoint(Path(path), files, tokenizer, template, model, weights)
@@ -108,11 +105,6 @@ def _drop_tied_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     for name, tensor in model.state_dict().items():
         named.setdefault(tensor.data_ptr(), (name, tensor))
     return dict(named.values())
-
-
-def _as_published(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Published files hold the matrices of experts the other way round than transformers does."""
-    return tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
 
 
 def _read_template(kind: str) -> str:

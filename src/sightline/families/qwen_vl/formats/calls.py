@@ -51,15 +51,11 @@ class _Call(msgspec.Struct):
 class JsonCallFormat(QwenRenderer):
     """A call is a JSON object with name and arguments."""
 
-    not_carried = (*QwenRenderer.not_carried, "JSON spacing around a call's arguments")
-
     def emit_tools(self, emitter: Emitter, tools: Tools, first: Message) -> None:
         self.open_turn(emitter, "system")
         if first.role == "system":
             emitter.text(first.text + "\n\n")
-        emitter.text(_JSON_HEAD)
-        for i, tool in enumerate(tools):
-            emitter.text("\n" + encode_tool(tool, f"tools[{i}]"))
+        emitter.text(_JSON_HEAD + _list_tools(tools))
         self.emit_marked(emitter, _JSON_TAIL)
         self.close_turn(emitter)
 
@@ -77,19 +73,9 @@ class JsonCallFormat(QwenRenderer):
 class TaggedCallFormat(QwenRenderer):
     """A call is a function tag around one parameter tag for each argument."""
 
-    not_carried = (
-        *QwenRenderer.not_carried,
-        "JSON spacing and number spelling of a call's arguments",
-        "whether an argument is a string or the number, boolean or null that it spells",
-        "string arguments that spell a JSON list or object",
-        "arguments that spell the tags themselves",
-    )
-
     def emit_tools(self, emitter: Emitter, tools: Tools, first: Message) -> None:
         self.open_turn(emitter, "system")
-        emitter.text(_TAGS_HEAD)
-        for i, tool in enumerate(tools):
-            emitter.text("\n" + encode_tool(tool, f"tools[{i}]"))
+        emitter.text(_TAGS_HEAD + _list_tools(tools))
         self.emit_marked(emitter, _TAGS_TAIL)
         content = first.text.strip() if first.role == "system" else ""
         emitter.text("\n\n" + content if content else "")
@@ -125,6 +111,10 @@ class TaggedCallFormat(QwenRenderer):
             arguments[parameter[1]] = _parse_value(parameter[2])
             at = parameter.end()
         return ToolCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
+
+
+def _list_tools(tools: Tools) -> str:
+    return "".join("\n" + encode_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
 
 
 def _spell_value(value: Any) -> str:

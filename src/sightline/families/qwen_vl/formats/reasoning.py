@@ -27,11 +27,10 @@ class ReasoningFormat(QwenRenderer):
     """Whether the header of a turn already opens the block."""
     keeps_empty_reasoning: ClassVar[bool] = False
     """Whether a turn since the last question shows its block even when it is empty."""
-    not_carried = (
-        *QwenRenderer.not_carried,
-        "reasoning of turns before the last question",
-        "newlines around reasoning, and before the content that follows it",
-    )
+    stripped: ClassVar[str | None] = "\n"
+    """Characters that are stripped of reasoning; None is all white space."""
+    call_separator: ClassVar[str] = "\n"
+    """Text between the content and the first call."""
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
@@ -45,13 +44,6 @@ class ReasoningFormat(QwenRenderer):
         if self.opens_reasoning:
             header += [self._think, *self._tokenizer.encode("\n")]
         return header
-
-    def strip_reasoning(self, reasoning: str) -> str:
-        return reasoning.strip("\n")
-
-    def strip_before_content(self, content: str) -> str:
-        """Content as it follows a block."""
-        return content.lstrip("\n")
 
     def split_message(self, message: Message) -> tuple[str, str]:
         """Reasoning and content. Where no reasoning is given, the template reads the content."""
@@ -75,16 +67,13 @@ class ReasoningFormat(QwenRenderer):
             emitter.text("\n")
             if self.opens_reasoning:
                 emitter.begin_trained()
-            emitter.text(self.strip_reasoning(reasoning) + "\n")
+            emitter.text(reasoning.strip(self.stripped) + "\n")
             emitter.special(self._think_end)
-            emitter.text("\n\n" + self.strip_before_content(content))
+            emitter.text("\n\n" + content.lstrip("\n"))
         else:
             emitter.begin_trained()
             emitter.text(content)
-        self.emit_calls(emitter, message.tool_calls, self.get_call_separator(content))
-
-    def get_call_separator(self, content: str) -> str:
-        return "\n" if content else ""
+        self.emit_calls(emitter, message.tool_calls, self.call_separator if content else "")
 
     # -- bridging
 
@@ -118,9 +107,8 @@ class ReasoningFormat(QwenRenderer):
             if self._tokenizer.decode(ids[: start - 1]).strip():
                 return None, ids
         end = ids.index(self._think_end, start) if self._think_end in ids[start:] else len(ids)
-        reasoning = self.strip_reasoning(self._tokenizer.decode(ids[start:end]))
-        rest = ids[end + 1 :]
-        return reasoning or None, rest
+        reasoning = self._tokenizer.decode(ids[start:end]).strip(self.stripped)
+        return reasoning or None, ids[end + 1 :]
 
     def strip_content(self, content: str) -> str:
-        return self.strip_before_content(content)
+        return content.lstrip("\n")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sightline.families.protocol import Family
@@ -12,7 +11,6 @@ from sightline.families.qwen_vl.render import QwenRenderer
 from sightline.media import MediaRef
 from sightline.message import ImagePart, Message, TextPart, ToolCall, assistant, system, user
 from sightline.render import ChatTemplate, TemplateError, Tokenizer
-from sightline.render.protocol import Tools
 
 _TOOLS = (
     {
@@ -29,92 +27,67 @@ _ARGUMENTS = '{"at": "a \\"b\\"\\n c", "n": 3, "deep": {"x": [1, true, null]}, "
 _REF = MediaRef(digest="0" * 64, mime="image/png", width=64, height=96, nbytes=1)
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeConversation:
-    about: str
-    """What the conversation has that others lack, for errors."""
-    messages: tuple[Message, ...]
-    tools: Tools | None = None
-    generation_prompt: bool = True
-    spells_marks: bool = False
-    """Whether a text spells a mark: it stays text in our rendering and becomes the mark in the
-    template's."""
+_SPELLED = "a tool's answer from a user"
+"""The probe in which a text spells a mark: it stays text in our rendering and becomes the mark in
+the template's."""
+
+Probe = tuple[str, Sequence[Message], dict[str, Any]]
+"""What a conversation has that others lack, for errors; its messages; and how it is rendered."""
 
 
-def build_probes(renderer: QwenRenderer, family: Family) -> Iterator[ProbeConversation]:
+def build_probes(renderer: QwenRenderer, family: Family) -> Iterator[Probe]:
     """Short conversations with everything that the format can express."""
-    ask, answer = user(" two\nlines \n"), assistant("\n\nfine\n ")
-    yield ProbeConversation("a question", (user("hi"),))
-    yield ProbeConversation("a system message", (system(" be brief\n"), ask, answer, user("")))
-    yield ProbeConversation("an answer", (ask, answer), generation_prompt=False)
+    hi, ask, answer = user("hi"), user(" two\nlines \n"), assistant("\n\nfine\n ")
+    yield "a question", [hi], {}
+    yield "a system message", [system(" be brief\n"), ask, answer, user("")], {}
+    yield "an answer", [ask, answer], {"generation_prompt": False}
     if family.shows_images:
-        shows = Message(
-            role="user",
-            content=(TextPart(" see "), ImagePart(_REF), ImagePart(_REF), TextPart("\nso? ")),
-        )
-        yield ProbeConversation("images", (shows, answer, user(_REF)))
-    if renderer.takes_tools:
-        yield from _tool_probes(family)
-    if renderer.takes_reasoning:
-        yield from _reasoning_probes(renderer)
-
-
-def _tool_probes(family: Family) -> Iterator[ProbeConversation]:
+        yield "images", [user(" see ", _REF, _REF, "\nso? "), answer, user(_REF)], {}
     call = ToolCall(name="look", arguments=_ARGUMENTS)
-    returned = Message(role="tool", content=(TextPart(" it is\n"),))
-    if family.shows_images:
-        returned = Message(role="tool", content=(TextPart(" it is\n"), ImagePart(_REF)))
-    calls = Message(role="assistant", tool_calls=(call, ToolCall(name="wait", arguments="{}")))
-    talks = Message(role="assistant", content=(TextPart("so "),), tool_calls=(call,))
-    yield ProbeConversation("tools", (user("hi"),), _TOOLS)
-    yield ProbeConversation("tools and a system message", (system(" be brief"), user("hi")), _TOOLS)
-    yield ProbeConversation(
-        "calls", (user("hi"), calls, returned, returned, talks, returned), _TOOLS
-    )
-    yield ProbeConversation(
-        "calls in history", (user("hi"), talks, returned, assistant("ok"), user("and?"))
-    )
+    if renderer.takes_tools:
+        shown = (ImagePart(_REF),) if family.shows_images else ()
+        returned = Message(role="tool", content=(TextPart(" it is\n"), *shown))
+        calls = Message(role="assistant", tool_calls=(call, ToolCall(name="wait", arguments="{}")))
+        talks = Message(role="assistant", content=(TextPart("so "),), tool_calls=(call,))
+        offered = {"tools": _TOOLS}
+        yield "tools", [hi], offered
+        yield "tools and a system message", [system(" be brief"), hi], offered
+        yield "calls", [hi, calls, returned, returned, talks, returned], offered
+        yield "calls in history", [hi, talks, returned, assistant("ok"), user("and?")], {}
+    if renderer.takes_reasoning:
+        yield from _reasoning_probes(renderer, call)
 
 
-def _reasoning_probes(renderer: QwenRenderer) -> Iterator[ProbeConversation]:
+def _reasoning_probes(renderer: QwenRenderer, call: ToolCall) -> Iterator[Probe]:
+    hi, more, empty = user("hi"), user("more"), assistant("right")
     thought = assistant("\nyes", reasoning="\nhm, so \n")
     spelled = assistant("<think>\nwell\n</think>\n\nno")
-    empty = assistant("right")
-    yield ProbeConversation("reasoning", (user("hi"), thought), generation_prompt=False)
-    yield ProbeConversation("no reasoning", (user("hi"), empty), generation_prompt=False)
-    yield ProbeConversation(
-        "reasoning in history", (user("hi"), thought, user("more"), thought, thought)
-    )
-    yield ProbeConversation(
-        "reasoning in content", (user("hi"), spelled, user("more"), spelled, empty)
-    )
+    yield "reasoning", [hi, thought], {"generation_prompt": False}
+    yield "no reasoning", [hi, empty], {"generation_prompt": False}
+    yield "reasoning in history", [hi, thought, more, thought, thought], {}
+    yield "reasoning in content", [hi, spelled, more, spelled, empty], {}
     if renderer.takes_tools:
         returned = Message(role="tool", content=(TextPart("ok"),))
-        call = ToolCall(name="look", arguments=_ARGUMENTS)
         acts = Message(role="assistant", reasoning="do it", tool_calls=(call,))
-        yield ProbeConversation(
-            "reasoning before calls", (user("hi"), acts, returned, empty, returned, acts), _TOOLS
-        )
-    response = user("<tool_response>\nok\n</tool_response>")
-    context = (user("hi"), thought, response, thought)
-    yield ProbeConversation("a tool's answer from a user", context, spells_marks=True)
+        context = [hi, acts, returned, empty, returned, acts]
+        yield "reasoning before calls", context, {"tools": _TOOLS}
+    yield _SPELLED, [hi, thought, user("<tool_response>\nok\n</tool_response>"), thought], {}
 
 
 def find_template_difference(
     renderer: QwenRenderer, template: ChatTemplate, tokenizer: Tokenizer, family: Family
 ) -> str | None:
     """Where the template first writes other tokens than the format, in words."""
-    for probe in build_probes(renderer, family):
-        ours = renderer.render(probe.messages, probe.tools, probe.generation_prompt).token_ids
-        messages = [_to_template_message(m) for m in probe.messages]
+    for about, messages, options in build_probes(renderer, family):
+        ours = renderer.render(messages, **options).token_ids
         try:
-            text = template.render(messages, probe.tools, probe.generation_prompt)
+            text = template.render([_to_template_message(m) for m in messages], **options)
         except TemplateError as error:
-            return f"for {probe.about} the template fails: {error}"
+            return f"for {about} the template fails: {error}"
         theirs = _expand_pads(tokenizer.encode_marked(text), renderer, family)
         spelled = [tokenizer.decode(ids) for ids in (ours, theirs)]
-        if ours != theirs and not (probe.spells_marks and spelled[0] == spelled[1]):
-            return f"for {probe.about} {_describe_first_difference(ours, theirs, tokenizer)}"
+        if ours != theirs and not (about == _SPELLED and spelled[0] == spelled[1]):
+            return f"for {about} {_describe_first_difference(ours, theirs, tokenizer)}"
     return None
 
 
