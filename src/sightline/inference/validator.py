@@ -23,6 +23,7 @@ MAX_SEED = 2**64
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e6
 _SEE_DOCS = "see docs/serving.md for the fields of a request"
 _ERROR_PATH = re.compile(r"(.*) - at `\$\.?([^`]*)`", re.DOTALL)
+_DECODER = msgspec.json.Decoder(GenerateRequest)
 _WORD = re.compile(r"\w+")
 _ERROR_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `([^`]*)`")
 
@@ -40,31 +41,24 @@ class ValidatedRequest:
     request_id: str
 
 
+@dataclass(frozen=True)
 class RequestValidator:
-    def __init__(
-        self,
-        family: Family,
-        pad_id: int,
-        vocab_size: int,
-        max_model_len: int,
-        models: frozenset[str],
-    ) -> None:
-        self._family = family
-        self._pad_id = pad_id
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._models = models
-        self._decoder = msgspec.json.Decoder(GenerateRequest)
+    family: Family
+    pad_id: int
+    vocab_size: int
+    max_model_len: int
+    models: frozenset[str]
+    """Names under which a request may ask for the checkpoint."""
 
     def check(self, body: bytes) -> ValidatedRequest:
         return self.check_request(self._decode(body))
 
     def check_request(self, request: GenerateRequest) -> ValidatedRequest:
-        if request.model is not None and request.model not in self._models:
+        if request.model is not None and request.model not in self.models:
             raise build_engine_error(
                 "model",
                 f"model: {request.model!r} is not served here",
-                f"leave it out, or name {', '.join(sorted(self._models))}",
+                f"leave it out, or name {', '.join(sorted(self.models))}",
             )
         prompt = self._check_tokens(request.token_ids, request.sampling_params)
         self._check_sampling(request.sampling_params)
@@ -74,10 +68,10 @@ class RequestValidator:
 
     def _decode(self, body: bytes) -> GenerateRequest:
         try:
-            return self._decoder.decode(body)
+            return _DECODER.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             # The decoder writes `[...]` for any key of a mapping; a family has one modality.
-            found = str(error).replace("[...]", f".{self._family.modality}")
+            found = str(error).replace("[...]", f".{self.family.modality}")
             raise build_engine_error("schema", _describe_schema_error(found), _SEE_DOCS) from error
 
     def _check_tokens(self, token_ids: list[int], params: SamplingParams) -> np.ndarray:
@@ -87,28 +81,28 @@ class RequestValidator:
             raise build_engine_error(
                 "sampling", f"sampling_params.max_tokens: {params.max_tokens}", "ask for 1 or more"
             )
-        if len(token_ids) + params.max_tokens > self._max_model_len:
+        if len(token_ids) + params.max_tokens > self.max_model_len:
             raise build_engine_error(
                 "too_long",
                 f"token_ids: {len(token_ids)} tokens, and {params.max_tokens} asked for, are more "
-                f"than the {self._max_model_len} of a sequence",
+                f"than the {self.max_model_len} of a sequence",
                 "shorten one of them, or serve with a larger max_model_len",
             )
         try:
             wide = np.array(token_ids, dtype=np.int64)
         except OverflowError:
             wide = np.array([-1])
-        if int(wide.min()) < 0 or int(wide.max()) >= self._vocab_size:
-            at = next(i for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
+        if int(wide.min()) < 0 or int(wide.max()) >= self.vocab_size:
+            at = next(i for i, t in enumerate(token_ids) if not 0 <= t < self.vocab_size)
             raise build_engine_error(
                 "token_ids",
-                f"token_ids[{at}]: {token_ids[at]} is outside the vocabulary of {self._vocab_size}",
+                f"token_ids[{at}]: {token_ids[at]} is outside the vocabulary of {self.vocab_size}",
                 "render with the renderer of the served checkpoint",
             )
         return wide.astype(np.int32)
 
     def _check_sampling(self, params: SamplingParams) -> None:
-        wrong = next(_find_faults(params, self._vocab_size), None)
+        wrong = next(_find_faults(params, self.vocab_size), None)
         if wrong is not None:
             name, allowed = wrong
             raise build_engine_error(
@@ -118,11 +112,11 @@ class RequestValidator:
     def _check_slots(self, request: GenerateRequest) -> tuple[list[Slot], list[str]]:
         if request.features is None:
             return [], []
-        modality = self._family.modality
-        if not self._family.shows_images or request.features.mm_hashes.keys() - {modality}:
+        modality = self.family.modality
+        if not self.family.shows_images or request.features.mm_hashes.keys() - {modality}:
             raise build_engine_error(
                 "slots",
-                f"features: this checkpoint takes {modality if self._family.shows_images else 'no'}"
+                f"features: this checkpoint takes {modality if self.family.shows_images else 'no'}"
                 f" media, the request has {sorted(request.features.mm_hashes)}",
                 "render with the renderer of the served checkpoint",
             )
@@ -139,12 +133,12 @@ class RequestValidator:
     def _check_item(self, i: int, slot: Slot, modality: str) -> None:
         path = f"features.kwargs_data.{modality}[{i}]"
         try:
-            self._family.check_item(slot.item)
+            self.family.check_item(slot.item)
         except FingerprintMismatch as error:
             raise FingerprintMismatch(f"{path}: {error.problem}", error.fix) from error
         except (Misaligned, MediaRefused) as error:
             raise build_engine_error("slots", f"{path}: {error.problem}", error.fix) from error
-        length = self._family.num_tokens(slot.item)
+        length = self.family.num_tokens(slot.item)
         if slot.length != length:
             raise build_engine_error(
                 "slots",
@@ -155,14 +149,14 @@ class RequestValidator:
 
     def _check_pads(self, prompt: np.ndarray, slots: list[Slot]) -> None:
         """The pads of the prompt are exactly the tokens that the slots cover."""
-        is_pad = prompt == self._pad_id
+        is_pad = prompt == self.pad_id
         covered = np.zeros(len(prompt), dtype=bool)
         for slot in slots:
             covered[slot.offset : slot.end] = True
         if np.array_equal(is_pad, covered):
             return
         at = int(np.flatnonzero(is_pad != covered)[0])
-        where = "outside every slot" if is_pad[at] else f"in a slot, where {self._pad_id} belongs"
+        where = "outside every slot" if is_pad[at] else f"in a slot, where {self.pad_id} belongs"
         raise build_engine_error(
             "pads",
             f"token_ids[{at}]: {int(prompt[at])} stands {where}",
