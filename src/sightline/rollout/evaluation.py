@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sightline.media import MediaRef
 from sightline.run.confidence import confidence_interval
@@ -22,6 +22,19 @@ def derive_seed(seed: int, rollout_id: str) -> int:
     """The seed of one rollout of a run that has `seed`."""
     digest = hashlib.blake2b(f"{seed}:{rollout_id}".encode(), digest_size=6)
     return int.from_bytes(digest.digest(), "big")
+
+
+def open_trace(request: RolloutRequest, **values: Any) -> Trace:
+    """A trace without turns of what `request` asks for."""
+    return Trace(
+        id=request.rollout_id,
+        group_id=request.group_id,
+        task=request.task,
+        split=request.split,
+        seed=request.seed,
+        temperature=request.temperature,
+        **values,
+    )
 
 
 def build_eval_request(

@@ -91,11 +91,8 @@ class OpenAIChat(ModelChat):
         except EngineError as error:
             if error.kind != TOO_LONG:
                 raise
-            self.truncations.append(
-                RolloutTruncated(error.problem, "show less, or serve with a larger max_model_len")
-            )
-            self._raise_if_truncated()
-            raise
+            fix = "show less, or serve with a larger max_model_len"
+            self._truncate(RolloutTruncated(error.problem, fix))
 
     def _url_of(self, ref: MediaRef) -> str:
         return ref.url if self.shares_store else ref.data_url(self.store.get(ref))

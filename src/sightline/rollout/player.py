@@ -14,6 +14,7 @@ from typing import Any
 from sightline.envs import Environment, Outcome, Task
 from sightline.errors import EngineError, EnvironmentFailed, SightlineError
 from sightline.rollout.chat_sources import ChatSource
+from sightline.rollout.evaluation import open_trace
 from sightline.rollout.model_chat import ModelChat
 from sightline.rollout.rollout_threads import RolloutThreads, RolloutTimeout
 from sightline.run.stages import CURRENT_STAGE, NO_STAGE_RECORDER, Stage, StageRecorder
@@ -61,16 +62,7 @@ class RolloutPlayer:
 
     async def play(self, request: RolloutRequest) -> PlayedRollout:
         """Never raises for what user code does: that stands in the trace."""
-        trace = Trace(
-            id=request.rollout_id,
-            group_id=request.group_id,
-            env=self.env.name,
-            task=request.task,
-            split=request.split,
-            seed=request.seed,
-            temperature=request.temperature,
-            started=time.time(),
-        )
+        trace = open_trace(request, env=self.env.name, started=time.time())
         with self.stages.begin(
             "rollout",
             rollout_id=request.rollout_id,
