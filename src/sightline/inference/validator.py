@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ _WORD = re.compile(r"\w+")
 _ERROR_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `([^`]*)`")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ValidatedRequest:
     """A request that can be computed."""
 
@@ -38,7 +38,7 @@ class ValidatedRequest:
     keys: list[str]
     """For each slot the key of its item: what the item's pixels are a function of."""
     params: SamplingParams
-    request_id: str
+    request_id: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class RequestValidator:
         self._check_sampling(request.sampling_params)
         slots, keys = self._check_slots(request)
         self._check_pads(prompt, slots)
-        return ValidatedRequest(prompt, slots, keys, request.sampling_params, request.request_id)
+        return ValidatedRequest(
+            prompt, slots, keys, request.sampling_params, request_id=request.request_id
+        )
 
     def _decode(self, body: bytes) -> GenerateRequest:
         try:

@@ -1,5 +1,5 @@
-"""Ranks that torchrun starts: `torchrun --standalone --nproc-per-node N -m sightline rl FILE`, or
-`sft FILE`.
+"""The ranks of a trainer, one process each; on one machine, or as torchrun starts them:
+`torchrun --standalone --nproc-per-node N -m sightline rl FILE`, or `sft FILE`.
 
     torchrun ── sightline rl (rank 0) ── server · trainer · worker-0.. · orchestrator
              ── sightline rl (rank k) ── trainer-k
@@ -12,9 +12,10 @@ else. What ends one ends its `sightline rl`, and torchrun ends the others.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,11 +23,11 @@ from typing import TYPE_CHECKING
 from sightline.config import AnyRun, TrainerConfig, load_config
 from sightline.config.sections import is_loopback
 from sightline.errors import ConfigError
-from sightline.launch.processes import POLL_S, Processes, ProcessSpec
-from sightline.launch.rank_specs import build_rank_spec, build_trainer_specs, open_rendezvous
+from sightline.launch.processes import POLL_S, Processes, ProcessSpec, reserve_port
 from sightline.launch.trainer_watchdog import TrainerWatchdog
 from sightline.launch.training_job import TrainingJob
 from sightline.run import RunDir
+from sightline.wire.rank_messages import SECRET_VARIABLE, Rendezvous, rank_process_name
 
 if TYPE_CHECKING:
     from sightline.trainer.rendezvous import RendezvousStore
@@ -77,6 +78,30 @@ def get_rendezvous_store(context: TorchrunContext) -> RendezvousStore:
     from sightline.trainer.rendezvous import RendezvousStore
 
     return RendezvousStore(context.host, context.port, not context.has_store and context.rank == 0)
+
+
+def open_rendezvous(settings: TrainerConfig, run_dir: str = "") -> Rendezvous:
+    here = settings.address
+    ports = [reserve_port(here, 0, "[trainer] address") for _ in range(2)]
+    secret = settings.secret or secrets.token_hex(16)
+    return Rendezvous(run_dir, f"{here}:{ports[0]}", f"tcp://{here}:{ports[1]}", secret)
+
+
+def build_rank_spec(trainer: ProcessSpec, rank: int, ranks: int, at: Rendezvous) -> ProcessSpec:
+    """One rank of `trainer`, whose own name is rank 0's; NAME-1 and so on are the others'."""
+    name = rank_process_name(rank, trainer.name)
+    words = [trainer.arguments[0], name, *trainer.arguments[2:]]
+    words += ["--rank", str(rank), "--ranks", str(ranks)]
+    words += ["--rendezvous", at.address, "--channel", at.channel]
+    return replace(trainer, name=name, arguments=words, variables={SECRET_VARIABLE: at.secret})
+
+
+def build_trainer_specs(trainer: ProcessSpec, settings: TrainerConfig) -> list[ProcessSpec]:
+    """All ranks of `trainer`, on this machine."""
+    if settings.ranks == 1:
+        return [trainer]
+    at = open_rendezvous(settings)
+    return [build_rank_spec(trainer, rank, settings.ranks, at) for rank in range(settings.ranks)]
 
 
 def build_local_specs(

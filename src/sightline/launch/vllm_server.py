@@ -13,7 +13,7 @@ from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import ServerSpec
-from sightline.inference.vllm_plugin.names import (
+from sightline.inference.vllm_plugin import (
     CONFIG_KEY,
     LOAD_FORMAT,
     LOGITS_PROCESSOR,
