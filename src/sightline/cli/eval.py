@@ -118,7 +118,7 @@ def _read_settings(args: argparse.Namespace) -> RunFile:
 def _open_chats(args: argparse.Namespace, config: RunFile, media: Path) -> Iterator[ChatSource]:
     from sightline.media import MediaStore
     from sightline.rollout.chat_sources import OpenAIChats, build_policy_chats
-    from sightline.rollout.openai_client import OpenAIClient
+    from sightline.rollout.openai_chat import OpenAIClient
 
     store = MediaStore(media)
     if args.endpoint:

@@ -23,8 +23,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from sightline.errors import EngineError, MessageError, SightlineError, StoreFull
-from sightline.inference.errors import to_engine_error
-from sightline.inference.responses import JSON, answer_errors, json_response, read_body
+from sightline.inference.errors import (
+    JSON,
+    answer_errors,
+    json_response,
+    read_body,
+    to_engine_error,
+)
 from sightline.message import ImageResolver
 from sightline.render import Rendered, Renderer
 from sightline.rollout.openai_api.completion import (

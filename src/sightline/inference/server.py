@@ -21,8 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from sightline.inference.chat_endpoint import ChatEndpoint
-from sightline.inference.errors import build_engine_error
-from sightline.inference.responses import answer_errors, json_response, read_body
+from sightline.inference.errors import answer_errors, build_engine_error, json_response, read_body
 from sightline.inference.validator import RequestValidator, ValidatedRequest
 from sightline.run.stages import NO_STAGE_RECORDER, Stage, StageRecorder
 from sightline.wire.generate import (

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
 from pathlib import Path
 
+import sightline
 from sightline.algo.registry import load_advantage, load_aggregation, load_credit, load_filters
 from sightline.config import AnyRun, EnvConfig, ModelConfig, RunFile, SftFile, TrainerConfig
+from sightline.envs.environment_info import EnvironmentInfo, get_environment_info
 from sightline.errors import ConfigError, DiskFull, FamilyError
 from sightline.families import Family, load_family
 from sightline.families.hub import resolve_checkpoint
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import describe_prefix_reuse
 from sightline.launch.external_servers import check_external_servers
-from sightline.launch.processes import num_cores, reserve_port, split_threads
+from sightline.launch.processes import build_environ, num_cores, reserve_port, split_threads
 from sightline.launch.vllm_server import check_vllm_python
-from sightline.launch.worker_python import describe_environment
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.run.otel import check_otel
@@ -25,6 +28,8 @@ from sightline.view.sinks.protocol import check_sinks
 STATES_PER_CHECKPOINT = 3
 """A checkpoint holds the weights and the two moments of AdamW."""
 SPARE_BYTES = 1 << 30
+DESCRIBE_TIMEOUT_S = 120.0
+"""A cold disk may take a minute to import a large package."""
 BYTES_PER_TOKEN = 16
 """A batch on disk has for each token its id, and logprob, advantage and version where it trains."""
 
@@ -44,6 +49,44 @@ def check_model(model: ModelConfig, env: EnvConfig, python: str = "") -> Family:
     """
     environment = describe_environment(env, python)
     return check_checkpoint(model, f"[env] {environment.name!r}", environment.shows_images)
+
+
+def describe_environment(
+    env: EnvConfig, python: str, version: str = sightline.__version__
+) -> EnvironmentInfo:
+    """What `[env]` is, to the interpreter that the workers will run in; one that has another
+    version of sightline is refused."""
+    if not python:
+        return get_environment_info(env)
+    try:
+        done = subprocess.run(
+            [python, "-m", "sightline.envs.environment_info"],
+            input=env.model_dump_json(),
+            capture_output=True,
+            text=True,
+            timeout=DESCRIBE_TIMEOUT_S,
+            env=build_environ(threads=1),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"[rollout] python = {python!r} does not run: {error}",
+            "name the python of a virtual environment that has sightline-rl and the environment",
+        ) from error
+    if done.returncode != 0:
+        words = done.stderr.strip().splitlines()[-1:] or [f"it ended with {done.returncode}"]
+        raise ConfigError(
+            f"[rollout] python = {python!r} cannot build the environment: {words[0]}",
+            f"try `{python} -m sightline --version`; workers need sightline and [env]'s package",
+        )
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    if found["version"] != version:
+        raise ConfigError(
+            f"[rollout] python = {python!r} has sightline {found['version']}, and this is {version}",
+            "install the same version there: they speak to one another",
+        )
+    if "problem" in found:
+        raise ConfigError(f"[rollout] python = {python!r}: {found['problem']}", found["fix"])
+    return EnvironmentInfo(found["name"], found["shows_images"])
 
 
 def check_conversations(config: SftFile) -> Family:

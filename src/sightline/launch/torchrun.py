@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 from sightline.config import AnyRun, TrainerConfig, load_config
 from sightline.config.sections import is_loopback
 from sightline.errors import ConfigError
-from sightline.launch.processes import POLL_S, Processes, ProcessSpec, reserve_port
-from sightline.launch.trainer_watchdog import TrainerWatchdog
+from sightline.launch.processes import POLL_S, Processes, ProcessSpec, TrainerWatchdog, reserve_port
 from sightline.launch.training_job import TrainingJob
 from sightline.run import RunDir
 from sightline.wire.rank_messages import SECRET_VARIABLE, Rendezvous, rank_process_name

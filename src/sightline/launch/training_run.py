@@ -24,12 +24,12 @@ from sightline.launch.preflight import check_store, resolve_model
 from sightline.launch.processes import (
     Processes,
     SignalCounter,
+    TrainerWatchdog,
     call_view,
     num_cores,
     watch_processes,
 )
 from sightline.launch.torchrun import TorchrunContext, build_local_specs, find_context
-from sightline.launch.trainer_watchdog import TrainerWatchdog
 from sightline.launch.training_job import TrainingJob
 from sightline.run import EventLog, RunDir
 from sightline.view.sinks.process import SinkProcess

@@ -50,8 +50,6 @@ class OrchestratorComponents(LoopComponents):
     """What the loop runs on, and what evaluates and reports meanwhile."""
 
     evaluator: Evaluator
-    caches: dict[str, dict[str, float]]
-    """The counts of the servers' caches, which the poller fills and the metrics report."""
     background_evaluator: BackgroundEvaluator | None
 
     def publish(self, published: PublishedWeights) -> None:
@@ -143,7 +141,7 @@ async def main(
     )
     router.components = components
     heartbeat = None if config.inference.servers else run_dir.heartbeat("server")
-    stats_poller = ServerStatsPoller(clients, events, components.caches, heartbeat)
+    stats_poller = ServerStatsPoller(clients, events, components.observer.caches, heartbeat)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -203,8 +201,7 @@ def _build_components(
     # Servers that ran before the run hold whatever they hold, until they adopt its first weights.
     first_version = UNKNOWN_VERSION if config.inference.servers else 0
     policy = PolicyUpdater([client.adopt for client in clients], run_dir.weights, first_version)
-    caches: dict[str, dict[str, float]] = {}
-    observer = StepMetrics(run_state, policy, store, events, rollouts, config.run.steps, caches)
+    observer = StepMetrics(run_state, policy, store, events, rollouts, config.run.steps)
     evaluator = Evaluator(
         rollouts, run_state, events, run_dir, config.eval.tasks, config.eval.temperature
     )
@@ -240,7 +237,6 @@ def _build_components(
         last_step=config.run.steps,
         check_room=store.check_room,
         evaluator=evaluator,
-        caches=caches,
         background_evaluator=background_evaluator,
     )
 

@@ -86,7 +86,7 @@ class EvalSummary:
     @property
     def metric(self) -> float:
         """The mean of the metrics of all rollouts."""
-        return _mean([get_metric(trace) for trace in self.scored])
+        return fmean([get_metric(trace) for trace in self.scored] or [0.0])
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -95,7 +95,7 @@ class EvalSummary:
 
     @property
     def reward(self) -> float:
-        return _mean(self.rewards)
+        return fmean(self.rewards or [0.0])
 
     @property
     def rewards(self) -> list[float]:
@@ -123,7 +123,3 @@ class EvalSummary:
 def get_metric(trace: Trace) -> float:
     """The first named part, by which an environment measures itself without penalties."""
     return next(iter(trace.rewards.values()), trace.reward or 0.0)
-
-
-def _mean(values: list[float]) -> float:
-    return fmean(values) if values else 0.0

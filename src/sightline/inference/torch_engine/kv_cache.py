@@ -235,8 +235,7 @@ def _select_rows(table: Tensor, group: _AttentionGroup) -> Tensor:
 def _group_by_length(plan: StepPlan) -> list[np.ndarray]:
     """Indices into the plan of the rows that attend together."""
     bucket = np.maximum(np.ceil(np.log2(plan.ends)), np.log2(SMALLEST_BUCKET)).astype(np.int64)
-    label = 2 * bucket + (plan.counts > 1)
-    return [np.flatnonzero(label == value) for value in np.unique(label)]
+    return plan.group_by(2 * bucket + (plan.counts > 1))
 
 
 def grow_size(have: int, need: int, first: int, most: int) -> int:

@@ -40,7 +40,7 @@ class RecurrentModelRunner(ModelRunner):
         # Before the parts: an image goes through the tower once.
         self._encode_missing(self._find_image_parts(plan, running))
         done, places = [], []
-        for part in _group_equal_lengths(plan):
+        for part in plan.group_by(2 * plan.counts + (plan.starts == 0)):
             picked = plan.select(part)
             state = self._states.take(picked.rows, is_new=not picked.starts[0])
             pattern = BatchPattern(self.kv.build_pattern(picked), state)
@@ -51,12 +51,6 @@ class RecurrentModelRunner(ModelRunner):
             return done[0]
         order = torch.from_numpy(np.argsort(np.concatenate(places))).to(self._device)
         return torch.cat(done)[order]
-
-
-def _group_equal_lengths(plan: StepPlan) -> list[np.ndarray]:
-    """Indices into the plan of the rows that go through together."""
-    label = 2 * plan.counts + (plan.starts == 0)
-    return [np.flatnonzero(label == value) for value in np.unique(label)]
 
 
 @dataclass(eq=False)
