@@ -130,7 +130,7 @@ def _open_chats(args: argparse.Namespace, config: RunFile, media: Path) -> Itera
             shares_store=args.media is not None,
         )
         return
-    from sightline.launch.temporary_server import temporary_server
+    from sightline.launch.processes import temporary_server
 
     model, inference = config.model, config.inference
     served = ("engine", "python", "device", "max_num_seqs", "max_model_len", "prefill_chunk_tokens")

@@ -116,7 +116,6 @@ class ChatEndpoint:
 
     def _build_sampling_params(self, asked: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
         extra = asked.extra
-        most = asked.max_tokens
         given = {
             name: _read_field(extra, name, kind)
             for name, kind in SAMPLING_TYPES.items()
@@ -124,7 +123,7 @@ class ChatEndpoint:
         }
         return SamplingParams(
             # Without a cap an answer may fill its row; a prompt that leaves no room is refused.
-            max_tokens=most if most is not None else max(1, self.max_model_len - num_prompt_tokens),
+            max_tokens=asked.max_tokens or max(1, self.max_model_len - num_prompt_tokens),
             stop_token_ids=(
                 *self.renderer.stop_token_ids,
                 *_read_field(extra, "stop_token_ids", TokenIds, ()),

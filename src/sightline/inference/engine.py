@@ -71,9 +71,6 @@ class EngineRequest(ValidatedRequest):
         shown = {slot.item.ref.digest: slot.item.ref for slot in self.slots}
         return self.prompt.nbytes + sum(3 * ref.width * ref.height for ref in shown.values())
 
-    def pixel_digests(self) -> list[str]:
-        return [self.digests[key] for key in self.keys]
-
 
 @dataclass
 class EngineCounters:

@@ -217,14 +217,13 @@ def _build_response(checked: ValidatedRequest, requests: list[EngineRequest]) ->
             raise request.error
         if request.finish_reason == "abort":
             raise ClientDisconnect
+    first = requests[0]
     wants_logprobs = checked.params.logprobs is not None
     return GenerateResponse(
         request_id=checked.request_id,
         choices=[_build_choice(i, r, wants_logprobs) for i, r in enumerate(requests)],
-        sightline=SightlineFields(
-            pixel_digests=requests[0].pixel_digests(), cached_tokens=requests[0].cached_tokens
-        ),
-        prompt_logprobs=_build_prompt_logprobs(requests[0]),
+        sightline=SightlineFields([first.digests[k] for k in first.keys], first.cached_tokens),
+        prompt_logprobs=_build_prompt_logprobs(first),
     )
 
 

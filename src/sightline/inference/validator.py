@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned, WireError
+from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned
 from sightline.families import Family
 from sightline.inference.errors import build_engine_error
 from sightline.wire import MediaItem, Slot
@@ -122,12 +122,7 @@ class RequestValidator:
                 f" media, the request has {sorted(request.features.mm_hashes)}",
                 "render with the renderer of the served checkpoint",
             )
-        try:
-            slots = request.slots()
-        except WireError as error:
-            raise build_engine_error("schema", error.problem, error.fix) from error
-        except Misaligned as error:
-            raise build_engine_error("slots", error.problem, error.fix) from error
+        slots = request.slots()
         for i, slot in enumerate(slots):
             self._check_item(i, slot, modality)
         return slots, [item_key(slot.item) for slot in slots]

@@ -1,4 +1,4 @@
-"""Starts, watches and stops the processes of a run.
+"""Starts, watches and stops the processes of a run, and servers that a command needs for a while.
 
     launcher --starts--> server, trainer, worker-0.., orchestrator
       waits for: the orchestrator's end      unblocked by: the last step, a signal, a failure
@@ -16,7 +16,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -246,6 +247,35 @@ class TrainerWatchdog:
             return time.time() - self.processes.run_dir.heartbeat(name).stat().st_mtime
         except FileNotFoundError:  # it has yet to import what it needs
             return time.time() - self.started - STARTUP_GRACE_S
+
+
+def start_sightline(words: Sequence[str], threads: int) -> subprocess.Popen[str]:
+    """`sightline WORDS`, with its output to be read."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "sightline", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=build_environ(threads),
+    )
+
+
+@contextmanager
+def temporary_server(
+    model: Path, media: Path, more: Sequence[str] = (), threads: int = 1
+) -> Iterator[str]:
+    """The address of a server; `more` are options of `sightline serve`."""
+    words = ["serve", str(model), "--media", str(media), "--port", "0", "--threads", str(threads)]
+    process = start_sightline([*words, *more], threads)
+    try:
+        assert process.stdout is not None
+        # An engine that is not ours may have something to say before.
+        listening = next((line for line in process.stdout if line.startswith("serving ")), "")
+        if not listening:
+            raise ProcessFailed("the server ended while it started", "see its output above")
+        yield listening.split()[-1]
+    finally:
+        process.terminate()
+        process.communicate()
 
 
 class SignalCounter:

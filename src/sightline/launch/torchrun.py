@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
-import time
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sightline.config import AnyRun, TrainerConfig, load_config
+from sightline.config import AnyRun, TrainerConfig
 from sightline.config.sections import is_loopback
 from sightline.errors import ConfigError
-from sightline.launch.processes import POLL_S, Processes, ProcessSpec, TrainerWatchdog, reserve_port
-from sightline.launch.training_job import TrainingJob
+from sightline.launch.processes import ProcessSpec, reserve_port
 from sightline.run import RunDir
 from sightline.wire.rank_messages import SECRET_VARIABLE, Rendezvous, rank_process_name
 
@@ -112,34 +108,3 @@ def build_local_specs(
     at = open_rendezvous(settings, str(run_dir.path.resolve()))
     get_rendezvous_store(context).post(at)
     return [build_rank_spec(trainer, 0, settings.ranks, at)]
-
-
-def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
-    """Runs one rank of the trainer until the run ends, where torchrun started this process as
-    another than rank 0."""
-    context = find_context()
-    if context is None or context.rank == 0:
-        return False
-    at = get_rendezvous_store(context).read()
-    run_dir = RunDir(Path(at.run_dir))
-    file = load_config(job.file_kind, run_dir.config)
-    threads = max(1, job.count_trainer_threads(file) // context.local_size)
-    words = ["process", job.trainer, str(run_dir.path), "--threads", str(threads)]
-    words += ["--parent", str(os.getpid())]
-    trainer = ProcessSpec(job.trainer, words, threads)
-    spec = build_rank_spec(trainer, context.rank, context.size, at)
-    processes = Processes(run_dir, job.command)
-    # The rank ends when rank 0 says so; a signal to the whole run is for rank 0's launcher.
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        watchdog = TrainerWatchdog(processes, [spec.name], file.trainer.stall_timeout_s)
-        processes.start(spec)
-        while (exit_code := processes.exit_code(spec.name)) is None:
-            time.sleep(POLL_S)
-            watchdog.check()
-    finally:
-        processes.kill()
-    if exit_code:
-        raise processes.explain_exit(spec.name, exit_code)
-    return True

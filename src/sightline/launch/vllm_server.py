@@ -25,9 +25,7 @@ from sightline.media import MediaStore
 from sightline.run.parent_death import die_with_parent
 
 GIBIBYTE = 2**30
-VERSION_CHECK = (
-    "from sightline.inference.vllm_plugin.supported_versions import check_version; check_version()"
-)
+VERSION_CHECK = "from sightline.inference.vllm_plugin import check_version; check_version()"
 VERSION_CHECK_TIMEOUT_S = 300
 
 

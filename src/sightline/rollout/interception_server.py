@@ -246,7 +246,7 @@ class InterceptionServer:
         finally:
             self._bodies.discard(body)
         try:
-            max_tokens = request.max_tokens if request.max_tokens is not None else chat.max_tokens
+            max_tokens = request.max_tokens or chat.max_tokens
             return request, await chat.answer(messages, request.tools, max_tokens)
         except SightlineError as error:
             refusal = OpenAIErrorResponse.of(error)

@@ -76,7 +76,12 @@ class CudaGraphDecoder:
             return None
         found = self._get_pass(num_rows, width)
         found.inputs.copy_(torch.from_numpy(self._inputs(plan, num_rows)), non_blocking=True)
-        hidden = self._run_pass(found)
+        if found.graph is None or found.hidden is None:
+            hidden = self._compute(found)
+        else:
+            found.graph.replay()
+            hidden = found.hidden
+            self.num_replayed += 1
         self.num_passes += 1
         if len(plan.rows) == num_rows and bool((np.diff(plan.rows) == 1).all()):
             return hidden
@@ -107,13 +112,6 @@ class CudaGraphDecoder:
         elif self._captures and found.graph is None:
             self._capture(found)
         return found
-
-    def _run_pass(self, found: _ShapePass) -> Float[Tensor, "rows hidden"]:
-        if found.graph is None or found.hidden is None:
-            return self._compute(found)
-        found.graph.replay()
-        self.num_replayed += 1
-        return found.hidden
 
     def _compute(self, found: _ShapePass) -> Float[Tensor, "rows hidden"]:
         inputs = found.inputs

@@ -27,9 +27,9 @@ from sightline.inference.torch_engine.step_plan import StepPlan
 class RecurrentModelRunner(ModelRunner):
     """Used by the engine's thread alone."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._states = RecurrentStates(self.forward.model.config, self._rows.num_rows, self._device)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._states = RecurrentStates(self.forward.model.config, self.rows.num_rows, self._device)
 
     @property
     def nbytes(self) -> int:

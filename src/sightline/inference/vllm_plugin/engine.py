@@ -85,7 +85,7 @@ class VllmEngine(Engine):
 
     async def take_first_weights(self) -> None:
         """Names the weights that vLLM has loaded, and adopts those of the spec, if it has any."""
-        await self._updater.start()
+        await self._client.update_weight_version(self.manifest.label)
         if self._spec.weights is not None:
             await asyncio.to_thread(self.adopt, self._spec.weights)
 

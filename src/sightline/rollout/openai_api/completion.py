@@ -79,17 +79,11 @@ class ChatCompletion:
 def completion_body(answer: ChatCompletion) -> dict[str, Any]:
     return {
         **answer.head("chat.completion"),
-        "choices": [_choice_body(i, choice) for i, choice in enumerate(answer.choices)],
+        "choices": [
+            {"index": i, "message": {**one.body, "refusal": None}, "logprobs": None, **_ending(one)}
+            for i, one in enumerate(answer.choices)
+        ],
         "usage": answer.usage,
-    }
-
-
-def _choice_body(index: int, choice: ChatChoice) -> dict[str, Any]:
-    return {
-        "index": index,
-        "message": {**choice.body, "refusal": None},
-        "logprobs": None,
-        **_ending(choice),
     }
 
 
