@@ -136,9 +136,7 @@ def _open_chats(args: argparse.Namespace, config: RunFile, media: Path) -> Itera
     served = ("engine", "python", "device", "max_num_seqs", "max_model_len", "prefill_chunk_tokens")
     options = {name: getattr(inference, name) for name in served}
     options |= {"dtype": model.dtype, **model.overrides()}
-    words = []
-    for name, value in options.items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     with temporary_server(args.checkpoint, media, words, args.threads) as address:
         yield build_policy_chats(config, [address], store)
 

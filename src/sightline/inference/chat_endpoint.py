@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -69,10 +70,7 @@ class ChatEndpoint:
     max_body_bytes: int
 
     def routes(self, generate: GenerateFunction) -> list[Route]:
-        async def complete(http: Request) -> Response:
-            return await self._complete(http, generate)
-
-        handler = answer_errors(complete, _error_response)
+        handler = answer_errors(partial(self._complete, generate=generate), _error_response)
         return [
             Route("/v1/chat/completions", handler, methods=["POST"]),
             Route("/v1/models", self._models),

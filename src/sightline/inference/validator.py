@@ -104,9 +104,7 @@ class RequestValidator:
         return wide.astype(np.int32)
 
     def _check_sampling(self, params: SamplingParams) -> None:
-        wrong = next(_find_faults(params, self.vocab_size), None)
-        if wrong is not None:
-            name, allowed = wrong
+        for name, allowed in _find_faults(params, self.vocab_size):
             raise build_engine_error(
                 "sampling", f"sampling_params.{name}: {getattr(params, name)!r}", f"send {allowed}"
             )

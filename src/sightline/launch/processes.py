@@ -157,8 +157,7 @@ class Processes:
         return sorted(ended, key=lambda found: (found[1] == EXIT_OTHER_RANK_FAILED, found[1]))
 
     def signal(self, name: str, number: int) -> None:
-        if self._running[name].poll() is None:
-            self._running[name].send_signal(number)
+        self._running[name].send_signal(number)  # one that has ended hears nothing
 
     def kill_process(self, name: str) -> None:
         self._running[name].kill()
@@ -186,8 +185,7 @@ class Processes:
 
     def kill(self) -> None:
         for process in self._running.values():
-            if process.poll() is None:
-                process.kill()
+            process.kill()
         for process in self._running.values():
             process.wait()
 

@@ -299,14 +299,8 @@ def _build_completion(turn: CompletedTurn, name: str, model: str) -> ChatComplet
         stopped=node.finish_reason == "stop",
         num_tokens=node.num_sampled,
     )
-    return ChatCompletion(
-        name,
-        model,
-        int(time.time()),
-        [choice],
-        turn.num_prompt_tokens,
-        turn.num_cached_tokens,
-    )
+    num_prompt, num_cached = turn.num_prompt_tokens, turn.num_cached_tokens
+    return ChatCompletion(name, model, int(time.time()), [choice], num_prompt, num_cached)
 
 
 def _error_response(error: OpenAIErrorResponse) -> web.Response:
