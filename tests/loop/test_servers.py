@@ -13,7 +13,7 @@ import pytest
 
 from loop.jobs import ledger, sightline, summary
 from sightline.families.registry import write_tiny
-from sightline.launch.temporary_server import temporary_server
+from sightline.launch.processes import temporary_server
 from sightline.run import RunDir
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(300)]

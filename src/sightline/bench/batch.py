@@ -26,7 +26,7 @@ from sightline.bench.harness.plain_generate import TransformersBaseline
 from sightline.bench.harness.workspace import draw_noise, open_renderer, start_server, write_tiny
 from sightline.errors import ConfigError, ProcessFailed
 from sightline.families import load_family
-from sightline.launch.temporary_server import start_sightline
+from sightline.launch.processes import start_sightline
 from sightline.message import user
 from sightline.rollout.client import GenerateClient
 from sightline.wire import Slot

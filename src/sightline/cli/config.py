@@ -107,5 +107,4 @@ def _format_annotation(kind: Any) -> str:
 def format_default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.default
-    return "none" if value is None else f"`{json.dumps(value)}`"
+    return "none" if field.default is None else f"`{json.dumps(field.default)}`"

@@ -24,18 +24,17 @@ if TYPE_CHECKING:
     from sightline.rollout.chat_sources import ChatSource
     from sightline.rollout.player import PlayedRollout
 
-SETTINGS = {
-    "tasks": "eval",
-    "temperature": "eval",
-    "max_tokens": "rollout",
-    "max_turns": "rollout",
-    "timeout_s": "rollout",
-    "max_model_len": "inference",
-    "device": "inference",
-    "dtype": "model",
-    "seed": "run",
+SETTINGS: dict[str, tuple[str, type, str]] = {
+    "tasks": ("eval", int, "default: 256, or as in the run"),
+    "temperature": ("eval", float, "default: 1.0, or as in the run"),
+    "max_tokens": ("rollout", int, "of a turn; default: 64, or as in the run"),
+    "max_turns": ("rollout", int, "of a rollout; default: any number"),
+    "max_model_len": ("inference", int, "of a sequence; default: 2048"),
+    "timeout_s": ("rollout", float, "of one rollout; default: 600"),
+    "seed": ("run", int, "default: 0, or as in the run"),
+    "device": ("inference", str, "of a served checkpoint; default: auto"),
 }
-"""Options that take the place of a setting of the same name, by its section."""
+"""Options that take the place of a setting of the same name: its section, their type and help."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,19 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--media", type=Path, metavar="DIR",
         help="a store that the endpoint reads too: images go there by reference",
     )  # fmt: skip
-    parser.add_argument("--tasks", type=int, help="default: 256, or as in the run")
     parser.add_argument("--split", default="eval", choices=("eval", "train"))
-    parser.add_argument("--temperature", type=float, help="default: 1.0, or as in the run")
-    parser.add_argument("--max-tokens", type=int, help="of a turn; default: 64, or as in the run")
-    parser.add_argument("--max-turns", type=int, help="of a rollout; default: any number")
-    parser.add_argument("--max-model-len", type=int, help="of a sequence; default: 2048")
+    for name, (_, kind, words) in SETTINGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=words)
     parser.add_argument(
         "--max-concurrent", type=int, default=32, help="rollouts at once; default: %(default)s"
     )
-    parser.add_argument("--timeout-s", type=float, help="of one rollout; default: 600")
-    parser.add_argument("--seed", type=int, help="default: 0, or as in the run")
     parser.add_argument("--threads", type=int, default=1, help="of a served checkpoint")
-    parser.add_argument("--device", help="of a served checkpoint; default: auto")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32")
     parser.add_argument("--output", type=Path, metavar="FILE", help="a JSON line for each rollout")
 
@@ -114,7 +107,8 @@ def _read_settings(args: argparse.Namespace) -> RunFile:
     inference = values.setdefault("inference", {})
     # What is served here is a server of ours, whatever the run asked.
     inference["engine"] = "vllm" if inference.get("engine") == "vllm" else "torch"
-    for name, section in SETTINGS.items():
+    sections = {name: section for name, (section, _, _) in SETTINGS.items()} | {"dtype": "model"}
+    for name, section in sections.items():
         if getattr(args, name) is not None:
             values.setdefault(section, {})[name] = getattr(args, name)
     return validate_config(RunFile, values, "sightline eval")
@@ -124,7 +118,7 @@ def _read_settings(args: argparse.Namespace) -> RunFile:
 def _open_chats(args: argparse.Namespace, config: RunFile, media: Path) -> Iterator[ChatSource]:
     from sightline.media import MediaStore
     from sightline.rollout.chat_sources import OpenAIChats, build_policy_chats
-    from sightline.rollout.openai_client import OpenAIClient
+    from sightline.rollout.openai_chat import OpenAIClient
 
     store = MediaStore(media)
     if args.endpoint:
@@ -136,15 +130,13 @@ def _open_chats(args: argparse.Namespace, config: RunFile, media: Path) -> Itera
             shares_store=args.media is not None,
         )
         return
-    from sightline.launch.temporary_server import temporary_server
+    from sightline.launch.processes import temporary_server
 
     model, inference = config.model, config.inference
     served = ("engine", "python", "device", "max_num_seqs", "max_model_len", "prefill_chunk_tokens")
     options = {name: getattr(inference, name) for name in served}
     options |= {"dtype": model.dtype, **model.overrides()}
-    words = []
-    for name, value in options.items():
-        words += [f"--{name.replace('_', '-')}", str(value)]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     with temporary_server(args.checkpoint, media, words, args.threads) as address:
         yield build_policy_chats(config, [address], store)
 

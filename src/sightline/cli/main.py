@@ -13,7 +13,6 @@ from types import ModuleType
 from typing import Any
 
 import sightline.cli as commands_package
-from sightline.cli.renamed_options import check_option_names
 from sightline.errors import ConfigError, SightlineError
 
 EXIT_REFUSED = 2
@@ -24,7 +23,7 @@ OVERRIDE = re.compile(r"\w+(\.\w+)+=")
 """How the override of a setting begins: `section.key=`."""
 
 
-NOT_COMMANDS = ("main", "renamed_options", "training")
+NOT_COMMANDS = ("main", "training")
 """Modules of this folder that are no commands."""
 
 EXTRA_OF_PACKAGE = {
@@ -40,6 +39,25 @@ EXTRA_OF_PACKAGE = {
     "peft": "lora",
 }
 """The extra that brings a package which the light base does not."""
+
+
+RENAMED_OPTIONS: dict[str, dict[str, str]] = {
+    "serve": {
+        "--max-len": "--max-model-len",
+        "--max-rows": "--max-num-seqs",
+        "--prefill-chunk": "--prefill-chunk-tokens",
+        "--no-kv-reuse": "--no-enable-prefix-caching",
+    },
+    "eval": {
+        "--max-len": "--max-model-len",
+        "--at-once": "--max-concurrent",
+        "--args": "--env-args",
+    },
+    "inspect": {"--shows-images": "--require-images"},
+    "samples": {"--max-mb": "--max-image-mb"},
+    "trace": {"--out": "--output"},
+}
+"""For each command its old options, and what they are called now."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -77,6 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader left (`| head`). Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+
+
+def check_option_names(words: Sequence[str]) -> None:
+    """Refuses an option under its old name, with the new one."""
+    command = next((word for word in words if not word.startswith("-")), "")
+    for word in words:
+        option = word.partition("=")[0]
+        if new := RENAMED_OPTIONS.get(command, {}).get(option):
+            raise ConfigError(f"{option} is now called {new}", f"write {new}")
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

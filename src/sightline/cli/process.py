@@ -89,10 +89,14 @@ def _run_worker(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_
     from sightline.rollout import worker
     from sightline.run.otel import open_stages
 
-    place = worker.WorkerContext(args.name, args.hub, args.server, run_dir.heartbeat(args.name))
+    heartbeat = run_dir.heartbeat(args.name)
     stages = open_stages(_get_spans_target(file, run_dir), args.name, run_dir.path.resolve().name)
     with contextlib.closing(stages):
-        uvloop.run(worker.main(file, media_root, place, args.replaces, stages))
+        uvloop.run(
+            worker.main(
+                file, args.name, args.hub, args.server, media_root, heartbeat, args.replaces, stages
+            )
+        )
 
 
 def _get_spans_target(file: RunFile, run_dir: RunDir) -> str:

@@ -9,9 +9,7 @@ import argparse
 
 from sightline.cli import training
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    training.add_arguments(parser)
+add_arguments = training.add_arguments
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from sightline.config import AnyRun, load_config
 from sightline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sightline.launch.training_job import TrainingJob
+    from sightline.launch.training_run import TrainingJob
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +30,7 @@ def check_packages() -> None:
 
 def run_training(job: TrainingJob[AnyRun], args: argparse.Namespace) -> int:
     """Starts the run of a file, or goes on with one; or is one rank of it, under torchrun."""
-    from sightline.launch.torchrun import run_as_follower
-    from sightline.launch.training_run import resume_run, start_run
+    from sightline.launch.training_run import resume_run, run_as_follower, start_run
 
     check_packages()
     if run_as_follower(job):

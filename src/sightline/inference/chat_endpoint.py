@@ -15,6 +15,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -23,8 +24,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from sightline.errors import EngineError, MessageError, SightlineError, StoreFull
-from sightline.inference.errors import to_engine_error
-from sightline.inference.responses import JSON, answer_errors, json_response, read_body
+from sightline.inference.errors import (
+    JSON,
+    answer_errors,
+    json_response,
+    read_body,
+    to_engine_error,
+)
 from sightline.message import ImageResolver
 from sightline.render import Rendered, Renderer
 from sightline.rollout.openai_api.completion import (
@@ -64,10 +70,7 @@ class ChatEndpoint:
     max_body_bytes: int
 
     def routes(self, generate: GenerateFunction) -> list[Route]:
-        async def complete(http: Request) -> Response:
-            return await self._complete(http, generate)
-
-        handler = answer_errors(complete, _error_response)
+        handler = answer_errors(partial(self._complete, generate=generate), _error_response)
         return [
             Route("/v1/chat/completions", handler, methods=["POST"]),
             Route("/v1/models", self._models),
@@ -111,7 +114,6 @@ class ChatEndpoint:
 
     def _build_sampling_params(self, asked: ChatRequest, num_prompt_tokens: int) -> SamplingParams:
         extra = asked.extra
-        most = asked.max_tokens
         given = {
             name: _read_field(extra, name, kind)
             for name, kind in SAMPLING_TYPES.items()
@@ -119,7 +121,7 @@ class ChatEndpoint:
         }
         return SamplingParams(
             # Without a cap an answer may fill its row; a prompt that leaves no room is refused.
-            max_tokens=most if most is not None else max(1, self.max_model_len - num_prompt_tokens),
+            max_tokens=asked.max_tokens or max(1, self.max_model_len - num_prompt_tokens),
             stop_token_ids=(
                 *self.renderer.stop_token_ids,
                 *_read_field(extra, "stop_token_ids", TokenIds, ()),

@@ -22,7 +22,6 @@ from sightline.inference.errors import build_engine_error, stopping_error
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.validator import ValidatedRequest
 from sightline.pixels import Materializer
-from sightline.wire import Slot
 from sightline.wire.generate import SamplingParams, VersionSpan
 from sightline.wire.weights import Manifest
 
@@ -45,15 +44,9 @@ class RequestTimeline:
 
 
 @dataclass(slots=True, eq=False)
-class EngineRequest:
+class EngineRequest(ValidatedRequest):
     """One choice of a request. The caller fills the first part, and reads the rest when done."""
 
-    prompt: np.ndarray
-    """int32 (tokens,)."""
-    slots: list[Slot]
-    keys: list[str]
-    """For each slot the key of its item: what the item's pixels are a function of."""
-    params: SamplingParams
     seed: int | None
     """Seed of this choice; None lets the engine draw as it likes."""
     owner: Any = None
@@ -77,9 +70,6 @@ class EngineRequest:
         """Memory of the request while it waits: its ids, and its images once decoded."""
         shown = {slot.item.ref.digest: slot.item.ref for slot in self.slots}
         return self.prompt.nbytes + sum(3 * ref.width * ref.height for ref in shown.values())
-
-    def pixel_digests(self) -> list[str]:
-        return [self.digests[key] for key in self.keys]
 
 
 @dataclass
@@ -191,6 +181,7 @@ class Engine(ABC):
                 checked.keys,
                 params,
                 None if params.seed is None else derive_choice_seed(params.seed, choice),
+                request_id=checked.request_id,
             )
             for choice in range(params.n)
         ]

@@ -1,10 +1,15 @@
-"""Errors as the wire shows them: a stable type, a status, and whether trying again may help."""
+"""Errors as the wire shows them: a stable type, a status, and whether trying again may help.
+
+Also bodies: of requests, read up to a size, and of answers, in JSON."""
 
 from __future__ import annotations
 
 import traceback
+from collections.abc import Awaitable, Callable
 
 import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from sightline.errors import (
     EngineError,
@@ -22,6 +27,10 @@ from sightline.errors import (
 from sightline.wire.generate import ErrorAnswer, ErrorBody
 
 RETRY_AFTER_S = 1
+CLIENT_CLOSED = 499
+JSON = "application/json"
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 STATUS_BY_TYPE = {
     "schema": 400,
@@ -97,3 +106,48 @@ def encode_error(error: EngineError) -> tuple[int, bytes, dict[str, str]]:
     body = ErrorBody(error.problem, error.kind, error.status, error.fix, path)
     headers = {"retry-after": str(RETRY_AFTER_S)} if error.status == 503 else {}
     return error.status, msgspec.json.encode(ErrorAnswer(body)), headers
+
+
+async def read_body(http: Request, max_bytes: int) -> bytes:
+    declared_size = http.headers.get("content-length", "")
+    if declared_size.isdigit() and int(declared_size) > max_bytes:
+        raise _too_large(max_bytes)
+    parts, size = [], 0
+    async for part in http.stream():
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> EngineError:
+    return build_engine_error("too_large", f"the body has more than {max_bytes} bytes", "send less")
+
+
+def json_response(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type=JSON)
+
+
+def error_response(error: SightlineError) -> Response:
+    """An error as the generate protocol shows it."""
+    status, body, headers = encode_error(to_engine_error(error))
+    return Response(body, status, headers, media_type=JSON)
+
+
+def answer_errors(
+    handler: Handler, respond: Callable[[SightlineError], Response] = error_response
+) -> Handler:
+    """`handler`, whose errors `respond` turns into answers: a bug costs one request."""
+
+    async def handle(http: Request) -> Response:
+        try:
+            return await handler(http)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_CLOSED)
+        except SightlineError as error:
+            return respond(error)
+        except Exception as error:  # at the edge of the server, which goes on
+            return respond(to_engine_error(error))
+
+    return handle

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from sightline.inference.chat_endpoint import ChatEndpoint
-from sightline.inference.errors import build_engine_error
-from sightline.inference.responses import answer_errors, json_response, read_body
+from sightline.inference.errors import answer_errors, build_engine_error, json_response, read_body
 from sightline.inference.validator import RequestValidator, ValidatedRequest
 from sightline.run.stages import NO_STAGE_RECORDER, Stage, StageRecorder
 from sightline.wire.generate import (
@@ -43,42 +43,34 @@ if TYPE_CHECKING:
 DISCONNECT_CHECK_S = 0.25
 
 
+@dataclass(slots=True, eq=False)
 class _PendingCall:
     """One HTTP request, and the choices of it that the engine still owes."""
 
-    __slots__ = ("began", "finished", "http", "num_unfinished", "requests")
-
-    def __init__(self, http: Request, requests: Sequence[EngineRequest]) -> None:
-        self.http = http
-        self.requests = requests
-        self.num_unfinished = len(requests)
-        self.began = time.monotonic()
-        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    http: Request
+    requests: list[EngineRequest]
+    num_unfinished: int
+    finished: asyncio.Future[None]
+    began: float = field(default_factory=time.monotonic)
 
 
+@dataclass
 class InferenceServer:
-    def __init__(
-        self,
-        engine: Engine,
-        validator: RequestValidator,
-        chat: ChatEndpoint,
-        identity: dict[str, Any],
-        max_body_bytes: int,
-        stages: StageRecorder = NO_STAGE_RECORDER,
-    ) -> None:
-        """`identity` is what /health says about the model."""
-        self.engine = engine
-        self._validator = validator
-        self._identity = identity
-        self._max_body_bytes = max_body_bytes
-        self._stages = stages
+    engine: Engine
+    validator: RequestValidator
+    chat: ChatEndpoint
+    identity: dict[str, Any]
+    """What /health says about the model."""
+    max_body_bytes: int
+    stages: StageRecorder = NO_STAGE_RECORDER
+
+    def __post_init__(self) -> None:
         self._calls: set[_PendingCall] = set()
         self._adopting = asyncio.Lock()
-        self._adopt_decoder = msgspec.json.Decoder(AdoptRequest)
         self.app = Starlette(
             routes=[
                 Route("/inference/v1/generate", answer_errors(self._generate), methods=["POST"]),
-                *chat.routes(self._generate_for_chat),
+                *self.chat.routes(self._generate_for_chat),
                 Route("/sightline/v1/adopt", answer_errors(self._adopt), methods=["POST"]),
                 Route("/sightline/v1/stats", answer_errors(self._stats)),
                 Route("/health", answer_errors(self._health)),
@@ -103,37 +95,39 @@ class InferenceServer:
             watch.cancel()
             self.engine.stop()
             await asyncio.to_thread(self.engine.join, 10.0)
-            await asyncio.to_thread(self._stages.close)
+            await asyncio.to_thread(self.stages.close)
 
     # --- generate
 
     async def _generate(self, http: Request) -> Response:
-        with self._stages.begin("serve", http.headers) as stage:
-            checked = self._validator.check(await read_body(http, self._max_body_bytes))
+        with self.stages.begin("serve", http.headers) as stage:
+            checked = self.validator.check(await read_body(http, self.max_body_bytes))
             return json_response(await self._run_request(checked, http, stage))
 
     async def _generate_for_chat(self, request: GenerateRequest, http: Request) -> GenerateResponse:
         """Answers a request that was made in this process, for the client at `http`."""
-        with self._stages.begin("serve", http.headers) as stage:
-            return await self._run_request(self._validator.check_request(request), http, stage)
+        with self.stages.begin("serve", http.headers) as stage:
+            return await self._run_request(self.validator.check_request(request), http, stage)
 
     async def _run_request(
         self, checked: ValidatedRequest, http: Request, stage: Stage
     ) -> GenerateResponse:
-        call = _PendingCall(http, self.engine.build_requests(checked))
-        for request in call.requests:
+        requests = self.engine.build_requests(checked)
+        finished = asyncio.get_running_loop().create_future()
+        call = _PendingCall(http, requests, len(requests), finished)
+        for request in requests:
             request.owner = call
-        self.engine.submit(list(call.requests))
+        self.engine.submit(requests)
         self._calls.add(call)
         try:
-            await call.finished
+            await finished
         except asyncio.CancelledError:
             self._cancel(call)
             raise
         finally:
             self._calls.discard(call)
-            _note_stage(stage, checked, call.requests)
-        return _build_response(checked, call.requests)
+            _note_stage(stage, checked, requests)
+        return _build_response(checked, requests)
 
     def _on_delivered(self, requests: list[EngineRequest]) -> None:
         for request in requests:
@@ -159,7 +153,8 @@ class InferenceServer:
 
     async def _adopt(self, http: Request) -> Response:
         try:
-            wanted = self._adopt_decoder.decode(await read_body(http, self._max_body_bytes))
+            body = await read_body(http, self.max_body_bytes)
+            manifest_path = Path(msgspec.json.decode(body, type=AdoptRequest).manifest)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise build_engine_error(
                 "schema",
@@ -167,7 +162,7 @@ class InferenceServer:
                 "send the path of a manifest as manifest",
             ) from error
         async with self._adopting:
-            manifest = await asyncio.to_thread(self.engine.adopt, Path(wanted.manifest))
+            manifest = await asyncio.to_thread(self.engine.adopt, manifest_path)
         return json_response({"version": manifest.label, "vision_version": manifest.vision_version})
 
     async def _stats(self, http: Request) -> Response:
@@ -185,7 +180,7 @@ class InferenceServer:
         return json_response(
             {
                 "status": "ok",
-                **self._identity,
+                **self.identity,
                 "version": manifest.label,
                 "vision_version": manifest.vision_version,
                 "running": self.engine.num_running,
@@ -201,7 +196,7 @@ class InferenceServer:
         return Response(text, media_type=CONTENT_TYPE)
 
 
-def _note_stage(stage: Stage, checked: ValidatedRequest, requests: Sequence[EngineRequest]) -> None:
+def _note_stage(stage: Stage, checked: ValidatedRequest, requests: list[EngineRequest]) -> None:
     first = requests[0]
     stage.note(
         rollout_id=checked.request_id,
@@ -216,22 +211,19 @@ def _note_stage(stage: Stage, checked: ValidatedRequest, requests: Sequence[Engi
             stage.add_finished(name, began, ended, choice=choice)
 
 
-def _build_response(
-    checked: ValidatedRequest, requests: Sequence[EngineRequest]
-) -> GenerateResponse:
+def _build_response(checked: ValidatedRequest, requests: list[EngineRequest]) -> GenerateResponse:
     for request in requests:
         if request.error is not None:
             raise request.error
         if request.finish_reason == "abort":
             raise ClientDisconnect
+    first = requests[0]
     wants_logprobs = checked.params.logprobs is not None
     return GenerateResponse(
         request_id=checked.request_id,
         choices=[_build_choice(i, r, wants_logprobs) for i, r in enumerate(requests)],
-        sightline=SightlineFields(
-            pixel_digests=requests[0].pixel_digests(), cached_tokens=requests[0].cached_tokens
-        ),
-        prompt_logprobs=_build_prompt_logprobs(requests[0]),
+        sightline=SightlineFields([first.digests[k] for k in first.keys], first.cached_tokens),
+        prompt_logprobs=_build_prompt_logprobs(first),
     )
 
 
@@ -245,13 +237,7 @@ def _build_choice(index: int, request: EngineRequest, wants_logprobs: bool) -> C
 
 def _build_prompt_logprobs(request: EngineRequest) -> list[dict[int, PromptLogprob] | None] | None:
     """One entry per token; None where there is no logprob, or none that JSON could hold."""
-    logprobs = request.prompt_logprobs
-    if logprobs is None:
+    if request.prompt_logprobs is None:
         return None
-    is_number = np.isfinite(logprobs).tolist()
-    return [
-        {token: PromptLogprob(value)} if is_shown else None
-        for token, value, is_shown in zip(
-            request.prompt.tolist(), logprobs.tolist(), is_number, strict=True
-        )
-    ]
+    pairs = zip(request.prompt.tolist(), request.prompt_logprobs.tolist(), strict=True)
+    return [{token: PromptLogprob(v)} if math.isfinite(v) else None for token, v in pairs]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned, WireError
+from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned
 from sightline.families import Family
 from sightline.inference.errors import build_engine_error
 from sightline.wire import MediaItem, Slot
@@ -23,11 +23,12 @@ MAX_SEED = 2**64
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e6
 _SEE_DOCS = "see docs/serving.md for the fields of a request"
 _ERROR_PATH = re.compile(r"(.*) - at `\$\.?([^`]*)`", re.DOTALL)
+_DECODER = msgspec.json.Decoder(GenerateRequest)
 _WORD = re.compile(r"\w+")
 _ERROR_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `([^`]*)`")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ValidatedRequest:
     """A request that can be computed."""
 
@@ -37,47 +38,42 @@ class ValidatedRequest:
     keys: list[str]
     """For each slot the key of its item: what the item's pixels are a function of."""
     params: SamplingParams
-    request_id: str
+    request_id: str = field(default="", kw_only=True)
 
 
+@dataclass(frozen=True)
 class RequestValidator:
-    def __init__(
-        self,
-        family: Family,
-        pad_id: int,
-        vocab_size: int,
-        max_model_len: int,
-        models: frozenset[str],
-    ) -> None:
-        self._family = family
-        self._pad_id = pad_id
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._models = models
-        self._decoder = msgspec.json.Decoder(GenerateRequest)
+    family: Family
+    pad_id: int
+    vocab_size: int
+    max_model_len: int
+    models: frozenset[str]
+    """Names under which a request may ask for the checkpoint."""
 
     def check(self, body: bytes) -> ValidatedRequest:
         return self.check_request(self._decode(body))
 
     def check_request(self, request: GenerateRequest) -> ValidatedRequest:
-        if request.model is not None and request.model not in self._models:
+        if request.model is not None and request.model not in self.models:
             raise build_engine_error(
                 "model",
                 f"model: {request.model!r} is not served here",
-                f"leave it out, or name {', '.join(sorted(self._models))}",
+                f"leave it out, or name {', '.join(sorted(self.models))}",
             )
         prompt = self._check_tokens(request.token_ids, request.sampling_params)
         self._check_sampling(request.sampling_params)
         slots, keys = self._check_slots(request)
         self._check_pads(prompt, slots)
-        return ValidatedRequest(prompt, slots, keys, request.sampling_params, request.request_id)
+        return ValidatedRequest(
+            prompt, slots, keys, request.sampling_params, request_id=request.request_id
+        )
 
     def _decode(self, body: bytes) -> GenerateRequest:
         try:
-            return self._decoder.decode(body)
+            return _DECODER.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             # The decoder writes `[...]` for any key of a mapping; a family has one modality.
-            found = str(error).replace("[...]", f".{self._family.modality}")
+            found = str(error).replace("[...]", f".{self.family.modality}")
             raise build_engine_error("schema", _describe_schema_error(found), _SEE_DOCS) from error
 
     def _check_tokens(self, token_ids: list[int], params: SamplingParams) -> np.ndarray:
@@ -87,30 +83,28 @@ class RequestValidator:
             raise build_engine_error(
                 "sampling", f"sampling_params.max_tokens: {params.max_tokens}", "ask for 1 or more"
             )
-        if len(token_ids) + params.max_tokens > self._max_model_len:
+        if len(token_ids) + params.max_tokens > self.max_model_len:
             raise build_engine_error(
                 "too_long",
                 f"token_ids: {len(token_ids)} tokens, and {params.max_tokens} asked for, are more "
-                f"than the {self._max_model_len} of a sequence",
+                f"than the {self.max_model_len} of a sequence",
                 "shorten one of them, or serve with a larger max_model_len",
             )
         try:
             wide = np.array(token_ids, dtype=np.int64)
         except OverflowError:
             wide = np.array([-1])
-        if int(wide.min()) < 0 or int(wide.max()) >= self._vocab_size:
-            at = next(i for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
+        if int(wide.min()) < 0 or int(wide.max()) >= self.vocab_size:
+            at = next(i for i, t in enumerate(token_ids) if not 0 <= t < self.vocab_size)
             raise build_engine_error(
                 "token_ids",
-                f"token_ids[{at}]: {token_ids[at]} is outside the vocabulary of {self._vocab_size}",
+                f"token_ids[{at}]: {token_ids[at]} is outside the vocabulary of {self.vocab_size}",
                 "render with the renderer of the served checkpoint",
             )
         return wide.astype(np.int32)
 
     def _check_sampling(self, params: SamplingParams) -> None:
-        wrong = next(_find_faults(params, self._vocab_size), None)
-        if wrong is not None:
-            name, allowed = wrong
+        for name, allowed in _find_faults(params, self.vocab_size):
             raise build_engine_error(
                 "sampling", f"sampling_params.{name}: {getattr(params, name)!r}", f"send {allowed}"
             )
@@ -118,20 +112,15 @@ class RequestValidator:
     def _check_slots(self, request: GenerateRequest) -> tuple[list[Slot], list[str]]:
         if request.features is None:
             return [], []
-        modality = self._family.modality
-        if not self._family.shows_images or request.features.mm_hashes.keys() - {modality}:
+        modality = self.family.modality
+        if not self.family.shows_images or request.features.mm_hashes.keys() - {modality}:
             raise build_engine_error(
                 "slots",
-                f"features: this checkpoint takes {modality if self._family.shows_images else 'no'}"
+                f"features: this checkpoint takes {modality if self.family.shows_images else 'no'}"
                 f" media, the request has {sorted(request.features.mm_hashes)}",
                 "render with the renderer of the served checkpoint",
             )
-        try:
-            slots = request.slots()
-        except WireError as error:
-            raise build_engine_error("schema", error.problem, error.fix) from error
-        except Misaligned as error:
-            raise build_engine_error("slots", error.problem, error.fix) from error
+        slots = request.slots()
         for i, slot in enumerate(slots):
             self._check_item(i, slot, modality)
         return slots, [item_key(slot.item) for slot in slots]
@@ -139,12 +128,12 @@ class RequestValidator:
     def _check_item(self, i: int, slot: Slot, modality: str) -> None:
         path = f"features.kwargs_data.{modality}[{i}]"
         try:
-            self._family.check_item(slot.item)
+            self.family.check_item(slot.item)
         except FingerprintMismatch as error:
             raise FingerprintMismatch(f"{path}: {error.problem}", error.fix) from error
         except (Misaligned, MediaRefused) as error:
             raise build_engine_error("slots", f"{path}: {error.problem}", error.fix) from error
-        length = self._family.num_tokens(slot.item)
+        length = self.family.num_tokens(slot.item)
         if slot.length != length:
             raise build_engine_error(
                 "slots",
@@ -155,14 +144,14 @@ class RequestValidator:
 
     def _check_pads(self, prompt: np.ndarray, slots: list[Slot]) -> None:
         """The pads of the prompt are exactly the tokens that the slots cover."""
-        is_pad = prompt == self._pad_id
+        is_pad = prompt == self.pad_id
         covered = np.zeros(len(prompt), dtype=bool)
         for slot in slots:
             covered[slot.offset : slot.end] = True
         if np.array_equal(is_pad, covered):
             return
         at = int(np.flatnonzero(is_pad != covered)[0])
-        where = "outside every slot" if is_pad[at] else f"in a slot, where {self._pad_id} belongs"
+        where = "outside every slot" if is_pad[at] else f"in a slot, where {self.pad_id} belongs"
         raise build_engine_error(
             "pads",
             f"token_ids[{at}]: {int(prompt[at])} stands {where}",

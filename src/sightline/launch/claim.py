@@ -60,9 +60,7 @@ def check_model_unchanged(run_dir: RunDir, model: Path) -> None:
     if not _get_digest_file(run_dir).is_file():
         return
     before, now = json.loads(_get_digest_file(run_dir).read_bytes()), _hash_model(model)
-    changed = sorted(
-        name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
-    )
+    changed = sorted({name for name, _ in before.items() ^ now.items()})
     if changed:
         raise ResumeRefused(
             f"{model / changed[0]} is not what it was when the run began",

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import urllib.error
+import urllib.request
 from pathlib import Path
+from typing import Any
 
+import sightline
 from sightline.algo.registry import load_advantage, load_aggregation, load_credit, load_filters
 from sightline.config import AnyRun, EnvConfig, ModelConfig, RunFile, SftFile, TrainerConfig
+from sightline.envs.environment_info import EnvironmentInfo, get_environment_info
 from sightline.errors import ConfigError, DiskFull, FamilyError
 from sightline.families import Family, load_family
 from sightline.families.hub import resolve_checkpoint
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import describe_prefix_reuse
-from sightline.launch.external_servers import check_external_servers
-from sightline.launch.processes import num_cores, reserve_port, split_threads
+from sightline.launch.processes import build_environ, num_cores, reserve_port, split_threads
 from sightline.launch.vllm_server import check_vllm_python
-from sightline.launch.worker_python import describe_environment
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.run.otel import check_otel
 from sightline.trainer.conversations import check_rows_for_images
 from sightline.view.sinks.protocol import check_sinks
 
+HTTP_TIMEOUT_S = 10.0
+STOCK_VERSION = "0.32."
+"""The version of vLLM whose routes `rollout.stock_vllm_client` knows."""
 STATES_PER_CHECKPOINT = 3
 """A checkpoint holds the weights and the two moments of AdamW."""
 SPARE_BYTES = 1 << 30
+DESCRIBE_TIMEOUT_S = 120.0
+"""A cold disk may take a minute to import a large package."""
 BYTES_PER_TOKEN = 16
 """A batch on disk has for each token its id, and logprob, advantage and version where it trains."""
 
@@ -44,6 +54,45 @@ def check_model(model: ModelConfig, env: EnvConfig, python: str = "") -> Family:
     """
     environment = describe_environment(env, python)
     return check_checkpoint(model, f"[env] {environment.name!r}", environment.shows_images)
+
+
+def describe_environment(
+    env: EnvConfig, python: str, version: str = sightline.__version__
+) -> EnvironmentInfo:
+    """What `[env]` is, to the interpreter that the workers will run in; one that has another
+    version of sightline is refused."""
+    if not python:
+        return get_environment_info(env)
+    try:
+        done = subprocess.run(
+            [python, "-m", "sightline.envs.environment_info"],
+            input=env.model_dump_json(),
+            capture_output=True,
+            text=True,
+            timeout=DESCRIBE_TIMEOUT_S,
+            env=build_environ(threads=1),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(
+            f"[rollout] python = {python!r} does not run: {error}",
+            "name the python of a virtual environment that has sightline-rl and the environment",
+        ) from error
+    if done.returncode != 0:
+        words = done.stderr.strip().splitlines()[-1:] or [f"it ended with {done.returncode}"]
+        raise ConfigError(
+            f"[rollout] python = {python!r} cannot build the environment: {words[0]}",
+            f"try `{python} -m sightline --version`; workers need sightline and [env]'s package",
+        )
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    if found["version"] != version:
+        raise ConfigError(
+            f"[rollout] python = {python!r} has sightline {found['version']}, and this is "
+            f"{version}",
+            "install the same version there: they speak to one another",
+        )
+    if "problem" in found:
+        raise ConfigError(f"[rollout] python = {python!r}: {found['problem']}", found["fix"])
+    return EnvironmentInfo(found["name"], found["shows_images"])
 
 
 def check_conversations(config: SftFile) -> Family:
@@ -185,6 +234,90 @@ def check_engine(config: RunFile, family: Family) -> None:
             "runs in this interpreter",
             'remove it, or set engine = "vllm"',
         )
+
+
+def check_external_servers(config: RunFile, family: Family) -> None:
+    """Refuses one of `[inference] servers` that does not answer, or would not serve this run as it
+    expects."""
+    if not config.inference.servers:
+        return
+    if not config.media.root:
+        raise ConfigError(
+            "[inference] servers without [media] root: they could not find the run's images",
+            "set it to the folder that the servers were started with",
+        )
+    if config.trainer.publish == "broadcast":
+        raise ConfigError(
+            '[trainer] publish = "broadcast" with [inference] servers, which take files',
+            'set publish = "files"',
+        )
+    for address in config.inference.servers:
+        if config.inference.engine == "stock_vllm":
+            _check_stock_vllm(address)
+        else:
+            _check_sightline_server(config, family, address)
+    if config.inference.engine == "stock_vllm" and config.lora.publish == "adapter":
+        raise ConfigError(
+            '[lora] publish = "adapter" with engine = "stock_vllm", which loads whole weights',
+            'set publish = "merged"',
+        )
+    if config.inference.engine == "stock_vllm" and not config.media.allow_unverified_pixels:
+        raise ConfigError(
+            '[inference] engine = "stock_vllm" gives no digests of the pixels that it saw, and '
+            "[media] allow_unverified_pixels is false: no sample with an image would be trained on",
+            'set allow_unverified_pixels = true, or serve with engine = "vllm", which proves them',
+        )
+
+
+def _check_sightline_server(config: RunFile, family: Family, address: str) -> None:
+    health = _get_json(address, "/health")
+    if not isinstance(health, dict) or "fingerprint" not in health:
+        raise ConfigError(
+            f"[inference] servers: {address} is no server of sightline's",
+            'start it with `sightline serve`, or set engine = "stock_vllm"',
+        )
+    for name, ours in (("fingerprint", family.fingerprint), ("engine", config.inference.engine)):
+        if health[name] != ours:
+            raise ConfigError(
+                f"[inference] servers: {address} has {name} {health[name]!r}, the run {ours!r}"
+                + (f"; its settings are {health['settings']}" if name == "fingerprint" else ""),
+                "serve the checkpoint of [model] path with the same settings, or change the run's",
+            )
+    if health["max_model_len"] < config.inference.max_model_len:
+        raise ConfigError(
+            f"[inference] servers: {address} takes {health['max_model_len']} tokens, the run has "
+            f"max_model_len = {config.inference.max_model_len}",
+            "start it with a larger --max-model-len, or lower max_model_len",
+        )
+
+
+def _check_stock_vllm(address: str) -> None:
+    version = str(_get_json(address, "/version").get("version", ""))
+    if not version.startswith(STOCK_VERSION):
+        raise ConfigError(
+            f"[inference] servers: {address} says that it is vLLM {version or 'of no version'}",
+            f"serve with vLLM {STOCK_VERSION}x, whose routes are known here",
+        )
+    if "weight_version" not in _get_json(address, "/weight_info"):
+        raise ConfigError(
+            f"[inference] servers: the vLLM at {address} cannot take new weights",
+            "start it with VLLM_SERVER_DEV_MODE=1",
+        )
+
+
+def _get_json(address: str, path: str) -> dict[str, Any]:
+    """The JSON object that is answered; an empty one for a refusal, and for anything else."""
+    try:
+        with urllib.request.urlopen(address + path, timeout=HTTP_TIMEOUT_S) as answer:
+            found = json.loads(answer.read())
+            return found if isinstance(found, dict) else {}
+    except (urllib.error.HTTPError, ValueError):
+        return {}
+    except OSError as error:
+        raise ConfigError(
+            f"[inference] servers: {address} does not answer: {error}",
+            "start it first, or correct the address",
+        ) from error
 
 
 def _check_parameter_names(model: Path, vision: tuple[str, ...]) -> None:

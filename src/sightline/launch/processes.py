@@ -1,4 +1,4 @@
-"""Starts, watches and stops the processes of a run.
+"""Starts, watches and stops the processes of a run, and servers that a command needs for a while.
 
     launcher --starts--> server, trainer, worker-0.., orchestrator
       waits for: the orchestrator's end      unblocked by: the last step, a signal, a failure
@@ -16,7 +16,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -29,6 +30,8 @@ from sightline.wire.rank_messages import EXIT_OTHER_RANK_FAILED
 POLL_S = 0.2
 STOP_TIMEOUT_S = 10.0
 """How long a process may take to end after it was told to."""
+STARTUP_GRACE_S = 120.0
+"""How much longer than later ones a trainer's first heartbeat may take."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +157,7 @@ class Processes:
         return sorted(ended, key=lambda found: (found[1] == EXIT_OTHER_RANK_FAILED, found[1]))
 
     def signal(self, name: str, number: int) -> None:
-        if self._running[name].poll() is None:
-            self._running[name].send_signal(number)
+        self._running[name].send_signal(number)  # one that has ended hears nothing
 
     def kill_process(self, name: str) -> None:
         self._running[name].kill()
@@ -183,8 +185,7 @@ class Processes:
 
     def kill(self) -> None:
         for process in self._running.values():
-            if process.poll() is None:
-                process.kill()
+            process.kill()
         for process in self._running.values():
             process.wait()
 
@@ -207,6 +208,72 @@ class Processes:
         last = f"; the last line of its log: {words[0]}" if words and exit_code > 0 else ""
         fix = ", ".join(part for part in (f"see {log}", resume) if part)
         return ProcessFailed(f"{name} {how}{last}", fix)
+
+
+@dataclass
+class TrainerWatchdog:
+    """Notices a trainer whose process cannot run: stopped, or held by code that never lets go.
+
+    Such a process cannot find that out itself. Its heartbeat stands still: a file that a thread of
+    it touches every second, whatever it computes or waits for.
+    """
+
+    processes: Processes
+    names: list[str]
+    stall_timeout_s: float
+    """How long a heartbeat may stand still; 0 watches nothing."""
+    started: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            self.processes.run_dir.heartbeat(name).unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Raises for a trainer whose heartbeat stands still."""
+        for name in self.names:
+            silent_s = self._measure_silence(name)
+            is_silent = 0 < self.stall_timeout_s < silent_s
+            if is_silent and self.processes.exit_code(name) is None:
+                raise ProcessFailed(
+                    f"{name} gave no heartbeat for {silent_s:.0f} s: its process is stopped, or "
+                    "never lets go of the interpreter",
+                    f"go on with `{self.processes.resume_command}`",
+                )
+
+    def _measure_silence(self, name: str) -> float:
+        try:
+            return time.time() - self.processes.run_dir.heartbeat(name).stat().st_mtime
+        except FileNotFoundError:  # it has yet to import what it needs
+            return time.time() - self.started - STARTUP_GRACE_S
+
+
+def start_sightline(words: Sequence[str], threads: int) -> subprocess.Popen[str]:
+    """`sightline WORDS`, with its output to be read."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "sightline", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=build_environ(threads),
+    )
+
+
+@contextmanager
+def temporary_server(
+    model: Path, media: Path, more: Sequence[str] = (), threads: int = 1
+) -> Iterator[str]:
+    """The address of a server; `more` are options of `sightline serve`."""
+    words = ["serve", str(model), "--media", str(media), "--port", "0", "--threads", str(threads)]
+    process = start_sightline([*words, *more], threads)
+    try:
+        assert process.stdout is not None
+        # An engine that is not ours may have something to say before.
+        listening = next((line for line in process.stdout if line.startswith("serving ")), "")
+        if not listening:
+            raise ProcessFailed("the server ended while it started", "see its output above")
+        yield listening.split()[-1]
+    finally:
+        process.terminate()
+        process.communicate()
 
 
 class SignalCounter:

@@ -17,7 +17,7 @@ from sightline.launch.processes import (
     reserve_port,
     split_threads,
 )
-from sightline.launch.training_job import TrainingJob
+from sightline.launch.training_run import TrainingJob
 from sightline.launch.worker_supervisor import WorkerSupervisor, get_memory_limit, resolve_workers
 from sightline.run import EventLog, RunDir
 from sightline.view.console import LiveView

@@ -13,7 +13,7 @@ from sightline.launch.preflight import (
     describe_family,
 )
 from sightline.launch.processes import ProcessSpec, num_cores
-from sightline.launch.training_job import TrainingJob
+from sightline.launch.training_run import TrainingJob
 from sightline.run import RunDir
 from sightline.view.sft_progress import SftProgress
 

@@ -1,5 +1,5 @@
-"""Ranks that torchrun starts: `torchrun --standalone --nproc-per-node N -m sightline rl FILE`, or
-`sft FILE`.
+"""The ranks of a trainer, one process each; on one machine, or as torchrun starts them:
+`torchrun --standalone --nproc-per-node N -m sightline rl FILE`, or `sft FILE`.
 
     torchrun ── sightline rl (rank 0) ── server · trainer · worker-0.. · orchestrator
              ── sightline rl (rank k) ── trainer-k
@@ -12,21 +12,17 @@ else. What ends one ends its `sightline rl`, and torchrun ends the others.
 from __future__ import annotations
 
 import os
-import signal
-import time
-from dataclasses import dataclass
+import secrets
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sightline.config import AnyRun, TrainerConfig, load_config
+from sightline.config import AnyRun, TrainerConfig
 from sightline.config.sections import is_loopback
 from sightline.errors import ConfigError
-from sightline.launch.processes import POLL_S, Processes, ProcessSpec
-from sightline.launch.rank_specs import build_rank_spec, build_trainer_specs, open_rendezvous
-from sightline.launch.trainer_watchdog import TrainerWatchdog
-from sightline.launch.training_job import TrainingJob
+from sightline.launch.processes import ProcessSpec, reserve_port
 from sightline.run import RunDir
+from sightline.wire.rank_messages import SECRET_VARIABLE, Rendezvous, rank_process_name
 
 if TYPE_CHECKING:
     from sightline.trainer.ranks import RendezvousStore
@@ -79,6 +75,30 @@ def get_rendezvous_store(context: TorchrunContext) -> RendezvousStore:
     return RendezvousStore(context.host, context.port, not context.has_store and context.rank == 0)
 
 
+def open_rendezvous(settings: TrainerConfig, run_dir: str = "") -> Rendezvous:
+    here = settings.address
+    ports = [reserve_port(here, 0, "[trainer] address") for _ in range(2)]
+    secret = settings.secret or secrets.token_hex(16)
+    return Rendezvous(run_dir, f"{here}:{ports[0]}", f"tcp://{here}:{ports[1]}", secret)
+
+
+def build_rank_spec(trainer: ProcessSpec, rank: int, ranks: int, at: Rendezvous) -> ProcessSpec:
+    """One rank of `trainer`, whose own name is rank 0's; NAME-1 and so on are the others'."""
+    name = rank_process_name(rank, trainer.name)
+    words = [trainer.arguments[0], name, *trainer.arguments[2:]]
+    words += ["--rank", str(rank), "--ranks", str(ranks)]
+    words += ["--rendezvous", at.address, "--channel", at.channel]
+    return replace(trainer, name=name, arguments=words, variables={SECRET_VARIABLE: at.secret})
+
+
+def build_trainer_specs(trainer: ProcessSpec, settings: TrainerConfig) -> list[ProcessSpec]:
+    """All ranks of `trainer`, on this machine."""
+    if settings.ranks == 1:
+        return [trainer]
+    at = open_rendezvous(settings)
+    return [build_rank_spec(trainer, rank, settings.ranks, at) for rank in range(settings.ranks)]
+
+
 def build_local_specs(
     trainer: ProcessSpec, settings: TrainerConfig, run_dir: RunDir, context: TorchrunContext | None
 ) -> list[ProcessSpec]:
@@ -88,34 +108,3 @@ def build_local_specs(
     at = open_rendezvous(settings, str(run_dir.path.resolve()))
     get_rendezvous_store(context).post(at)
     return [build_rank_spec(trainer, 0, settings.ranks, at)]
-
-
-def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
-    """Runs one rank of the trainer until the run ends, where torchrun started this process as
-    another than rank 0."""
-    context = find_context()
-    if context is None or context.rank == 0:
-        return False
-    at = get_rendezvous_store(context).read()
-    run_dir = RunDir(Path(at.run_dir))
-    file = load_config(job.file_kind, run_dir.config)
-    threads = max(1, job.count_trainer_threads(file) // context.local_size)
-    words = ["process", job.trainer, str(run_dir.path), "--threads", str(threads)]
-    words += ["--parent", str(os.getpid())]
-    trainer = ProcessSpec(job.trainer, words, threads)
-    spec = build_rank_spec(trainer, context.rank, context.size, at)
-    processes = Processes(run_dir, job.command)
-    # The rank ends when rank 0 says so; a signal to the whole run is for rank 0's launcher.
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        watchdog = TrainerWatchdog(processes, [spec.name], file.trainer.stall_timeout_s)
-        processes.start(spec)
-        while (exit_code := processes.exit_code(spec.name)) is None:
-            time.sleep(POLL_S)
-            watchdog.check()
-    finally:
-        processes.kill()
-    if exit_code:
-        raise processes.explain_exit(spec.name, exit_code)
-    return True

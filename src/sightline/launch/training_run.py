@@ -8,11 +8,16 @@ A job says what is particular to a command; nothing else claims, locks, records 
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
+from typing import Generic
 
-from sightline.config import AnyRun, check_resume, dump_toml, load_config
+from sightline.config import AnyRun, LoggingConfig, check_resume, dump_toml, load_config
 from sightline.errors import ProcessFailed, ResumeRefused
 from sightline.launch.claim import (
     check_model_unchanged,
@@ -22,18 +27,71 @@ from sightline.launch.claim import (
 )
 from sightline.launch.preflight import check_store, resolve_model
 from sightline.launch.processes import (
+    POLL_S,
     Processes,
+    ProcessSpec,
     SignalCounter,
+    TrainerWatchdog,
     call_view,
     num_cores,
     watch_processes,
 )
-from sightline.launch.torchrun import TorchrunContext, build_local_specs, find_context
-from sightline.launch.trainer_watchdog import TrainerWatchdog
-from sightline.launch.training_job import TrainingJob
+from sightline.launch.torchrun import (
+    TorchrunContext,
+    build_local_specs,
+    build_rank_spec,
+    find_context,
+    get_rendezvous_store,
+)
 from sightline.run import EventLog, RunDir
+from sightline.view.console import LiveView
+from sightline.view.sft_progress import SftProgress
 from sightline.view.sinks.process import SinkProcess
 from sightline.wire.file import write_atomic
+
+
+class TrainingJob(ABC, Generic[AnyRun]):
+    """What is particular to one command that trains."""
+
+    file_kind: type[AnyRun]
+    command: str
+    leader: str
+    """The process whose end is the run's end."""
+    trainer: str
+    """The name of the trainer's rank 0."""
+
+    def resolve(self, file: AnyRun) -> AnyRun:
+        """The run file with what this machine decides."""
+        return file
+
+    @abstractmethod
+    def check(self, file: AnyRun, run_dir: RunDir) -> None:
+        """Refuses what cannot work, and prints what follows from the model."""
+
+    @abstractmethod
+    def count_trainer_threads(self, file: AnyRun) -> int:
+        """Compute threads of all ranks on this machine."""
+
+    @abstractmethod
+    def build_specs(self, file: AnyRun, run_dir: RunDir) -> list[ProcessSpec]:
+        """The processes of the run, in the order of their start; one trainer for all its ranks."""
+
+    def build_supervisor(
+        self, file: AnyRun, processes: Processes, specs: list[ProcessSpec], events: EventLog
+    ) -> Callable[[], None]:
+        """What replaces processes that may be replaced; called again and again."""
+        return lambda: None
+
+    def get_logging(self, file: AnyRun) -> LoggingConfig:
+        return LoggingConfig()
+
+    @abstractmethod
+    def open_view(self, file: AnyRun, run_dir: RunDir) -> LiveView | SftProgress:
+        """What a person sees while the run goes on."""
+
+    @abstractmethod
+    def print_outcome(self, file: AnyRun, run_dir: RunDir, stopped_by: str) -> None:
+        """Says where the results are; `stopped_by` is empty for a run that reached its end."""
 
 
 def start_run(job: TrainingJob[AnyRun], file: AnyRun) -> RunDir:
@@ -115,3 +173,34 @@ def _run(
     if failure is not None:
         raise failure
     return run_dir
+
+
+def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
+    """Runs one rank of the trainer until the run ends, where torchrun started this process as
+    another than rank 0."""
+    context = find_context()
+    if context is None or context.rank == 0:
+        return False
+    at = get_rendezvous_store(context).read()
+    run_dir = RunDir(Path(at.run_dir))
+    file = load_config(job.file_kind, run_dir.config)
+    threads = max(1, job.count_trainer_threads(file) // context.local_size)
+    words = ["process", job.trainer, str(run_dir.path), "--threads", str(threads)]
+    words += ["--parent", str(os.getpid())]
+    trainer = ProcessSpec(job.trainer, words, threads)
+    spec = build_rank_spec(trainer, context.rank, context.size, at)
+    processes = Processes(run_dir, job.command)
+    # The rank ends when rank 0 says so; a signal to the whole run is for rank 0's launcher.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        watchdog = TrainerWatchdog(processes, [spec.name], file.trainer.stall_timeout_s)
+        processes.start(spec)
+        while (exit_code := processes.exit_code(spec.name)) is None:
+            time.sleep(POLL_S)
+            watchdog.check()
+    finally:
+        processes.kill()
+    if exit_code:
+        raise processes.explain_exit(spec.name, exit_code)
+    return True

@@ -13,7 +13,7 @@ from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import ServerSpec
-from sightline.inference.vllm_plugin.names import (
+from sightline.inference.vllm_plugin import (
     CONFIG_KEY,
     LOAD_FORMAT,
     LOGITS_PROCESSOR,
@@ -25,9 +25,7 @@ from sightline.media import MediaStore
 from sightline.run.parent_death import die_with_parent
 
 GIBIBYTE = 2**30
-VERSION_CHECK = (
-    "from sightline.inference.vllm_plugin.supported_versions import check_version; check_version()"
-)
+VERSION_CHECK = "from sightline.inference.vllm_plugin import check_version; check_version()"
 VERSION_CHECK_TIMEOUT_S = 300
 
 

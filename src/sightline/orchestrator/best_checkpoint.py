@@ -13,7 +13,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -61,8 +61,7 @@ def merge_safetensors(weights: list[Path], others: list[Path], target: Path) -> 
     sources: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     shapes: dict[str, list[int]] = {}
     for path in (*weights, *others):
-        with open(path, "rb") as file:
-            header, start = _read_header(file)
+        header, start = _read_header(path)
         for name, described in header.items():
             if name == "__metadata__":
                 continue
@@ -81,33 +80,21 @@ def merge_safetensors(weights: list[Path], others: list[Path], target: Path) -> 
     with open(target, "wb") as out:
         out.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, (path, start, described) in sources.items():
-            first, last = described["data_offsets"]
-            with open(path, "rb") as file:
-                file.seek(start + first)
-                if shapes[name] == described["shape"]:
-                    _copy_bytes(file, out, last - first)
-                else:
-                    _copy_transposed(file, out, last - first, described["shape"])
+            (first, last), shape = described["data_offsets"], described["shape"]
+            stored = np.memmap(path, mode="r")[start + first : start + last]
+            if shapes[name] == shape:
+                out.write(stored.data)
+                continue
+            # Each matrix of a stack is transposed; what its numbers are does not matter.
+            stack = stored.view(f"V{len(stored) // math.prod(shape)}").reshape(-1, *shape[-2:])
+            for matrix in stack:
+                out.write(matrix.T.tobytes())
         out.flush()
         os.fsync(out.fileno())
 
 
-def _read_header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
-    size = int.from_bytes(file.read(8), "little")
-    header: dict[str, Any] = json.loads(file.read(size))
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header: dict[str, Any] = json.loads(file.read(size))
     return header, 8 + size
-
-
-def _copy_bytes(source: IO[bytes], target: IO[bytes], count: int, chunk: int = 1 << 24) -> None:
-    while count:
-        data = source.read(min(count, chunk))
-        target.write(data)
-        count -= len(data)
-
-
-def _copy_transposed(source: IO[bytes], target: IO[bytes], count: int, shape: list[int]) -> None:
-    """With each matrix of a stack transposed; what its numbers are does not matter."""
-    rows = math.prod(shape)
-    stack = np.frombuffer(source.read(count), np.dtype(f"V{count // rows}")).reshape(shape)
-    for matrix in stack.reshape(-1, *shape[-2:]):
-        target.write(matrix.T.tobytes())

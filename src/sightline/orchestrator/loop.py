@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from sightline.algo.verdicts import NO_SIGNAL, GroupJudge, GroupVerdict
 from sightline.errors import MediaError, NoTrainableSamples
@@ -25,16 +24,9 @@ from sightline.orchestrator.collection import StepCollection
 from sightline.orchestrator.policy_updater import PolicyUpdater
 from sightline.orchestrator.rollout_scheduler import Group, RolloutScheduler
 from sightline.orchestrator.run_state import RunState, is_bad_media
+from sightline.orchestrator.step_metrics import StepMetrics
 from sightline.wire.control import BatchReady
 from sightline.wire.sample import Batch
-
-
-class LoopObserver(Protocol):
-    """Hears what the loop does. It never waits and never fails the run."""
-
-    def on_group(self, step: int, verdict: GroupVerdict) -> None: ...
-
-    def on_step(self, step: int, collection: StepCollection) -> None: ...
 
 
 @dataclass
@@ -45,7 +37,8 @@ class LoopComponents:
     run_state: RunState
     announce: Callable[[BatchReady], Awaitable[None]]
     """Tells the trainer of a batch."""
-    observer: LoopObserver
+    observer: StepMetrics
+    """Hears what the loop does. It never waits and never fails the run."""
     groups_per_step: int
     max_lag: int
     diagnostics_every: int

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from sightline.errors import ProcessFailed
 from sightline.media import MediaRef
 from sightline.orchestrator.dispatcher import RolloutDispatcher
-from sightline.rollout.evaluation import build_eval_request, derive_seed
+from sightline.rollout.evaluation import build_eval_request, derive_seed, open_trace
 from sightline.trace import Trace, decode_trace
 from sightline.wire.control import CancelRollouts, RolloutRequest, RolloutResult
 
@@ -134,13 +134,8 @@ class RolloutScheduler:
         self._wires[f"{worker}#{self.workers_lost.total()}"] = self._wires.pop(worker, {})
         for request in self.dispatcher.on_worker_lost(worker):
             self._accept_trace(
-                Trace(
-                    id=request.rollout_id,
-                    group_id=request.group_id,
-                    task=request.task,
-                    split=request.split,
-                    seed=request.seed,
-                    temperature=request.temperature,
+                open_trace(
+                    request,
                     ended=time.time(),
                     error=f"{worker} was lost while it played this: {why}",
                     error_kind=WORKER_LOST,

@@ -39,24 +39,21 @@ class ServerStatsPoller:
     async def poll(self) -> None:
         """Asks the servers once. One that does not answer is the launcher's matter."""
         with contextlib.suppress(OSError, ValueError, aiohttp.ClientError):
-            await self._poll()
-
-    async def _poll(self) -> None:
-        now = time.time()
-        path = f"/sightline/v1/stats?since={self.since}"
-        answers = await asyncio.gather(*(client.get(path) for client in self.clients))
-        stats = [json.loads(answer) for answer in answers]
-        if self.heartbeat_file is not None:
-            self.heartbeat_file.touch()
-        self.since = now
-        self.caches.update(
-            summarize_caches(
-                _sum_counts([one.get("totals", {}) for one in stats]),
-                _sum_counts([one.get("now", {}) for one in stats]),
+            now = time.time()
+            path = f"/sightline/v1/stats?since={self.since}"
+            answers = await asyncio.gather(*(client.get(path) for client in self.clients))
+            stats = [json.loads(answer) for answer in answers]
+            if self.heartbeat_file is not None:
+                self.heartbeat_file.touch()
+            self.since = now
+            self.caches.update(
+                summarize_caches(
+                    _sum_counts([one.get("totals", {}) for one in stats]),
+                    _sum_counts([one.get("now", {}) for one in stats]),
+                )
             )
-        )
-        if busy := [span for one in stats for span in one.get("busy", ())]:
-            self.events.write("busy", intervals=sorted(busy))
+            if busy := [span for one in stats for span in one.get("busy", ())]:
+                self.events.write("busy", intervals=sorted(busy))
 
 
 def _sum_counts(counted: list[dict[str, float]]) -> dict[str, float]:

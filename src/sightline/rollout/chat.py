@@ -109,7 +109,7 @@ class RolloutChat(ModelChat):
         self._check_turn_limit()
         needed = len(turn.prompt_ids) + self.max_tokens
         if 0 < self.max_model_len < needed:
-            self.truncations.append(
+            self._truncate(
                 RolloutTruncated(
                     f"the rollout is cut short: the prompt of turn {self.num_turns + 1} has "
                     f"{len(turn.prompt_ids)} tokens; with [rollout] max_tokens = "
@@ -118,7 +118,6 @@ class RolloutChat(ModelChat):
                     "show less, keep a window of the history, or raise the limit",
                 )
             )
-            self._raise_if_truncated()
 
     def _check_swapped(self, turn: Turn) -> None:
         """Images that did not come through `put` cannot be swapped, and would go unnoticed."""

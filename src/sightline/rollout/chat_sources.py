@@ -25,8 +25,7 @@ from sightline.rollout.chat import RolloutChat
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.interception_server import InterceptionServer
 from sightline.rollout.model_chat import AgentEndpoint, ModelChat
-from sightline.rollout.openai_chat import OpenAIChat
-from sightline.rollout.openai_client import OpenAIClient
+from sightline.rollout.openai_chat import OpenAIChat, OpenAIClient
 from sightline.rollout.put_pool import PUT_THREADS, PendingPuts
 from sightline.rollout.stock_vllm_client import StockVLLMClient
 from sightline.run.stages import Stage

@@ -20,10 +20,6 @@ from sightline.wire.generate import (
     GenerateResponse,
 )
 
-_encoder = msgspec.json.Encoder()
-_responses = msgspec.json.Decoder(GenerateResponse)
-_errors = msgspec.json.Decoder(ErrorAnswer)
-
 
 @dataclass
 class GenerateClient(RetryingClient):
@@ -49,7 +45,8 @@ class GenerateClient(RetryingClient):
             self.counts.reference_bytes += sum(
                 len(raw) for raws in request.features.kwargs_data.values() for raw in raws
             )
-        return _responses.decode(await self._post_generate(_encoder.encode(request), turn))
+        answer = await self._post_generate(msgspec.json.encode(request), turn)
+        return msgspec.json.decode(answer, type=GenerateResponse)
 
     async def _post_generate(self, body: bytes, turn: Stage) -> bytes:
         with turn.begin("generate", server=self.base_url, request_bytes=len(body)) as stage:
@@ -66,7 +63,7 @@ class GenerateClient(RetryingClient):
     async def adopt(self, manifest: str) -> None:
         """Returns when the server samples from the weights that `manifest` lists."""
         path = str(Path(manifest).absolute())  # the server may run in another folder
-        await self.request("POST", "/sightline/v1/adopt", _encoder.encode(AdoptRequest(path)))
+        await self.request("POST", "/sightline/v1/adopt", msgspec.json.encode(AdoptRequest(path)))
 
     async def wait_healthy(self) -> None:
         """Returns when the server answers; the launcher ends the run if it never will."""
@@ -74,7 +71,7 @@ class GenerateClient(RetryingClient):
 
     def read_error(self, status: int, data: bytes) -> EngineError:
         try:
-            body = _errors.decode(data).error
+            body = msgspec.json.decode(data, type=ErrorAnswer).error
         except msgspec.MsgspecError:
             return super().read_error(status, data)
         problem = body.message

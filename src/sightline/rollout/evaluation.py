@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sightline.media import MediaRef
 from sightline.run.confidence import confidence_interval
@@ -22,6 +22,19 @@ def derive_seed(seed: int, rollout_id: str) -> int:
     """The seed of one rollout of a run that has `seed`."""
     digest = hashlib.blake2b(f"{seed}:{rollout_id}".encode(), digest_size=6)
     return int.from_bytes(digest.digest(), "big")
+
+
+def open_trace(request: RolloutRequest, **values: Any) -> Trace:
+    """A trace without turns of what `request` asks for."""
+    return Trace(
+        id=request.rollout_id,
+        group_id=request.group_id,
+        task=request.task,
+        split=request.split,
+        seed=request.seed,
+        temperature=request.temperature,
+        **values,
+    )
 
 
 def build_eval_request(
@@ -73,7 +86,7 @@ class EvalSummary:
     @property
     def metric(self) -> float:
         """The mean of the metrics of all rollouts."""
-        return _mean([get_metric(trace) for trace in self.scored])
+        return fmean([get_metric(trace) for trace in self.scored] or [0.0])
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -82,7 +95,7 @@ class EvalSummary:
 
     @property
     def reward(self) -> float:
-        return _mean(self.rewards)
+        return fmean(self.rewards or [0.0])
 
     @property
     def rewards(self) -> list[float]:
@@ -110,7 +123,3 @@ class EvalSummary:
 def get_metric(trace: Trace) -> float:
     """The first named part, by which an environment measures itself without penalties."""
     return next(iter(trace.rewards.values()), trace.reward or 0.0)
-
-
-def _mean(values: list[float]) -> float:
-    return fmean(values) if values else 0.0

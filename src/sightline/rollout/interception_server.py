@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -130,7 +131,7 @@ class InterceptionServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: socket.socket | None = None
         self._start_lock = threading.Lock()
-        self._serve_task: asyncio.Task[None] | None = None
+        self._started: Future[None] | None = None
         self._runner: web.AppRunner | None = None
 
     def open_base_url(self) -> str:
@@ -143,7 +144,7 @@ class InterceptionServer:
                     )
                 # Connections that come before the server is up wait in the socket.
                 self._socket = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
-                self._loop.call_soon_threadsafe(self._start)
+                self._started = asyncio.run_coroutine_threadsafe(self._serve(), self._loop)
             return f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
 
     @property
@@ -169,13 +170,10 @@ class InterceptionServer:
                 await asyncio.wait(session.requests)
 
     async def close(self) -> None:
-        if self._serve_task is not None:
-            await self._serve_task
+        if self._started is not None:
+            await asyncio.wrap_future(self._started)
         if self._runner is not None:
             await self._runner.cleanup()
-
-    def _start(self) -> None:
-        self._serve_task = asyncio.create_task(self._serve())
 
     async def _serve(self) -> None:
         app = web.Application()
@@ -205,7 +203,7 @@ class InterceptionServer:
         session = self._find_session(http)
         if session is None:
             return _error_response(UNKNOWN_KEY)
-        done = await _run_until_over(session, self._receive_request(session, http))
+        done = await _run_until_over(session, self._answer_request(session, http))
         if isinstance(done, OpenAIErrorResponse):
             return _error_response(done)
         request, turn = done
@@ -233,31 +231,22 @@ class InterceptionServer:
 
     # -- the work
 
-    async def _receive_request(self, session: _AgentSession, http: web.Request) -> _Reply:
-        body = _RequestBody()
+    async def _answer_request(self, session: _AgentSession, http: web.Request) -> _Reply:
+        """Answers a request; whatever goes wrong is answered too, and kept on the trace."""
+        chat, body = session.chat, _RequestBody()
         self._bodies.add(body)
         try:
             await body.receive(http, self.max_body_bytes)
             self.counts.agent_requests += 1
             self.counts.agent_sent_bytes += body.num_bytes
-            return await self._answer_request(session, body)
-        except EngineError as error:
-            session.chat.record_refusal(error)
-            return OpenAIErrorResponse.of(error)
-        finally:
-            self._bodies.discard(body)
-
-    async def _answer_request(self, session: _AgentSession, body: _RequestBody) -> _Reply:
-        """Answers a request; whatever goes wrong is answered too, and kept on the trace."""
-        chat = session.chat
-        try:
             request, messages = await chat.run_in_pool(self._read_request, session, body)
         except SightlineError as error:
             chat.record_refusal(error)
             return OpenAIErrorResponse.of(error)
-        self._bodies.discard(body)
+        finally:
+            self._bodies.discard(body)
         try:
-            max_tokens = request.max_tokens if request.max_tokens is not None else chat.max_tokens
+            max_tokens = request.max_tokens or chat.max_tokens
             return request, await chat.answer(messages, request.tools, max_tokens)
         except SightlineError as error:
             refusal = OpenAIErrorResponse.of(error)
@@ -310,14 +299,8 @@ def _build_completion(turn: CompletedTurn, name: str, model: str) -> ChatComplet
         stopped=node.finish_reason == "stop",
         num_tokens=node.num_sampled,
     )
-    return ChatCompletion(
-        name,
-        model,
-        int(time.time()),
-        [choice],
-        turn.num_prompt_tokens,
-        turn.num_cached_tokens,
-    )
+    num_prompt, num_cached = turn.num_prompt_tokens, turn.num_cached_tokens
+    return ChatCompletion(name, model, int(time.time()), [choice], num_prompt, num_cached)
 
 
 def _error_response(error: OpenAIErrorResponse) -> web.Response:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from sightline.errors import (
     EnvironmentFailed,
@@ -192,16 +192,18 @@ class ModelChat(ABC):
     def _check_turn_limit(self) -> None:
         """Ends a rollout that has used up its turns, before it makes another call."""
         if 0 < self.max_turns <= self.num_calls:
-            self.truncations.append(
+            self._truncate(
                 TurnLimitReached(
                     "the rollout is cut short: its turns are used up, "
                     f"[rollout] max_turns = {self.max_turns}",
                     "end the rollout sooner, or raise the limit",
                 )
             )
-        self._raise_if_truncated()
-
-    def _raise_if_truncated(self) -> None:
         if self.truncations:
-            first = self.truncations[0]
-            raise type(first)(first.problem, first.fix)
+            self._truncate(self.truncations[0])
+
+    def _truncate(self, error: RolloutTruncated) -> NoReturn:
+        """Cuts the rollout short; what did so first is raised again, whatever is asked later."""
+        self.truncations.append(error)
+        first = self.truncations[0]
+        raise type(first)(first.problem, first.fix)

@@ -9,32 +9,15 @@ pass, so that timers and sockets come in between.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
 
 class LoopPacer:
     """First come, first served. One of these per event loop."""
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._passing = False
+        self._lock = asyncio.Lock()
 
     async def wait_for_pass(self) -> None:
         """Returns in a pass of the loop that no one else who waits here shares."""
-        loop = asyncio.get_running_loop()
-        mine: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(mine)
-        if not self._passing:
-            self._passing = True
-            loop.call_soon(self._next_pass, loop)
-        await mine
-
-    def _next_pass(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._waiting:
-            first = self._waiting.popleft()
-            if not first.done():  # one that was cancelled takes no turn from the others
-                first.set_result(None)
-                break
-        self._passing = bool(self._waiting)
-        if self._passing:
-            loop.call_soon(self._next_pass, loop)
+        async with self._lock:
+            await asyncio.sleep(0)

@@ -14,6 +14,7 @@ from typing import Any
 from sightline.envs import Environment, Outcome, Task
 from sightline.errors import EngineError, EnvironmentFailed, SightlineError
 from sightline.rollout.chat_sources import ChatSource
+from sightline.rollout.evaluation import open_trace
 from sightline.rollout.model_chat import ModelChat
 from sightline.rollout.rollout_threads import RolloutThreads, RolloutTimeout
 from sightline.run.stages import CURRENT_STAGE, NO_STAGE_RECORDER, Stage, StageRecorder
@@ -61,16 +62,7 @@ class RolloutPlayer:
 
     async def play(self, request: RolloutRequest) -> PlayedRollout:
         """Never raises for what user code does: that stands in the trace."""
-        trace = Trace(
-            id=request.rollout_id,
-            group_id=request.group_id,
-            env=self.env.name,
-            task=request.task,
-            split=request.split,
-            seed=request.seed,
-            temperature=request.temperature,
-            started=time.time(),
-        )
+        trace = open_trace(request, env=self.env.name, started=time.time())
         with self.stages.begin(
             "rollout",
             rollout_id=request.rollout_id,
@@ -94,7 +86,10 @@ class RolloutPlayer:
         trace, error, kind = chat.trace, "", ""
         self._in_play[request.rollout_id] = chat
         try:
-            _record_outcome(chat, await self._run_rollout(request, chat))
+            async with self.chats.serve_agent(chat):
+                work = self._run_user_code(request, chat)
+                result = await self.threads.run_with_timeout(self.timeout_s, work)
+            _record_outcome(chat, to_outcome(result, trace.env))
             if chat.truncated:
                 kind, trace.truncated, trace.limit = TRUNCATED, True, chat.truncated
         except RolloutTimeout as problem:
@@ -109,12 +104,6 @@ class RolloutPlayer:
             self._in_play.pop(request.rollout_id, None)
         trace.error, trace.error_kind = error, kind
         trace.ended = time.time()
-
-    async def _run_rollout(self, request: RolloutRequest, chat: ModelChat) -> Outcome:
-        async with self.chats.serve_agent(chat):
-            work = self._run_user_code(request, chat)
-            result = await self.threads.run_with_timeout(self.timeout_s, work)
-        return to_outcome(result, chat.trace.env)
 
     async def _run_user_code(self, request: RolloutRequest, chat: ModelChat) -> Any:
         env = self.env.choose_environment(request.task, request.split)
@@ -142,22 +131,20 @@ class RolloutPlayer:
 
 def to_outcome(result: object, name: str) -> Outcome:
     """What the rollout of environment `name` returned, as plain finite numbers."""
-    if isinstance(result, Outcome):
-        outcome = result
-    elif isinstance(result, dict):
-        outcome = Outcome(reward=float(sum(result.values())), parts=dict(result))
+    if isinstance(result, dict):
+        result = Outcome(reward=float(sum(result.values())), parts=dict(result))
     elif isinstance(result, numbers.Real):
-        outcome = Outcome(reward=float(result))
-    else:
+        result = Outcome(reward=float(result))
+    if not isinstance(result, Outcome):
         raise EnvironmentFailed(
             f"environment {name!r} returned a {type(result).__name__}",
             "return a number, a dict of named numbers, or an Outcome",
         )
     # Plain numbers from here on: an environment may well compute with numpy.
     outcome = Outcome(
-        reward=float(outcome.reward),
-        parts={str(part): float(value) for part, value in outcome.parts.items()},
-        per_turn=None if outcome.per_turn is None else [float(v) for v in outcome.per_turn],
+        reward=float(result.reward),
+        parts={str(part): float(value) for part, value in result.parts.items()},
+        per_turn=None if result.per_turn is None else [float(v) for v in result.per_turn],
     )
     earned = [outcome.reward, *outcome.parts.values(), *(outcome.per_turn or ())]
     if not all(math.isfinite(number) for number in earned):

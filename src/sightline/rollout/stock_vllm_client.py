@@ -41,10 +41,6 @@ class StockVLLMResponse(msgspec.Struct, frozen=True):
     mm_placeholders: dict[str, list[Placeholder]] | None = None
 
 
-_answers = msgspec.json.Decoder(StockVLLMResponse)
-_encoder = msgspec.json.Encoder()
-
-
 @dataclass(kw_only=True)
 class StockVLLMClient(GenerateClient):
     """A client of one vLLM server that does not have our plugin."""
@@ -58,8 +54,8 @@ class StockVLLMClient(GenerateClient):
 
     async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
         slots = request.slots()
-        body = _encoder.encode(self._body(request, slots))
-        answer = _answers.decode(await self._post_generate(body, turn))
+        sent = msgspec.json.encode(self._body(request, slots))
+        answer = msgspec.json.decode(await self._post_generate(sent, turn), type=StockVLLMResponse)
         check_expansion(request.token_ids, slots, answer)
         return GenerateResponse(request_id=answer.request_id, choices=answer.choices)
 
@@ -81,7 +77,7 @@ class StockVLLMClient(GenerateClient):
 
     async def _post_command(self, path: str, body: dict[str, Any] | None = None) -> None:
         try:
-            await self.request("POST", path, _encoder.encode(body or {}))
+            await self.request("POST", path, msgspec.json.encode(body or {}))
         except EngineError as error:
             if error.status != 404:
                 raise

@@ -10,7 +10,6 @@ import asyncio
 import gc
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from sightline.media import MediaStore
 from sightline.rollout.chat_sources import build_policy_chats
 from sightline.rollout.heartbeat import Heartbeat
 from sightline.rollout.player import RolloutPlayer
-from sightline.run.stages import NO_STAGE_RECORDER, StageRecorder
+from sightline.run.stages import StageRecorder
 from sightline.trace import encode_trace
 from sightline.transport.zmq_channel import AsyncSpoke
 from sightline.wire import control
@@ -45,33 +44,26 @@ def tune_interpreter() -> None:
     gc.freeze()
 
 
-@dataclass(frozen=True)
-class WorkerContext:
-    """The name of a worker process, and the addresses that it speaks to."""
-
-    name: str
-    hub: str
-    servers: Sequence[str]
-    heartbeat_file: Path
-
-
 async def main(
     config: RunFile,
+    name: str,
+    hub: str,
+    servers: Sequence[str],
     media_root: Path,
-    context: WorkerContext,
-    after: str = "",
-    stages: StageRecorder = NO_STAGE_RECORDER,
+    heartbeat_file: Path,
+    after: str,
+    stages: StageRecorder,
 ) -> None:
-    """`after` says how the worker of the same name ended that this one replaces."""
-    chats = build_policy_chats(config, context.servers, MediaStore(media_root))
+    """`after` says how the worker called `name` ended that this one replaces."""
+    chats = build_policy_chats(config, servers, MediaStore(media_root))
     env = build_environment(config.env)
     player = RolloutPlayer(env, chats, config.rollout.timeout_s, stages=stages)
     tune_interpreter()
     running: dict[str, asyncio.Task[None]] = {}
-    heartbeat = Heartbeat(context.heartbeat_file, player.threads.stuck_s)
+    heartbeat = Heartbeat(heartbeat_file, player.threads.stuck_s)
     heartbeat.start()
-    spoke = AsyncSpoke(context.hub, context.name)
-    await spoke.send(control.encode(ProcessReady(context.name, after=after)))
+    spoke = AsyncSpoke(hub, name)
+    await spoke.send(control.encode(ProcessReady(name, after=after)))
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def play(request: RolloutRequest) -> None:

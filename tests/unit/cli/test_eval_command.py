@@ -17,7 +17,7 @@ from sightline.cli.main import main
 from sightline.errors import EngineError
 from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
-from sightline.rollout.openai_client import OpenAIClient
+from sightline.rollout.openai_chat import OpenAIClient
 
 WORDS = ["eval", "color_codeword", "--tasks", "6", "--max-tokens", "12", "--temperature", "0"]
 

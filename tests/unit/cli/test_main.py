@@ -14,13 +14,13 @@ import pytest
 from sightline import __version__
 from sightline.cli.main import (
     EXTRA_OF_PACKAGE,
+    RENAMED_OPTIONS,
     Parser,
     add_command,
     build_parser,
     list_commands,
     main,
 )
-from sightline.cli.renamed_options import RENAMED_OPTIONS
 from sightline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,8 +12,13 @@ import pytest
 from torch.distributed import TCPStore
 
 from sightline.errors import ProcessFailed
-from sightline.launch.processes import Processes, ProcessSpec, build_environ, reserve_port
-from sightline.launch.trainer_watchdog import TrainerWatchdog
+from sightline.launch.processes import (
+    Processes,
+    ProcessSpec,
+    TrainerWatchdog,
+    build_environ,
+    reserve_port,
+)
 from sightline.run import RunDir
 from sightline.transport.zmq_channel import Hub
 

@@ -9,7 +9,7 @@ import pytest
 
 from sightline.families import load_renderer
 from sightline.inference.server_spec import ServerSpec
-from sightline.inference.vllm_plugin.names import CONFIG_KEY, LOGITS_PROCESSOR, MIDDLEWARE
+from sightline.inference.vllm_plugin import CONFIG_KEY, LOGITS_PROCESSOR, MIDDLEWARE
 from sightline.launch.vllm_server import build_vllm_command
 from sightline.media import MediaStore
 

@@ -10,7 +10,7 @@ import pytest
 import sightline
 from sightline.config import EnvConfig
 from sightline.errors import ConfigError
-from sightline.launch.worker_python import describe_environment
+from sightline.launch.preflight import describe_environment
 
 CODEWORD = EnvConfig(name="color_codeword")
 

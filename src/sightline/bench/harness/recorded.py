@@ -26,7 +26,7 @@ from sightline.config import RunFile, dump_toml
 from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
 from sightline.launch.processes import Processes, ProcessSpec, reserve_port
-from sightline.launch.rank_specs import build_trainer_specs
+from sightline.launch.torchrun import build_trainer_specs
 from sightline.media import MediaStore
 from sightline.message import user
 from sightline.pixels import Materializer

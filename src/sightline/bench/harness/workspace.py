@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sightline.errors import ConfigError
 from sightline.families import load_renderer, registry
-from sightline.launch.temporary_server import temporary_server
+from sightline.launch.processes import temporary_server
 from sightline.media import MediaStore
 from sightline.render import Renderer
 

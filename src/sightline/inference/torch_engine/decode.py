@@ -45,44 +45,51 @@ class _ShapePass:
     """Where the graph leaves its result."""
 
 
+@dataclass
 class CudaGraphDecoder:
     """Used by the engine's thread alone."""
 
-    def __init__(self, forward: Forward, kv: KVCache, rows: RowTable, device: torch.device) -> None:
-        self._forward = forward
-        self._kv = kv
-        self._rows = rows
-        self._device = device
+    forward: Forward
+    kv: KVCache
+    rows: RowTable
+    device: torch.device
+
+    def __post_init__(self) -> None:
         self._passes: LRUCache[tuple[int, int], _ShapePass] = LRUCache(MAX_SHAPES)
         self._generation = -1
-        self._captures = device.type == "cuda"
+        self._captures = self.device.type == "cuda"
         self.num_passes = 0
         self.num_replayed = 0
 
     def hidden(self, plan: StepPlan) -> Hidden | None:
         """Hidden states of the plan's tokens, or None where the plan is none for this."""
-        table = self._rows
+        table = self.rows
         if (plan.counts != 1).any() or (plan.starts < table.prompt_length[plan.rows]).any():
             return None
-        if not (token_bytes := self._kv.token_bytes):
+        if not (token_bytes := self.kv.token_bytes):
             return None
         needed, longest = int(plan.rows.max()) + 1, int(plan.ends.max())
-        self._kv.reserve(needed, longest)
-        num_rows = min(round_up_shape(needed), self._kv.size[0])
-        width = min(round_up_shape(max(longest, MIN_WIDTH)), self._kv.size[1])
+        self.kv.reserve(needed, longest)
+        num_rows = min(round_up_shape(needed), self.kv.size[0])
+        width = min(round_up_shape(max(longest, MIN_WIDTH)), self.kv.size[1])
         if (num_rows - len(plan.rows)) * width * token_bytes > MAX_IDLE_KV_BYTES:
             return None
         found = self._get_pass(num_rows, width)
         found.inputs.copy_(torch.from_numpy(self._inputs(plan, num_rows)), non_blocking=True)
-        hidden = self._run_pass(found)
+        if found.graph is None or found.hidden is None:
+            hidden = self._compute(found)
+        else:
+            found.graph.replay()
+            hidden = found.hidden
+            self.num_replayed += 1
         self.num_passes += 1
         if len(plan.rows) == num_rows and bool((np.diff(plan.rows) == 1).all()):
             return hidden
-        return hidden[torch.from_numpy(plan.rows).to(self._device)]
+        return hidden[torch.from_numpy(plan.rows).to(self.device)]
 
     def _inputs(self, plan: StepPlan, num_rows: int) -> Int64[np.ndarray, "fields rows"]:
         """An idle row shows token 0, sees one key, and writes behind the last row."""
-        table, (all_rows, all_tokens) = self._rows, self._kv.size
+        table, (all_rows, all_tokens) = self.rows, self.kv.size
         made = np.zeros((_FIRST_AXIS + table.num_axes, num_rows), dtype=np.int64)
         made[_PLACE] = all_rows * all_tokens + np.arange(num_rows) % all_tokens
         made[_SEEN] = 1
@@ -94,30 +101,23 @@ class CudaGraphDecoder:
         return made
 
     def _get_pass(self, num_rows: int, width: int) -> _ShapePass:
-        if self._generation != self._kv.generation:  # graphs know the tables by their addresses
+        if self._generation != self.kv.generation:  # graphs know the tables by their addresses
             self._passes.clear()
-            self._generation = self._kv.generation
+            self._generation = self.kv.generation
         found = self._passes.get((num_rows, width))
         if found is None:
-            shape = (_FIRST_AXIS + self._rows.num_axes, num_rows)
-            inputs = torch.zeros(shape, dtype=torch.int64, device=self._device)
+            shape = (_FIRST_AXIS + self.rows.num_axes, num_rows)
+            inputs = torch.zeros(shape, dtype=torch.int64, device=self.device)
             found = self._passes[num_rows, width] = _ShapePass(inputs, width)
         elif self._captures and found.graph is None:
             self._capture(found)
         return found
 
-    def _run_pass(self, found: _ShapePass) -> Float[Tensor, "rows hidden"]:
-        if found.graph is None or found.hidden is None:
-            return self._compute(found)
-        found.graph.replay()
-        self.num_replayed += 1
-        return found.hidden
-
     def _compute(self, found: _ShapePass) -> Float[Tensor, "rows hidden"]:
         inputs = found.inputs
-        pattern = self._kv.build_decode_pattern(inputs[_PLACE], inputs[_SEEN], found.width)
+        pattern = self.kv.build_decode_pattern(inputs[_PLACE], inputs[_SEEN], found.width)
         token_ids, positions = inputs[_TOKEN, None], inputs[_FIRST_AXIS:, None]
-        return self._forward.hidden(token_ids, positions, None, None, pattern)[0]
+        return self.forward.hidden(token_ids, positions, None, None, pattern)[0]
 
     def _capture(self, found: _ShapePass) -> None:
         """The shape was computed once before, so that nothing is set up during the capture."""
@@ -135,9 +135,6 @@ class CudaGraphDecoder:
 
 def round_up_shape(count: int) -> int:
     """At least `count`: a power of two, or one and a half times one."""
-    size = 1
-    while size < count:
-        if size >= 2 and size + size // 2 >= count:
-            return size + size // 2
-        size *= 2
-    return size
+    power = 1 << (count - 1).bit_length()
+    smaller = power * 3 // 4
+    return smaller if smaller >= max(count, 3) else power

@@ -173,7 +173,7 @@ class TorchEngine(Engine):
         return {
             **super().now(),
             "rows": self.scheduler.rows.num_rows,
-            "rows_free": self.scheduler.rows.num_free,
+            "rows_free": len(self.scheduler.rows.free),
             "rows_cached": len(self.scheduler.prefixes),
             "kv_bytes": self.runner.nbytes,
             "feature_cache_bytes": self.features.bytes_held,
@@ -301,8 +301,10 @@ class TorchEngine(Engine):
 
     def _refuse_unfinished(self) -> None:
         with self._lock:  # a submission that saw no end coming is in the inbox by now
-            for request in [*self.scheduler.all_unfinished(), *self._inbox]:
-                self.scheduler.fail(request, stopping_error())
+            scheduler = self.scheduler
+            unfinished = [*scheduler.running.values(), *scheduler.loading, *scheduler.waiting]
+            for request in [*unfinished, *self._inbox]:
+                scheduler.fail(request, stopping_error())
             for swap in self._pending_swaps:
                 swap.done.set_exception(stopping_error())
         self._deliver_done()

@@ -9,7 +9,7 @@ Heads that share keys ask as further queries of one head, so that no key is repe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -168,25 +168,24 @@ class KVCache:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
 
 
+@dataclass(eq=False)
 class KVCachePattern:
     """One forward pass over the rows of a plan: an `AttentionPattern`."""
 
-    state = None
-
-    def __init__(self, kv: KVCache, places: Tensor, groups: list[_AttentionGroup]) -> None:
-        self._kv = kv
-        self._places = places
-        self._groups = groups
-        self._masks: dict[tuple[int, int], Tensor] = {}
+    kv: KVCache
+    places: Tensor
+    groups: list[_AttentionGroup]
+    state: None = None
+    _masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
         run_q, run_k, run_v = (x[0].transpose(0, 1) for x in (q, k, v))
-        keys, values = self._kv.write(layer, run_k, run_v, self._places)
-        if len(self._groups) == 1 and self._groups[0].places is None:
+        keys, values = self.kv.write(layer, run_k, run_v, self.places)
+        if len(self.groups) == 1 and self.groups[0].places is None:
             out = self._attend(0, run_q, keys, values, scaling)
         else:
             out = run_q.new_empty(*run_q.shape[:2], v.shape[-1])
-            for i, group in enumerate(self._groups):
+            for i, group in enumerate(self.groups):
                 part = self._attend(i, run_q, keys, values, scaling)
                 assert group.places is not None
                 out.index_copy_(0, group.places, part)
@@ -201,7 +200,7 @@ class KVCachePattern:
         scaling: float,
     ) -> Float[Tensor, "real heads value_width"]:
         """What the tokens of group `i` attend to."""
-        group = self._groups[i]
+        group = self.groups[i]
         q = run if group.queries is None else run[group.queries]
         shared = q.shape[1] // keys.shape[2]
         q = q.unflatten(0, (group.num_rows, group.num_queries)).unflatten(2, (-1, shared))
@@ -218,7 +217,7 @@ class KVCachePattern:
 
     def _mask(self, i: int, shared: int) -> Float[Tensor, "rows 1 shared_queries keys"]:
         """The mask of group `i` for heads that share keys, made once for all layers."""
-        mask = self._groups[i].mask
+        mask = self.groups[i].mask
         if shared == 1 or mask.shape[2] == 1:
             return mask
         if (i, shared) not in self._masks:
@@ -236,8 +235,7 @@ def _select_rows(table: Tensor, group: _AttentionGroup) -> Tensor:
 def _group_by_length(plan: StepPlan) -> list[np.ndarray]:
     """Indices into the plan of the rows that attend together."""
     bucket = np.maximum(np.ceil(np.log2(plan.ends)), np.log2(SMALLEST_BUCKET)).astype(np.int64)
-    label = 2 * bucket + (plan.counts > 1)
-    return [np.flatnonzero(label == value) for value in np.unique(label)]
+    return plan.group_by(2 * bucket + (plan.counts > 1))
 
 
 def grow_size(have: int, need: int, first: int, most: int) -> int:

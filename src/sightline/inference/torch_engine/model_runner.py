@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,32 +34,30 @@ ONEDNN_MIN_ROWS = 384
 _ImagePart = tuple[TorchRequest, str, MediaItem, int, int, int]
 
 
+@dataclass
 class ModelRunner:
     """Used by the engine's thread alone."""
 
-    def __init__(
-        self,
-        forward: Forward,
-        family: Family,
-        features: FeatureCache,
-        rows: RowTable,
-        banned: tuple[int, ...],
-    ) -> None:
-        self.forward = forward
-        self.features = features
-        self._family = family
-        self._rows = rows
-        parameter = next(forward.model.parameters())
+    forward: Forward
+    family: Family
+    features: FeatureCache
+    rows: RowTable
+    banned: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        parameter = next(self.forward.model.parameters())
         self._device = parameter.device
-        self._banned = torch.tensor(banned, dtype=torch.long, device=self._device)
+        self._banned = torch.tensor(self.banned, dtype=torch.long, device=self._device)
         self._picks_kernels = self._device.type == "cpu" and platform.machine() == "aarch64"
-        self.kv = KVCache(rows.num_rows, rows.max_model_len, self._device, parameter.dtype)
+        self.kv = KVCache(
+            self.rows.num_rows, self.rows.max_model_len, self._device, parameter.dtype
+        )
         self.decoder: CudaGraphDecoder | None = None
         self._had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         if self._device.type == "cuda":
             # cuDNN plans anew for every shape of a prompt, which takes longer than to attend.
             torch.backends.cuda.enable_cudnn_sdp(False)
-            self.decoder = CudaGraphDecoder(forward, self.kv, rows, self._device)
+            self.decoder = CudaGraphDecoder(self.forward, self.kv, self.rows, self._device)
 
     def close(self) -> None:
         """Sets the switches of torch that this runner has used back to where they were."""
@@ -97,8 +96,8 @@ class ModelRunner:
         features, places = self._gather_features(plan, running)
         self._pick_kernels(plan.num_tokens)
         row, index = plan.flat()
-        token_ids = torch.from_numpy(self._rows.tokens[row, index].astype(np.int64))
-        positions = torch.from_numpy(self._rows.positions[:, row, index].astype(np.int64))
+        token_ids = torch.from_numpy(self.rows.tokens[row, index].astype(np.int64))
+        positions = torch.from_numpy(self.rows.positions[:, row, index].astype(np.int64))
         hidden = self.forward.hidden(
             token_ids.to(self._device).view(num_rows, -1),
             positions.to(self._device).unflatten(1, (num_rows, -1)),
@@ -124,7 +123,7 @@ class ModelRunner:
         self, plan: StepPlan, running: dict[int, TorchRequest]
     ) -> list[_ImagePart]:
         parts: list[_ImagePart] = []
-        for i in np.flatnonzero(plan.starts < self._rows.prompt_length[plan.rows]).tolist():
+        for i in np.flatnonzero(plan.starts < self.rows.prompt_length[plan.rows]).tolist():
             request = running[int(plan.rows[i])]
             start, end, at = int(plan.starts[i]), int(plan.ends[i]), int(plan.offsets[i])
             for slot, key in zip(request.slots, request.keys, strict=True):
@@ -159,7 +158,7 @@ class ModelRunner:
         stacked = np.concatenate([pixels.patches for _, pixels in images.values()])
         patches = torch.from_numpy(stacked).to(self._device)
         features = self.forward.encode(patches, [item.grid for item in items])
-        parts = features.split([self._family.num_tokens(item) for item in items])
+        parts = features.split([self.family.num_tokens(item) for item in items])
         return {
             # A copy: a view would keep the features of the whole batch alive.
             key: ImageFeatures(part.clone() if len(items) > 1 else part, pixels.digest)
@@ -174,7 +173,7 @@ class ModelRunner:
         They are those of the distribution that a sampled token would come from: banned ids leave
         the softmax, then the temperature divides (1 where it is 0). Filters have no part.
         """
-        for i in np.flatnonzero(plan.starts < self._rows.prompt_length[plan.rows]).tolist():
+        for i in np.flatnonzero(plan.starts < self.rows.prompt_length[plan.rows]).tolist():
             row, start = int(plan.rows[i]), int(plan.starts[i])
             request = running[row]
             if request.params.prompt_logprobs is None:
@@ -186,7 +185,7 @@ class ModelRunner:
             count = min(int(plan.ends[i]), size - 1) - start
             if count > 0:
                 at, scored = int(plan.offsets[i]), slice(start + 1, start + 1 + count)
-                tokens = self._rows.tokens[row, scored]
+                tokens = self.rows.tokens[row, scored]
                 request.prompt_logprobs[scored] = self._logprobs(
                     hidden[at : at + count], tokens, request.params
                 )
@@ -206,7 +205,7 @@ class ModelRunner:
         self, plan: StepPlan, hidden: Hidden
     ) -> tuple[Int[np.ndarray, " samples"], Float[np.ndarray, " samples"]]:
         """The next token of each row that samples, and its logprob."""
-        table, rows = self._rows, plan.rows[plan.samples]
+        table, rows = self.rows, plan.rows[plan.samples]
         bans = [
             (i, table.banned[row]) for i, row in enumerate(rows.tolist()) if row in table.banned
         ]

@@ -25,23 +25,14 @@ class CachedPrefix:
     digests: dict[str, str]
 
 
-class PrefixCache:
-    """Least recently used goes first."""
-
-    def __init__(self) -> None:
-        self._cached: dict[int, CachedPrefix] = {}
-
-    def __len__(self) -> int:
-        return len(self._cached)
-
-    def put(self, row: int, prefix: CachedPrefix) -> None:
-        self._cached[row] = prefix
+class PrefixCache(dict[int, CachedPrefix]):
+    """Finished rows, the one that waits longest first."""
 
     def take(
         self, tokens: np.ndarray, places: tuple[tuple[int, str], ...], table: np.ndarray
     ) -> tuple[int, CachedPrefix] | None:
         """The row of `table` with the longest true prefix of `tokens`, no longer in the cache."""
-        fitting = [pair for pair in self._cached.items() if pair[1].length < len(tokens)]
+        fitting = [pair for pair in self.items() if pair[1].length < len(tokens)]
         for row, prefix in sorted(fitting, key=lambda pair: -pair[1].length):
             length = prefix.length
             last = slice(max(0, length - NUM_LAST_TOKENS), length)
@@ -50,18 +41,12 @@ class PrefixCache:
                 and tuple(place for place in places if place[0] < length) == prefix.places
                 and np.array_equal(table[row, :length], tokens[:length])
             ):
-                del self._cached[row]
-                return row, prefix
+                return row, self.pop(row)
         return None
 
     def evict(self) -> int | None:
         """The row that waits longest, no longer in the cache."""
-        row = next(iter(self._cached), None)
+        row = next(iter(self), None)
         if row is not None:
-            del self._cached[row]
+            del self[row]
         return row
-
-    def clear(self) -> list[int]:
-        rows = list(self._cached)
-        self._cached.clear()
-        return rows

@@ -7,6 +7,7 @@ computed token; a row that is computed from the start begins without one.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ from sightline.inference.torch_engine.step_plan import StepPlan
 class RecurrentModelRunner(ModelRunner):
     """Used by the engine's thread alone."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._states = RecurrentStates(self.forward.model.config, self._rows.num_rows, self._device)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._states = RecurrentStates(self.forward.model.config, self.rows.num_rows, self._device)
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +40,7 @@ class RecurrentModelRunner(ModelRunner):
         # Before the parts: an image goes through the tower once.
         self._encode_missing(self._find_image_parts(plan, running))
         done, places = [], []
-        for part in _group_equal_lengths(plan):
+        for part in plan.group_by(2 * plan.counts + (plan.starts == 0)):
             picked = plan.select(part)
             state = self._states.take(picked.rows, is_new=not picked.starts[0])
             pattern = BatchPattern(self.kv.build_pattern(picked), state)
@@ -52,23 +53,17 @@ class RecurrentModelRunner(ModelRunner):
         return torch.cat(done)[order]
 
 
-def _group_equal_lengths(plan: StepPlan) -> list[np.ndarray]:
-    """Indices into the plan of the rows that go through together."""
-    label = 2 * plan.counts + (plan.starts == 0)
-    return [np.flatnonzero(label == value) for value in np.unique(label)]
-
-
+@dataclass(eq=False)
 class BatchPattern:
     """A batch of rows with equally many new tokens, over rows that attend in one flat run."""
 
-    def __init__(self, run: KVCachePattern, state: RecurrentCache) -> None:
-        self.state = state
-        self._run = run
+    run: KVCachePattern
+    state: RecurrentCache
 
     def attend(self, layer: int, q: Queries, k: Keys, v: Values, scaling: float) -> Attended:
         shape = (q.shape[0], q.shape[2])
         q, k, v = (x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (q, k, v))
-        out = self._run.attend(layer, q, k, v, scaling)
+        out = self.run.attend(layer, q, k, v, scaling)
         return out[0].unflatten(1, shape).transpose(0, 1)
 
 
@@ -81,15 +76,15 @@ class RecurrentCache(DynamicCache):
         return key_states, value_states
 
 
+@dataclass
 class RecurrentStates:
     """The states of the rows between two steps: by layer, the inputs that its convolution still
     sees and its memory. Grows with the rows in use. Used by the engine's thread alone."""
 
-    def __init__(self, config: Any, max_num_seqs: int, device: torch.device) -> None:
-        self._config = config
-        self._max_num_seqs = max_num_seqs
-        self._device = device
-        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+    config: Any
+    max_num_seqs: int
+    device: torch.device
+    _tables: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -97,16 +92,16 @@ class RecurrentStates:
 
     def take(self, rows: np.ndarray, is_new: bool) -> RecurrentCache:
         """A copy of the states of `rows`, for a forward pass to update."""
-        state = RecurrentCache(config=self._config)
+        state = RecurrentCache(config=self.config)
         if not is_new:
-            index = torch.from_numpy(rows).to(self._device)
+            index = torch.from_numpy(rows).to(self.device)
             for layer, (inputs, memory) in self._tables.items():
                 state.update_conv_state(inputs[index], layer, conv_kernel_size=inputs.shape[-1])
                 state.update_recurrent_state(memory[index], layer)
         return state
 
     def put(self, rows: np.ndarray, state: RecurrentCache) -> None:
-        index = torch.from_numpy(rows).to(self._device)
+        index = torch.from_numpy(rows).to(self.device)
         for layer, carried in enumerate(state.layers):
             if isinstance(carried, LinearAttentionLayer):  # the others have a KV cache
                 new = (carried.conv_states[0], carried.recurrent_states[0])
@@ -118,5 +113,5 @@ class RecurrentStates:
 
     def _grow_table(self, table: Tensor, num_rows: int) -> Tensor:
         """The table with room for `num_rows` rows."""
-        more = grow_size(len(table), num_rows, INITIAL_ROWS, self._max_num_seqs) - len(table)
+        more = grow_size(len(table), num_rows, INITIAL_ROWS, self.max_num_seqs) - len(table)
         return torch.cat([table, table.new_zeros(more, *table.shape[1:])]) if more else table

@@ -47,18 +47,14 @@ class RowTable:
         """Ids that a request bans beside the pads, by row; most requests ban none."""
         self.has_stale_kv = np.zeros(self.num_rows, dtype=bool)
         """Whether a KV cache of an older version is in use."""
-        self._free = list(range(self.num_rows))
+        self.free = list(range(self.num_rows))
 
     def take_free(self) -> int | None:
         """The lowest free row, so that rows in use lie close together."""
-        return heapq.heappop(self._free) if self._free else None
+        return heapq.heappop(self.free) if self.free else None
 
     def release(self, row: int) -> None:
-        heapq.heappush(self._free, row)
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+        heapq.heappush(self.free, row)
 
     def fill(self, row: int, request: TorchRequest, start: int, positions: np.ndarray) -> None:
         """Sets up `row` for `request`, whose first `start` tokens it already holds.

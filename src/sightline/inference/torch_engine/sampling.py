@@ -36,10 +36,6 @@ class SamplingMetadata:
     bans: Sequence[tuple[int, tuple[int, ...]]] = ()
     """Places among the rows, each with the ids that its request bans itself."""
 
-    @property
-    def has_filters(self) -> bool:
-        return bool(self.top_k.any() or (self.top_p < 1).any() or self.min_p.any())
-
 
 def splitmix64(values: np.ndarray) -> np.ndarray:
     """The finalizer of splitmix64, on uint64."""
@@ -70,7 +66,7 @@ def sample(
     scaled = allowed
     if (scale != 1).any():
         scaled = allowed / torch.from_numpy(scale).to(logits.device)[:, None]
-    if settings.has_filters:
+    if settings.top_k.any() or (settings.top_p < 1).any() or settings.min_p.any():
         scaled = _apply_filters(scaled, settings)
     logs = torch.log_softmax(scaled, dim=-1)
     if greedy.all():

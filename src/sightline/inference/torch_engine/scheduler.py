@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,21 +18,19 @@ from sightline.inference.torch_engine.row_table import RowTable
 from sightline.pixels import Materializer
 
 
+@dataclass
 class Scheduler:
     """Used by the engine's thread alone."""
 
-    def __init__(
-        self,
-        rows: RowTable,
-        family: Family,
-        materializer: Materializer,
-        features: FeatureCache,
-        counters: TorchCounters,
-        enable_prefix_caching: bool,
-        wake: Callable[[], None],
-    ) -> None:
-        self.rows = rows
-        self.counters = counters
+    rows: RowTable
+    family: Family
+    materializer: Materializer
+    features: FeatureCache
+    counters: TorchCounters
+    enable_prefix_caching: bool
+    wake_engine: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self.waiting: deque[TorchRequest] = deque()
         self.loading: list[TorchRequest] = []
         self.running: dict[int, TorchRequest] = {}
@@ -40,11 +39,6 @@ class Scheduler:
         self.started_bytes = 0
         """Bytes of the requests that have waited and wait no more, since the start."""
         self.prefixes = PrefixCache()
-        self._family = family
-        self._materializer = materializer
-        self._features = features
-        self._enable_prefix_caching = enable_prefix_caching
-        self._wake_engine = wake
 
     def active(self) -> np.ndarray:
         """Rows that run."""
@@ -77,7 +71,7 @@ class Scheduler:
         """Finds a row: one that holds the prompt's beginning, a free one, or the oldest cached."""
         start = next_position = 0
         found = None
-        if self._enable_prefix_caching and not request.params.skip_reading_prefix_cache:
+        if self.enable_prefix_caching and not request.params.skip_reading_prefix_cache:
             places = _find_image_places(request)
             found = self.prefixes.take(request.prompt, places, self.rows.tokens)
         if found is not None:
@@ -90,7 +84,7 @@ class Scheduler:
             return False
         request.cached_tokens = start
         placed = [slot.shift(-start) for slot in request.slots if slot.offset >= start]
-        positions, request.next_position = self._family.positions(
+        positions, request.next_position = self.family.positions(
             len(request.prompt) - start, placed, next_position
         )
         self.rows.fill(request.row, request, start, positions)
@@ -110,11 +104,11 @@ class Scheduler:
             for slot, key in zip(request.slots, request.keys, strict=True):
                 if slot.end <= computed or key in request.features or key in request.pixels:
                     continue
-                if (shown := self._features.find(key)) is not None:
+                if (shown := self.features.find(key)) is not None:
                     request.features[key] = shown.features
                     request.digests[key] = shown.digest
                 elif key not in request.pending:
-                    request.pending[key] = self._materializer.submit(slot.item)
+                    request.pending[key] = self.materializer.submit(slot.item)
         except Exception as error:  # a bad item costs its request only
             self.fail(request, to_engine_error(error))
             return
@@ -123,7 +117,7 @@ class Scheduler:
             return
         self.loading.append(request)
         for flight in list(request.pending.values()):
-            flight.add_done_callback(lambda _: self._wake_engine())
+            flight.add_done_callback(lambda _: self.wake_engine())
 
     def start_loaded(self) -> None:
         """Lets those run whose pixels are all there."""
@@ -157,8 +151,8 @@ class Scheduler:
         request.timeline.end("decode")
         request.close_span(version, len(request.tokens))
         self.counters.finished += 1
-        if self._enable_prefix_caching:
-            self.prefixes.put(row, self._build_cached_prefix(request))
+        if self.enable_prefix_caching:
+            self.prefixes[row] = self._build_cached_prefix(request)
             self._remove(request)
         else:
             self._release(request)
@@ -187,9 +181,6 @@ class Scheduler:
         if request in self.waiting:
             self.waiting.remove(request)
         self._release(request)
-
-    def all_unfinished(self) -> list[TorchRequest]:
-        return [*self.running.values(), *self.loading, *self.waiting]
 
     def _stop_counting_as_waiting(self, request: TorchRequest) -> None:
         self.started_bytes += request.waiting_bytes
@@ -221,8 +212,9 @@ class Scheduler:
             # the start loses the mark.
             self.rows.has_stale_kv |= self.rows.computed > 0
         else:
-            for row in self.prefixes.clear():
+            for row in self.prefixes:
                 self.rows.release(row)
+            self.prefixes.clear()
         for request in unfinished:
             num_sampled = self.rows.num_sampled(request.row)
             reached = "decode" if num_sampled else "prefill"

@@ -46,6 +46,10 @@ class StepPlan:
         """The rows at the indices `part` alone."""
         return StepPlan(self.rows[part], self.starts[part], self.counts[part], self.samples[part])
 
+    def group_by(self, label: np.ndarray) -> list[np.ndarray]:
+        """Indices into the plan of the rows that have the same label."""
+        return [np.flatnonzero(label == value) for value in np.unique(label)]
+
     def last(self) -> np.ndarray:
         """Places in the flat run of the tokens that predict the next one of a sampling row."""
         last: np.ndarray = (np.cumsum(self.counts) - 1)[self.samples]

@@ -83,6 +83,12 @@ class VllmEngine(Engine):
         self._gate = asyncio.Event()
         self._gate.set()
 
+    async def take_first_weights(self) -> None:
+        """Names the weights that vLLM has loaded, and adopts those of the spec, if it has any."""
+        await self._client.update_weight_version(self.manifest.label)
+        if self._spec.weights is not None:
+            await asyncio.to_thread(self.adopt, self._spec.weights)
+
     def stop(self) -> None:
         """Refuses what is unfinished. On the event loop."""
         self._is_stopping = True

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from sightline.inference.vllm_plugin.names import BANNED_IDS_KEY, CONFIG_KEY
-from sightline.inference.vllm_plugin.parent_death import end_with_parent
+from sightline.inference.vllm_plugin import BANNED_IDS_KEY, CONFIG_KEY, end_with_parent
 from sightline.inference.vllm_plugin.symbols import LogitsProcessor, process_dict_updates
 
 

@@ -10,13 +10,21 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any
 
-from sightline.inference.serve import ENGINE_DIED_EXIT_CODE
+from sightline.compute.checkpoint_files import open_checkpoint
+from sightline.compute.model import empty_parameters
+from sightline.families.registry import load_serving
+from sightline.inference.serve import ENGINE_DIED_EXIT_CODE, ServerComponents
 from sightline.inference.server import InferenceServer
-from sightline.inference.server_spec import describe_prefix_reuse
-from sightline.inference.vllm_plugin.build import VllmServerComponents, build
+from sightline.inference.server_spec import ServerSpec, describe_prefix_reuse
+from sightline.inference.vllm_plugin import CONFIG_KEY, symbols
+from sightline.inference.vllm_plugin.engine import VllmEngine
+from sightline.inference.vllm_plugin.multimodal_items import MultiModalItems
+from sightline.inference.vllm_plugin.weight_updater import WeightUpdater, vision_digest
+from sightline.wire.weights import Manifest
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -61,17 +69,24 @@ class Middleware:
         return sending
 
     async def _start(self, app: Any) -> None:
-        components = await build(app)
+        symbols.check()
+        symbols.check_app(app)
         client, uvicorn_server = app.state.engine_client, app.state.server
-        server = components.server
-        server.engine.on_fatal_error = lambda: os._exit(ENGINE_DIED_EXIT_CODE)
+        vllm_config = client.vllm_config
+        spec = ServerSpec.model_validate(vllm_config.additional_config[CONFIG_KEY]["spec"])
+        components = await asyncio.to_thread(ServerComponents.load, spec)
+        engine = await asyncio.to_thread(build_engine, client, components)
+        server = await asyncio.to_thread(components.build_server, "vllm", engine)
+        # vLLM cannot keep the KV cache for later requests everywhere where it is asked to.
+        keeps_kv = vllm_config.cache_config.enable_prefix_caching
+        engine.on_fatal_error = lambda: os._exit(ENGINE_DIED_EXIT_CODE)
         await self._stack.enter_async_context(server.app.router.lifespan_context(server.app))
-        await components.start()
+        await engine.take_first_weights()
         self._server = server
 
         def end() -> None:
             self._is_stopping = True
-            server.engine.stop()
+            engine.stop()
             loop.call_later(FLUSH_S, setattr, uvicorn_server, "should_exit", True)
 
         async def watch_engine() -> None:
@@ -84,12 +99,43 @@ class Middleware:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end)
-        for work in (watch_engine(), announce(components)):
+        for work in (watch_engine(), announce(components, keeps_kv)):
             task = loop.create_task(work)
             self._stack.callback(task.cancel)
 
 
-async def announce(components: VllmServerComponents) -> None:
+def build_engine(client: Any, components: ServerComponents) -> VllmEngine:
+    """The engine over `client`, vLLM's EngineClient."""
+    spec, family = components.spec, components.family
+    path = spec.model_path
+    serving = load_serving(path, family, takes_updates=False)
+    items = MultiModalItems(
+        family=family,
+        serving=serving,
+        materializer=components.build_materializer(),
+        pool=ThreadPoolExecutor(spec.num_pixel_threads, thread_name_prefix="items"),
+        normalizes=client.model_config.multimodal_config.mm_device_do_normalize,
+        cache=client.renderer.mm_processor_cache,
+    )
+    updater = WeightUpdater(
+        client=client,
+        model=path,
+        parameters=empty_parameters(path, family),
+        vision=serving.VISION_PREFIXES,
+        manifest=Manifest(version=0, vision_version=0, files=[]),
+        vision_digest=vision_digest(open_checkpoint(path), serving.VISION_PREFIXES),
+    )
+    return VllmEngine(
+        client,
+        items,
+        updater,
+        spec,
+        max_image_tokens=client.input_processor.mm_encoder_cache_size,
+        sampled_tokens=lambda: sum(symbols.read_sampled_tokens()),
+    )
+
+
+async def announce(components: ServerComponents, keeps_kv: bool) -> None:
     """Says where the server listens, once it does."""
     host, port = components.spec.inference.host, components.spec.inference.port
     while True:
@@ -100,4 +146,4 @@ async def announce(components: VllmServerComponents) -> None:
             await asyncio.sleep(0.05)
     writer.close()
     print(f"serving {components.spec.model.path} at http://{host}:{port}", flush=True)
-    print(describe_prefix_reuse(components.family, components.keeps_kv), flush=True)
+    print(describe_prefix_reuse(components.family, keeps_kv), flush=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sightline.inference.engine import EngineRequest
-from sightline.inference.vllm_plugin.names import BANNED_IDS_KEY
+from sightline.inference.vllm_plugin import BANNED_IDS_KEY
 from sightline.inference.vllm_plugin.symbols import RequestOutputKind
 from sightline.inference.vllm_plugin.symbols import SamplingParams as VllmParams
 from sightline.wire.generate import SamplingParams, VersionSpan

@@ -49,7 +49,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from sightline.errors import ConfigError
-from sightline.inference.vllm_plugin.supported_versions import SUPPORTED, check_version
+from sightline.inference.vllm_plugin import SUPPORTED, check_version
 
 # Documented for people who extend or embed vLLM.
 PUBLIC: dict[Any, tuple[str, ...]] = {
@@ -145,12 +145,9 @@ def forget_expert_kernels(model: Any) -> None:
     only where there is no kernel yet; the one that there was would read them as if packed."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
-        if isinstance(method, FusedMoEMethodBase) and _is_on_cpu(module):
+        is_on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
+        if isinstance(method, FusedMoEMethodBase) and is_on_cpu:
             method.moe_kernel = None
-
-
-def _is_on_cpu(module: Any) -> bool:
-    return all(parameter.device.type == "cpu" for parameter in module.parameters())
 
 
 def check() -> str:

@@ -95,9 +95,6 @@ class WeightUpdater:
         seen = {name: resolve_parameter(name, base, scales, tensors) for name in seeing}
         return CheckedWeights(manifest, info | {"scales": scales}, vision_digest(seen, self.vision))
 
-    async def start(self) -> None:
-        await self.client.update_weight_version(self.manifest.label)
-
     async def apply(self, wanted: CheckedWeights, keep_kv: bool) -> None:
         """Requests in flight stand still meanwhile, and go on under the new weights.
 

@@ -79,27 +79,22 @@ class ChatCompletion:
 def completion_body(answer: ChatCompletion) -> dict[str, Any]:
     return {
         **answer.head("chat.completion"),
-        "choices": [_choice_body(i, choice) for i, choice in enumerate(answer.choices)],
+        "choices": [
+            {"index": i, "message": {**one.body, "refusal": None}, "logprobs": None, **_ending(one)}
+            for i, one in enumerate(answer.choices)
+        ],
         "usage": answer.usage,
     }
 
 
-def _choice_body(index: int, choice: ChatChoice) -> dict[str, Any]:
-    return {
-        "index": index,
-        "message": {**choice.body, "refusal": None},
-        "finish_reason": choice.finish_reason,
-        "logprobs": _logprobs_body(choice),
-        **_token_ids_body(choice),
-    }
-
-
-def _logprobs_body(choice: ChatChoice) -> dict[str, Any] | None:
-    return None if choice.logprobs is None else {"content": choice.logprobs, "refusal": None}
-
-
-def _token_ids_body(choice: ChatChoice) -> dict[str, Any]:
-    return {} if choice.token_ids is None else {"token_ids": choice.token_ids}
+def _ending(choice: ChatChoice) -> dict[str, Any]:
+    """Why the choice ended, and what the request asked for beside the message."""
+    ending: dict[str, Any] = {"finish_reason": choice.finish_reason}
+    if choice.logprobs is not None:
+        ending["logprobs"] = {"content": choice.logprobs, "refusal": None}
+    if choice.token_ids is not None:
+        ending["token_ids"] = choice.token_ids
+    return ending
 
 
 def stream_events(answer: ChatCompletion, include_usage: bool) -> Iterator[bytes]:
@@ -115,10 +110,7 @@ def stream_events(answer: ChatCompletion, include_usage: bool) -> Iterator[bytes
     for i, choice in enumerate(answer.choices):
         for delta in _deltas(choice):
             yield event([{"index": i, "delta": delta, "finish_reason": None}])
-        ending: dict[str, Any] = {"index": i, "delta": {}, "finish_reason": choice.finish_reason}
-        if choice.logprobs is not None:
-            ending["logprobs"] = _logprobs_body(choice)
-        yield event([{**ending, **_token_ids_body(choice)}])
+        yield event([{"index": i, "delta": {}, **_ending(choice)}])
     if include_usage:
         yield event([], answer.usage)
     yield DONE

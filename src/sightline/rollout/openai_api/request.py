@@ -189,22 +189,17 @@ def _resolve_message(message: Any, take: ResolveUrl, path: str) -> Any:
     if not isinstance(message, dict):
         return message
     content = message.get("content")
-    if isinstance(content, list) and any(map(_is_image, content)):
-        message = {
-            **message,
-            "content": [
-                _resolve_part(part, take, f"{path}.content[{k}]") if _is_image(part) else part
-                for k, part in enumerate(content)
-            ],
-        }
+    if isinstance(content, list):
+        parts = [
+            _resolve_part(part, take, f"{path}.content[{k}]") for k, part in enumerate(content)
+        ]
+        message = {**message, "content": parts}
     # The newer name of the role; templates know the older one.
     return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in IMAGE_KINDS
-
-
-def _resolve_part(part: dict[str, Any], take: ResolveUrl, path: str) -> dict[str, Any]:
+def _resolve_part(part: Any, take: ResolveUrl, path: str) -> Any:
+    if not isinstance(part, dict) or part.get("type") not in IMAGE_KINDS:
+        return part
     image, where = get_image_source(part, path)
     return {"type": "image", "ref": image if isinstance(image, MediaRef) else take(image, where)}
