@@ -1,4 +1,4 @@
 """PROCESS: traces in, batches out, and the engines told when to adopt.
 
-`process` constructs and connects, `loop` runs, `run_state` remembers; `algo` decides what trains.
+`build` constructs, `loop` runs, `run_state` remembers; `algo` decides what trains.
 """

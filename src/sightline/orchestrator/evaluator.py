@@ -1,37 +1,18 @@
 """Held-out tasks, played before the first and after the last step, and between them if the run
 wants it; and again, where they show images, with those of two tasks swapped, which tells whether
-the model looks.
-
-Between the first and the last step it is done while the run goes on, against the weights of one
-step each:
-
-    published k --every so many steps--> waiting --> evaluator adopts k --> tasks --> event, best
-                                           |
-                     a newer one takes its place, if an evaluation takes that long
-
-      an evaluation waits for: the one before it      unblocked by: its last task
-
-A server of its own holds the weights of that step for as long as its tasks take, so that neither
-the run's server nor its rollouts wait. The files of a version stay until it was evaluated.
-"""
+the model looks."""
 
 from __future__ import annotations
 
-import asyncio
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from sightline.errors import EnvironmentFailed
 from sightline.media import MediaRef
-from sightline.orchestrator.best_checkpoint import BestCheckpoint
-from sightline.orchestrator.policy_updater import PolicyUpdater
 from sightline.orchestrator.rollout_scheduler import RolloutScheduler
 from sightline.orchestrator.run_state import RunState, eval_key
-from sightline.rollout.client import GenerateClient
 from sightline.rollout.evaluation import EVAL_SPLIT, EvalSummary, play_tasks
 from sightline.run import EventLog, RunDir
 from sightline.trace import Trace, write_traces
-from sightline.wire.control import PublishedWeights
 
 MAX_CONCURRENT = 128
 MAX_CONCURRENT_IN_BACKGROUND = 16
@@ -115,58 +96,6 @@ class Evaluator:
                 f"{traces[0].error}",
                 "repair the environment or the server; logs/ has the details",
             )
-
-
-@dataclass
-class BackgroundEvaluator:
-    evaluator: Evaluator
-    policy: PolicyUpdater
-    best_checkpoint: BestCheckpoint
-    run_state: RunState
-    events: EventLog
-    client: GenerateClient
-    every: int
-    last_step: int
-    """The last step is evaluated when the run has ended."""
-    _waiting: asyncio.Queue[PublishedWeights] = field(default_factory=lambda: asyncio.Queue(1))
-
-    def publish(self, published: PublishedWeights) -> None:
-        step = published.version
-        is_due = step % self.every == 0 and 0 < step < self.last_step
-        if not is_due or self.run_state.find_eval("step", step) is not None:
-            return
-        if self._waiting.full():
-            skipped = self._waiting.get_nowait().version
-            self._waiting.task_done()
-            self.policy.pinned_versions.discard(skipped)
-            self.events.write("eval_skipped", skipped)
-        self.policy.pinned_versions.add(step)
-        self._waiting.put_nowait(published)
-
-    async def keep_evaluating(self) -> None:
-        """Runs beside the loop for as long as the run lasts."""
-        while True:
-            await self._evaluate(await self._waiting.get())
-            self._waiting.task_done()
-
-    async def drain(self) -> None:
-        """Returns when nothing waits and nothing is evaluated."""
-        await self._waiting.join()
-
-    async def keep_final_if_best(self, step: int) -> None:
-        """The last step, which the run's own server has evaluated, may be the best."""
-        measure = self.run_state.find_eval("final", step)
-        published = self.policy.published
-        if measure is not None and published is not None and published.version == step:
-            await self.best_checkpoint.keep_if_best(step, measure, Path(published.manifest).parent)
-
-    async def _evaluate(self, published: PublishedWeights) -> None:
-        step = published.version
-        await self.client.adopt(published.manifest)
-        measure = await self.evaluator.evaluate("step", step, server=self.client.base_url)
-        if measure is not None:
-            await self.best_checkpoint.keep_if_best(step, measure, Path(published.manifest).parent)
-        self.policy.pinned_versions.discard(step)
 
 
 def _list_images(trace: Trace) -> tuple[MediaRef, ...]:

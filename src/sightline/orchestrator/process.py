@@ -1,5 +1,4 @@
-"""The orchestrator as a process: builds its components, connects the others, runs the loop, ends
-in order."""
+"""The orchestrator as a process: connects the others, runs the loop, ends in order."""
 
 from __future__ import annotations
 
@@ -10,21 +9,13 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sightline.algo.registry import load_advantage, load_credit, load_filters
-from sightline.algo.verdicts import GroupJudge
 from sightline.config import RunFile
 from sightline.errors import ProcessFailed, WireError
 from sightline.media import MediaStore
 from sightline.orchestrator import loop
-from sightline.orchestrator.best_checkpoint import BestCheckpoint
-from sightline.orchestrator.dispatcher import RolloutDispatcher
-from sightline.orchestrator.evaluator import BackgroundEvaluator, Evaluator
-from sightline.orchestrator.loop import LoopComponents
-from sightline.orchestrator.policy_updater import UNKNOWN_VERSION, PolicyUpdater
-from sightline.orchestrator.rollout_scheduler import RolloutScheduler
+from sightline.orchestrator.build import OrchestratorComponents, build
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.server_stats import ServerStatsPoller
-from sightline.orchestrator.step_metrics import StepMetrics
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.stock_vllm_client import StockVLLMClient
 from sightline.run import EventLog, RunDir
@@ -43,24 +34,6 @@ from sightline.wire.control import (
 )
 
 TRAINER = "trainer"
-
-
-@dataclass
-class OrchestratorComponents(LoopComponents):
-    """What the loop runs on, and what evaluates and reports meanwhile."""
-
-    evaluator: Evaluator
-    background_evaluator: BackgroundEvaluator | None
-
-    def publish(self, published: PublishedWeights) -> None:
-        """Has the engines adopt a new version, and removes the batches that it covers."""
-        if bad := int(published.metrics.get("bad_media") or 0):
-            self.run_state.progress.bad_samples[str(published.version)] = bad
-        self.judge.epochs[published.version] = published.epoch
-        self.run_state.remove_covered_batches(published.checkpoint_step)
-        if self.background_evaluator is not None:
-            self.background_evaluator.publish(published)
-        self.policy.publish(published)
 
 
 @dataclass
@@ -136,9 +109,11 @@ async def main(
         else GenerateClient(server)
         for server in servers
     ]
-    components = _build_components(
-        config, run_dir, store, events, router, workers, clients, evaluator_clients
-    )
+    run_state = RunState.open(run_dir, config.orchestrator.keep_batches)
+    components = build(
+        config, run_dir, store, run_state, events, router.send, router.announce, workers, clients,
+        next(iter(evaluator_clients), None),
+    )  # fmt: skip
     router.components = components
     heartbeat = None if config.inference.servers else run_dir.heartbeat("server")
     stats_poller = ServerStatsPoller(clients, events, components.observer.caches, heartbeat)
@@ -154,7 +129,7 @@ async def main(
         await _replay_batches(router, components)
         await _train(config, components, events, stop)
         await stats_poller.poll()
-        await _finish(router, components.run_state, store, workers, events)
+        await _finish(router, run_state, store, workers, events)
 
     helpers = [
         router.keep_receiving(),
@@ -171,74 +146,6 @@ async def main(
         for client in (*clients, *evaluator_clients):
             await client.close()
         router.hub.close()
-
-
-def _build_components(
-    config: RunFile,
-    run_dir: RunDir,
-    store: MediaStore,
-    events: EventLog,
-    router: ControlRouter,
-    workers: list[str],
-    clients: Sequence[GenerateClient],
-    evaluator_clients: Sequence[GenerateClient],
-) -> OrchestratorComponents:
-    settings = config.orchestrator
-    run_state = RunState.open(run_dir, settings.keep_batches)
-    rollouts = RolloutScheduler(
-        RolloutDispatcher(
-            router.send,
-            workers,
-            config.rollout.max_in_flight,
-            config.rollout.max_in_flight_mb * 1_000_000,
-        ),
-        group_size=settings.group_size,
-        temperature=config.rollout.temperature,
-        seed=config.run.seed,
-        next_group=run_state.progress.next_group,
-        unjudged_groups=list(run_state.progress.open_groups),
-    )
-    # Servers that ran before the run hold whatever they hold, until they adopt its first weights.
-    first_version = UNKNOWN_VERSION if config.inference.servers else 0
-    policy = PolicyUpdater([client.adopt for client in clients], run_dir.weights, first_version)
-    observer = StepMetrics(run_state, policy, store, events, rollouts, config.run.steps)
-    evaluator = Evaluator(
-        rollouts, run_state, events, run_dir, config.eval.tasks, config.eval.temperature
-    )
-    background_evaluator = None
-    if evaluator_clients:
-        best_checkpoint = BestCheckpoint(
-            Path(config.model.path), run_dir.checkpoints / "best", run_state
-        )
-        background_evaluator = BackgroundEvaluator(
-            evaluator, policy, best_checkpoint, run_state, events, evaluator_clients[0],
-            config.eval.every, config.run.steps,
-        )  # fmt: skip
-    return OrchestratorComponents(
-        rollouts=rollouts,
-        policy=policy,
-        judge=GroupJudge(
-            max_lag=settings.max_lag,
-            advantage=load_advantage(settings.advantage, settings.advantage_args),
-            credit=load_credit(settings.credit),
-            filters=load_filters(config.filters),
-            keep_without_signal=config.trainer.kl_coef > 0,
-            keep_truncated=config.rollout.keep_truncated,
-        ),
-        run_state=run_state,
-        announce=router.announce,
-        observer=observer,
-        groups_per_step=settings.groups_per_step,
-        max_lag=settings.max_lag,
-        diagnostics_every=settings.diagnostics_every,
-        max_empty_batches=settings.max_empty_batches,
-        max_resampled_groups=int(settings.max_resample_fraction * settings.groups_per_step),
-        max_bad_fraction=config.media.max_bad_fraction,
-        last_step=config.run.steps,
-        check_room=store.check_room,
-        evaluator=evaluator,
-        background_evaluator=background_evaluator,
-    )
 
 
 async def _replay_batches(router: ControlRouter, components: OrchestratorComponents) -> None:

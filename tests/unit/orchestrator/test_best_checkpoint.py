@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from sightline.compute.weights import write_weights
 from sightline.families.registry import write_tiny
+from sightline.orchestrator.background_evaluator import BackgroundEvaluator
 from sightline.orchestrator.best_checkpoint import BestCheckpoint, merge_safetensors
 from sightline.orchestrator.dispatcher import RolloutDispatcher
-from sightline.orchestrator.evaluator import BackgroundEvaluator
 from sightline.orchestrator.policy_updater import PolicyUpdater
 from sightline.orchestrator.run_state import RunState
 from sightline.run import EventLog, RunDir

@@ -1,0 +1,86 @@
+"""Evaluates held-out tasks while the run goes on, against the weights of one step each.
+
+    published k --every so many steps--> waiting --> evaluator adopts k --> tasks --> event, best
+                                           |
+                     a newer one takes its place, if an evaluation takes that long
+
+      an evaluation waits for: the one before it      unblocked by: its last task
+
+A server of its own holds the weights of that step for as long as its tasks take, so that neither
+the run's server nor its rollouts wait. The files of a version stay until it was evaluated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sightline.orchestrator.best_checkpoint import BestCheckpoint
+from sightline.orchestrator.evaluator import Evaluator
+from sightline.orchestrator.policy_updater import PolicyUpdater
+from sightline.orchestrator.run_state import RunState
+from sightline.rollout.client import GenerateClient
+from sightline.run import EventLog
+from sightline.wire.control import PublishedWeights
+
+
+@dataclass
+class BackgroundEvaluator:
+    evaluator: Evaluator
+    policy: PolicyUpdater
+    best_checkpoint: BestCheckpoint
+    run_state: RunState
+    events: EventLog
+    client: GenerateClient
+    every: int
+    last_step: int
+    """The last step is evaluated when the run has ended."""
+    _waiting: PublishedWeights | None = None
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._idle.set()
+
+    def publish(self, published: PublishedWeights) -> None:
+        step = published.version
+        is_due = step % self.every == 0 and 0 < step < self.last_step
+        if not is_due or self.run_state.find_eval("step", step) is not None:
+            return
+        if self._waiting is not None:
+            self.policy.pinned_versions.discard(self._waiting.version)
+            self.events.write("eval_skipped", self._waiting.version)
+        self.policy.pinned_versions.add(step)
+        self._waiting = published
+        self._idle.clear()
+        self._news.set()
+
+    async def keep_evaluating(self) -> None:
+        """Runs beside the loop for as long as the run lasts."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._waiting is not None:
+                published, self._waiting = self._waiting, None
+                await self._evaluate(published)
+            self._idle.set()
+
+    async def drain(self) -> None:
+        """Returns when nothing waits and nothing is evaluated."""
+        await self._idle.wait()
+
+    async def keep_final_if_best(self, step: int) -> None:
+        """The last step, which the run's own server has evaluated, may be the best."""
+        measure = self.run_state.find_eval("final", step)
+        published = self.policy.published
+        if measure is not None and published is not None and published.version == step:
+            await self.best_checkpoint.keep_if_best(step, measure, Path(published.manifest).parent)
+
+    async def _evaluate(self, published: PublishedWeights) -> None:
+        step = published.version
+        await self.client.adopt(published.manifest)
+        measure = await self.evaluator.evaluate("step", step, server=self.client.base_url)
+        if measure is not None:
+            await self.best_checkpoint.keep_if_best(step, measure, Path(published.manifest).parent)
+        self.policy.pinned_versions.discard(step)
