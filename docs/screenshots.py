@@ -14,9 +14,9 @@ from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
+from sightline.envs.chromium import get_chromium
 
 from sightline.bench.harness.synthetic_run import write_synthetic_run
-from sightline.envs.chromium import get_chromium
 from sightline.run import RunDir
 from sightline.trace import read_traces
 from sightline.view.dashboard.run_view import RunView

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from sightline.trace import Trace, decode_trace, encode_trace
 from sightline.wire.control import RolloutRequest
 
 ROOT = Path(__file__).resolve().parents[2]
-WARM_UP = ROOT / "examples" / "counting" / "warmup.toml"
+EXAMPLE = ROOT / "examples" / "counting"
 
 
 def server_python() -> str:
@@ -41,9 +42,9 @@ def command(*words: str | Path) -> list[str]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that answers with a digit from 1 to 5, as warmed up for `counting`."""
-    home = tmp_path_factory.mktemp("home")
+    home = shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("home") / "counting")
     words = ["run.steps=60", "env.args.spelled_fraction=0.0", "sft.output_dir=models/warm"]
-    for line in (command("model", "tiny", "models/tiny"), command("sft", WARM_UP, *words)):
+    for line in (command("model", "tiny", "models/tiny"), command("sft", "warmup.toml", *words)):
         done = subprocess.run(line, cwd=home, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
     return home / "models" / "warm"

@@ -33,7 +33,8 @@ def walk() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     line = [sys.executable, str(Path(__file__).parent / "walk_server.py"), str(port)]
-    process = subprocess.Popen(line, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "examples" / "grid_walk")])
+    process = subprocess.Popen(line, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
     address = f"http://127.0.0.1:{port}"
     while True:
         assert process.poll() is None, "the server ended"

@@ -8,11 +8,10 @@ import sys
 from typing import Any
 
 import uvicorn
+from grid_walk import GridWalk, Maze
 from openenv.core.env_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.types import Action, Observation, State
-
-from sightline.envs.grid_walk import GridWalk, Maze
 
 GRID = GridWalk(cells=4, side=64)
 

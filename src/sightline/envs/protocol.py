@@ -160,7 +160,7 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
     if ":" not in path and not (path.isidentifier() and find_spec(f"sightline.envs.{path}")):
         raise ConfigError(
             f"[env] name = {path!r}: no module of that name is built in",
-            "name one that is built in (docs/environments.md lists them) or 'module:Class'",
+            "name 'color_codeword', or 'module:Class' (examples/ has some; start them there)",
         )
     name = path if ":" in path else f"sightline.envs.{path}:ENVIRONMENT"
     make = load_object(name, "[env] name")

@@ -12,18 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mini_browser
 import pytest
 from answering import ScriptedChat
+from chromium import get_chromium
+from mini_browser import MiniBrowser, Page
 from PIL import Image
 
-from sightline.envs.chromium import find_chromium, get_chromium
-from sightline.envs.mini_browser import MiniBrowser, Page
 from sightline.errors import ConfigError, EnvironmentFailed
 from sightline.media import MediaStore
 
-needs_chromium = pytest.mark.skipif(
-    find_chromium() is None, reason="there is no Chromium (Debian: apt-get install chromium)"
-)
+MODULE_FOLDER = str(Path(mini_browser.__file__).parent)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +41,7 @@ def play(env: MiniBrowser, store: MediaStore, answers: list[Any], index: int = 0
     return asyncio.run(env.rollout(env.task(index, "train"), chat)), chat
 
 
-@needs_chromium
+@pytest.mark.browser
 def test_clicks_on_the_right_buttons_lead_through_all_pages(
     env: MiniBrowser, store: MediaStore
 ) -> None:
@@ -55,7 +54,7 @@ def test_clicks_on_the_right_buttons_lead_through_all_pages(
     assert {(ref.width, ref.height) for ref in shown} == {(160, 128)}
 
 
-@needs_chromium
+@pytest.mark.browser
 def test_the_screenshot_shows_the_banner_and_the_buttons(
     env: MiniBrowser, store: MediaStore
 ) -> None:
@@ -68,7 +67,7 @@ def test_the_screenshot_shows_the_banner_and_the_buttons(
     assert banner == page.buttons[page.wanted].color
 
 
-@needs_chromium
+@pytest.mark.browser
 def test_a_wrong_click_stays_and_is_shown_and_nonsense_costs(
     env: MiniBrowser, store: MediaStore
 ) -> None:
@@ -82,7 +81,7 @@ def test_a_wrong_click_stays_and_is_shown_and_nonsense_costs(
     assert digests[0] == digests[1] != digests[2] == digests[3]
 
 
-@needs_chromium
+@pytest.mark.browser
 def test_tool_calls_click_as_well(store: MediaStore) -> None:
     env = MiniBrowser(actions="tool", pages=1)
     try:
@@ -96,7 +95,7 @@ def test_tool_calls_click_as_well(store: MediaStore) -> None:
         env.close()
 
 
-@needs_chromium
+@pytest.mark.browser
 def test_rollouts_side_by_side_have_pages_of_their_own(env: MiniBrowser, store: MediaStore) -> None:
     async def all_of_them() -> list[Any]:
         tasks = [env.task(i, "train") for i in range(4)]
@@ -108,7 +107,7 @@ def test_rollouts_side_by_side_have_pages_of_their_own(env: MiniBrowser, store: 
     assert [outcome.parts["passed"] for outcome in asyncio.run(all_of_them())] == [1.0] * 4
 
 
-@needs_chromium
+@pytest.mark.browser
 def test_demonstrations_click_on_a_button_of_the_page_that_they_show(
     env: MiniBrowser, store: MediaStore
 ) -> None:
@@ -119,7 +118,7 @@ def test_demonstrations_click_on_a_button_of_the_page_that_they_show(
     assert shown.images == again.images, "the same page is the same picture"
 
 
-@needs_chromium
+@pytest.mark.browser
 def test_a_browser_that_died_costs_its_rollouts_and_is_replaced(store: MediaStore) -> None:
     env = MiniBrowser(pages=1)
     try:
@@ -133,11 +132,12 @@ def test_a_browser_that_died_costs_its_rollouts_and_is_replaced(store: MediaStor
         env.close()
 
 
-@needs_chromium
+@pytest.mark.browser
 def test_a_killed_process_leaves_no_browser_and_no_profile(tmp_path: Path) -> None:
     script = (
-        f"import os, tempfile; tempfile.tempdir = {str(tmp_path)!r}\n"
-        "from sightline.envs.mini_browser import MiniBrowser\n"
+        f"import os, sys, tempfile; sys.path.append({MODULE_FOLDER!r})\n"
+        f"tempfile.tempdir = {str(tmp_path)!r}\n"
+        "from mini_browser import MiniBrowser\n"
         "env = MiniBrowser(); env.open(env.task(0, 'train'))\n"
         "assert os.listdir(tempfile.tempdir); os.kill(os.getpid(), 9)"
     )

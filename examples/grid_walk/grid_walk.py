@@ -171,6 +171,3 @@ def letter_of(action: tuple[Any, ...]) -> str:
 
 def word_of(letter: str) -> str:
     return next(word for word, known in WORDS.items() if known == letter)
-
-
-ENVIRONMENT = GridWalk

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from answering import ScriptedChat
+from counting import Counting
 from PIL import Image
 
 from sightline.envs import Outcome, load_environment
-from sightline.envs.counting import Counting
 from sightline.errors import ConfigError
 from sightline.media import MediaStore
 
@@ -68,7 +68,7 @@ def test_a_picture_shows_as_many_blobs_as_the_answer_says(side: int, cells: int)
 
 
 def test_tasks_are_fixed_by_split_and_index() -> None:
-    env, again = Counting(), load_environment("counting", {})
+    env, again = Counting(), load_environment("counting:Counting", {})
     assert [env.task(i, "train") for i in range(50)] == [again.task(i, "train") for i in range(50)]
     train = {env.draw(env.task(i, "train").data) for i in range(500)}
     held_out = {env.draw(env.task(i, "eval").data) for i in range(500)}
@@ -104,4 +104,4 @@ def test_what_cannot_be_drawn_is_refused(args: dict[str, int]) -> None:
 
 def test_an_argument_of_another_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="spelled_fraction"):
-        load_environment("counting", {"spelled_share": 0.5})
+        load_environment("counting:Counting", {"spelled_share": 0.5})

@@ -98,6 +98,3 @@ class Counting(Environment):
             box = (x - radius, y - radius, x + radius, y + radius)
             pen.ellipse(box, fill=rng.randint(*INK_LEVELS))
         return encode_png(image)
-
-
-ENVIRONMENT = Counting

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from answering import ScriptedChat
+from grid_walk import GOAL, MOVES, WALKER, GridWalk, Maze, word_of
 from PIL import Image
 
 from sightline.envs import Outcome
-from sightline.envs.grid_walk import GOAL, MOVES, WALKER, GridWalk, Maze, word_of
 from sightline.errors import ConfigError
 from sightline.families import load_renderer
 from sightline.media import MediaStore

@@ -29,7 +29,7 @@ from sightline.launch.preflight import (
 from sightline.media import MediaStore
 from sightline.trainer.lora import add_adapters
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 FILES = sorted(EXAMPLES.glob("*/*.toml"))
 TYPES: dict[str, tuple[str, dict[str, str]]] = {
     "Qwen/Qwen3-VL-4B-Instruct": ("qwen_vl", {"type": "qwen3_vl"}),
@@ -76,8 +76,8 @@ def config_values(file: RunFile | SftFile) -> dict[str, Any]:
 def test_there_are_examples_of_each_published_model() -> None:
     named = {config.load_config(detect_file_kind(path), path).model.path for path in PUBLISHED}
     assert named == set(TYPES)
-    sizes = {p.stem for p in PUBLISHED if p.parent.name == "qwen3_vl_4b"}
-    assert {"one_gpu", "eight_gpus"} <= sizes
+    sizes = {p.stem for p in PUBLISHED if p.stem.startswith("qwen3_vl_4b")}
+    assert {"qwen3_vl_4b_one_gpu", "qwen3_vl_4b_eight_gpus"} <= sizes
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda p: f"{p.parent.name}-{p.stem}")

@@ -18,13 +18,14 @@ from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from chromium import Chromium, Tab, get_chromium
+
 from sightline.envs.actions import (
     ActionField,
     TextActions,
     ToolActions,
     choose_action_format,
 )
-from sightline.envs.chromium import Chromium, Tab, get_chromium
 from sightline.envs.protocol import Chat, Environment, Outcome, Task
 from sightline.envs.threads import start_thread
 from sightline.errors import ConfigError
@@ -263,6 +264,3 @@ def _build_handler(answer: Callable[[str], str | None]) -> type[BaseHTTPRequestH
             """Pages are no news."""
 
     return Handler
-
-
-ENVIRONMENT = MiniBrowser
