@@ -80,7 +80,8 @@ def test_evaluations_and_phases_have_lines_of_their_own_in_order(run_dir):
     assert lines[1] == "eval start  reward 0.110  letters 0.110  exact 0.001  (256 tasks)"
     assert [line[:8] for line in lines[2:4]] == ["step 1/2", "step 2/2"]
     assert lines[4] == (
-        "eval final  reward 0.900  letters 0.900  exact 0.729  with swapped images 0.100  (256 tasks)"
+        "eval final  reward 0.900  letters 0.900  exact 0.729  "
+        "with swapped images 0.100  (256 tasks)"
     )
     assert len(lines) == 5
 
