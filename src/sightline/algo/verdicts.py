@@ -132,3 +132,13 @@ def has_signal(advantages: Sequence[dict[int, float]]) -> bool:
 def is_truncated(trace: Trace) -> bool:
     """Whether the rollout ended because its next prompt did not fit, or its turns were used up."""
     return trace.error_kind == TRUNCATED and not trace.error
+
+
+def describe_failure(trace: Trace) -> str:
+    """Why a rollout is broken or was cut short."""
+    if trace.error or trace.limit:
+        return trace.error or trace.limit
+    return (
+        f"environment {trace.env!r} returned {trace.reward} without a turn of the model: call "
+        "chat.send, or let an agent ask at chat.base_url, before the rollout returns"
+    )

@@ -38,6 +38,9 @@ class RunConfig(ConfigSection):
     """Seed of the order of tasks, of sampling and of newly made weights."""
     steps: Mutable[int] = Field(100, ge=1)
     """Optimizer steps that the run trains for."""
+    stop_at: Mutable[float | None] = None
+    """Mean reward of a step's rollouts at which held-out tasks are played on the run's own server;
+    the run ends if their mean reward confirms it."""
 
 
 class ModelConfig(ConfigSection):

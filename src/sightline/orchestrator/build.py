@@ -16,6 +16,7 @@ from sightline.orchestrator.dispatcher import RolloutDispatcher, SendControl
 from sightline.orchestrator.evaluator import Evaluator
 from sightline.orchestrator.loop import LoopComponents
 from sightline.orchestrator.policy_updater import UNKNOWN_VERSION, PolicyUpdater
+from sightline.orchestrator.reward_goal import RewardGoal
 from sightline.orchestrator.rollout_scheduler import RolloutScheduler
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.step_metrics import StepMetrics
@@ -75,6 +76,8 @@ def build(
     evaluator = Evaluator(
         rollouts, run_state, events, run_dir, config.eval.tasks, config.eval.temperature
     )
+    stop_at = config.run.stop_at
+    goal = None if stop_at is None else RewardGoal(stop_at, evaluator, policy, run_state, events)
     background_evaluator = None
     if evaluator_client is not None:
         best_checkpoint = BestCheckpoint(
@@ -106,6 +109,7 @@ def build(
         max_bad_fraction=config.media.max_bad_fraction,
         last_step=config.run.steps,
         check_room=store.check_room,
+        goal=goal,
         evaluator=evaluator,
         background_evaluator=background_evaluator,
     )

@@ -36,6 +36,8 @@ class StepCollection:
     """Whether some group was sampled by version step-1 alone."""
     reward_range: RewardRange = field(default_factory=RewardRange)
     """The rewards of the groups that count towards the batch."""
+    rewards: list[list[float]] = field(default_factory=list)
+    """The rewards of each group that was judged and not dropped, in the order of judging."""
 
     def add(self, group: Group, verdict: GroupVerdict, max_resampled: int) -> None:
         """Takes in a judged group: its samples train, or another group is played in its place."""
@@ -52,11 +54,16 @@ class StepCollection:
             return
         self.num_dropped = 0
         self.reward_range.add(group.rewards)
+        self.rewards.append(group.rewards)
         self.num_without_signal += not verdict.has_signal
         if verdict.has_signal or verdict.samples or self.num_resampled >= max_resampled:
             self.num_groups += 1
         else:
             self.num_resampled += 1
+
+    def recent_rewards(self, num_groups: int) -> list[float]:
+        """The rewards of the rollouts of the last groups."""
+        return [reward for group in self.rewards[-num_groups:] for reward in group]
 
     def start_over(self) -> None:
         """Empties a batch in which nothing can train; what was played stays counted."""

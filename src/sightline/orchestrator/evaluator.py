@@ -33,7 +33,7 @@ class Evaluator:
     async def evaluate(
         self, name: str, step: int, swap_images: bool = False, server: str = ""
     ) -> float | None:
-        """The mean measure over the tasks, recorded and written as an event; None without tasks.
+        """The mean reward over the tasks, recorded and written as an event; None without tasks.
 
         What was played before the run was resumed is not played again. `server` is asked in place
         of the run's own.
@@ -54,7 +54,7 @@ class Evaluator:
             swapped = await self._play_all({i: images for i, images in enumerate(shown) if images})
             self._write_traces(f"{file}_exchanged", swapped)
             played += swapped
-            extra["swapped"] = EvalSummary(swapped).metric
+            extra["swapped"] = EvalSummary(swapped).reward
         summary = EvalSummary(traces)
         self.events.write(
             "eval",
@@ -62,19 +62,20 @@ class Evaluator:
             # One line in the metrics for each evaluation beside the run, not one for all of them.
             name=f"{name} {step}" if server else name,
             tasks=len(traces),
-            broken=len(traces) - len(summary.scored),
+            broken=summary.num_broken,
+            truncated=summary.num_truncated,
+            error=summary.first_error,
             reward=summary.reward,
             interval=list(summary.interval),
             parts={part: sum(v) / len(v) for part, v in sorted(summary.parts.items())},
-            envs={env: one.metric for env, one in summary.by_env.items()},
-            metric=summary.metric,
+            envs={env: one.reward for env, one in summary.by_env.items()},
             **extra,
         )
         # Counted when all is played: an evaluation that is cut short is played again.
         for trace in played:
             self.run_state.count_trace(trace)
-        self.run_state.record_eval(name, step, summary.metric)
-        return summary.metric
+        self.run_state.record_eval(name, step, summary.reward)
+        return summary.reward
 
     async def _play_all(
         self, images: dict[int, tuple[MediaRef, ...]], server: str = ""

@@ -7,6 +7,7 @@
       collect waits for: a finished group              unblocked by: workers
       a new group waits for: room under the lag        unblocked by: judge, policy
       the next step waits for: version k - max_lag     unblocked by: trainer, then policy
+      a goal that seems reached: held-out tasks        unblocked by: workers
 
 Rollouts run ahead in the background. `max_lag = 0` is the synchronous algorithm. Whatever ends a
 run early is raised here, by a function `_check_...`.
@@ -18,10 +19,18 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from sightline.algo.verdicts import NO_SIGNAL, GroupJudge, GroupVerdict
+from sightline.algo.verdicts import (
+    BROKEN,
+    NO_SIGNAL,
+    TRUNCATED,
+    GroupJudge,
+    GroupVerdict,
+    describe_failure,
+)
 from sightline.errors import MediaError, NoTrainableSamples
 from sightline.orchestrator.collection import StepCollection
 from sightline.orchestrator.policy_updater import PolicyUpdater
+from sightline.orchestrator.reward_goal import RewardGoal
 from sightline.orchestrator.rollout_scheduler import Group, RolloutScheduler
 from sightline.orchestrator.run_state import RunState, is_bad_media
 from sightline.orchestrator.step_metrics import StepMetrics
@@ -51,13 +60,20 @@ class LoopComponents:
     """No group starts that could only train after this step."""
     check_room: Callable[[], None]
     """Called before each step; raises when store or disk are full."""
+    goal: RewardGoal | None
+    """The reward at which the run ends."""
 
 
-async def run(components: LoopComponents, steps: range) -> None:
-    """Trains for `steps`, never on a sample more than `max_lag` versions old."""
+async def run(components: LoopComponents, steps: range) -> int:
+    """Trains for `steps`, never on a sample more than `max_lag` versions old.
+
+    Returns the last step that was trained: that of the goal, where the run has one and reaches it.
+    """
     for step in steps:
         components.check_room()
         collection = await _collect(components, step)
+        if collection is None:
+            return step - 1
         _check_bad_media(components, collection)
         ready = components.run_state.write_step(
             Batch(step, collection.samples),
@@ -69,10 +85,22 @@ async def run(components: LoopComponents, steps: range) -> None:
         await components.announce(ready)
         components.observer.on_step(step, collection)
         await components.policy.wait_for_version(step - components.max_lag)
+        if await _is_goal_reached(components, step, collection):
+            return step
+    return steps[-1] if steps else steps.start - 1
 
 
-async def _collect(components: LoopComponents, step: int) -> StepCollection:
-    """Judges groups as they finish, until their samples make a batch."""
+async def _is_goal_reached(
+    components: LoopComponents, step: int, collection: StepCollection
+) -> bool:
+    return components.goal is not None and await components.goal.is_reached(
+        step, collection.recent_rewards(components.groups_per_step)
+    )
+
+
+async def _collect(components: LoopComponents, step: int) -> StepCollection | None:
+    """Judges groups as they finish, until their samples make a batch; None if there is nothing
+    left to learn because the goal is reached."""
     collection = StepCollection()
     wants_fresh = components.diagnostics_every > 0 and step % components.diagnostics_every == 0
     while not _is_full(components, collection, wants_fresh):
@@ -88,6 +116,8 @@ async def _collect(components: LoopComponents, step: int) -> StepCollection:
         _check_dropped(components, step, collection, verdict)
         if collection.num_groups >= components.groups_per_step and not collection.has_signal:
             _update_mastery(components, collection)
+            if await _is_goal_reached(components, step - 1, collection):
+                return None
             if not _may_train_without_signal(components, collection):
                 collection.start_over()
                 _check_empty(components, step, collection)
@@ -122,6 +152,14 @@ def _may_train_without_signal(components: LoopComponents, collection: StepCollec
 
 def _check_empty(components: LoopComponents, step: int, collection: StepCollection) -> None:
     if collection.num_empty >= components.max_empty_batches:
+        cut = [trace for trace in collection.traces if trace.truncated]
+        if 2 * len(cut) > len(collection.traces):
+            raise NoTrainableSamples(
+                f"step {step}: {collection.num_empty} batches in a row held nothing to learn from, "
+                f"and {len(cut)} of {len(collection.traces)} rollouts were cut short: "
+                f"{cut[-1].limit}",
+                "lower [model] max_pixels, keep a window of the history, or raise the limit",
+            )
         raise NoTrainableSamples(
             f"step {step}: {collection.num_empty} batches in a row held nothing to learn "
             f"from (verdict {NO_SIGNAL!r}: every rollout of a group earned the same)",
@@ -135,11 +173,14 @@ def _check_dropped(
 ) -> None:
     if collection.num_dropped >= components.max_empty_batches * components.groups_per_step:
         trace, name = verdict.verdicts[-1]
-        last = trace.error.strip().splitlines()[-1:] or [""]
+        failed = name in (BROKEN, TRUNCATED)
+        why = describe_failure(trace).strip().splitlines()[-1] if failed else "see the filters"
         raise NoTrainableSamples(
             f"step {step}: {collection.num_dropped} groups in a row were dropped, the last with "
-            f"verdict {name!r} {last[0]}".rstrip(),
-            "repair what breaks the rollouts (metrics.jsonl has each), or loosen the filters",
+            f"verdict {name!r}: {why}",
+            "lower [model] max_pixels, keep a window of the history, or raise max_model_len"
+            if name == TRUNCATED
+            else "repair what breaks the rollouts (metrics.jsonl has each), or loosen the filters",
         )
 
 

@@ -164,10 +164,11 @@ async def _train(
     evaluator, background = components.evaluator, components.background_evaluator
 
     async def play_and_train() -> None:
-        last = config.run.steps
         await evaluator.evaluate("start", 0)
-        events.write("state", phase="training")
-        await loop.run(components, range(components.run_state.progress.step + 1, last + 1))
+        last = components.run_state.progress.step
+        if components.goal is None or not components.goal.was_reached:
+            events.write("state", phase="training")
+            last = await loop.run(components, range(last + 1, config.run.steps + 1))
         await components.policy.wait_for_version(last)
         if background is not None:
             await background.drain()

@@ -61,11 +61,13 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     bad_samples: dict[str, int] = {}
     """Samples that bad media cost at the trainer, by step; a step that is replayed counts once."""
     evals: dict[str, float] = {}
-    """The measure of each evaluation that was played, by its name."""
+    """The mean reward of each evaluation that was played, by its name."""
     best_step: int = 0
     """The step whose weights stand in checkpoints/best; 0 for none."""
     best_measure: float = 0.0
     reward_range: RewardRange = msgspec.field(default_factory=RewardRange, name="earned")
+    goal_reached: float | None = None
+    """The `[run] stop_at` that the run has reached, if it has."""
     seconds: float = 0.0
     """Seconds that the run has taken so far, resumed or not."""
     schema: int = 1
@@ -133,7 +135,7 @@ class RunState:
         return self.progress.bad_media + sum(self.progress.bad_samples.values())
 
     def find_eval(self, name: str, step: int) -> float | None:
-        """The measure of an evaluation that was played."""
+        """The mean reward of an evaluation that was played."""
         return self.progress.evals.get(eval_key(name, step))
 
     def record_eval(self, name: str, step: int, measure: float) -> None:

@@ -6,12 +6,13 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from sightline.algo.verdicts import BROKEN, GroupVerdict, is_truncated
+from sightline.algo.verdicts import BROKEN, TRUNCATED, GroupVerdict, describe_failure
 from sightline.media import MediaStore
 from sightline.orchestrator.collection import StepCollection
 from sightline.orchestrator.policy_updater import PolicyUpdater
 from sightline.orchestrator.rollout_scheduler import RolloutScheduler
 from sightline.orchestrator.run_state import RunState
+from sightline.rollout.evaluation import EvalSummary
 from sightline.run import EventLog
 
 
@@ -30,13 +31,13 @@ class StepMetrics:
 
     def on_group(self, step: int, group_verdict: GroupVerdict) -> None:
         for trace, verdict in group_verdict.verdicts:
-            if verdict == BROKEN:
+            if verdict in (BROKEN, TRUNCATED):
                 self.events.write(
                     "dropped",
                     step,
-                    reason=trace.error_kind or BROKEN,
+                    reason=trace.error_kind or verdict,
                     rollout_id=trace.id,
-                    detail=trace.error[-2000:],
+                    detail=describe_failure(trace)[-2000:],
                 )
 
     def on_step(self, step: int, collection: StepCollection) -> None:
@@ -50,6 +51,7 @@ class StepMetrics:
                 rewards[trace.env].append(trace.reward)
                 for name, value in trace.rewards.items():
                     parts[name] += value
+        failures = EvalSummary(collection.traces)
         tokens = sum(trace.num_sampled for trace in collection.traces)
         self._recent_s = [*self._recent_s[-19:], seconds]
         num = max(sum(map(len, rewards.values())), 1)
@@ -69,7 +71,9 @@ class StepMetrics:
             groups=collection.num_groups,
             no_signal_rate=collection.num_without_signal / max(collection.num_judged, 1),
             groups_replaced=collection.num_resampled,
-            truncated=sum(map(is_truncated, collection.traces)),
+            truncated=failures.num_truncated,
+            broken=len(broken),
+            error=failures.first_error,
             samples=len(collection.samples),
             verdicts=dict(self.run_state.verdicts),
             forks=self.run_state.progress.forks,

@@ -111,11 +111,12 @@ class RolloutChat(ModelChat):
         if 0 < self.max_model_len < needed:
             self._truncate(
                 RolloutTruncated(
-                    f"the rollout is cut short: the prompt of turn {self.num_turns + 1} has "
-                    f"{len(turn.prompt_ids)} tokens; with [rollout] max_tokens = "
-                    f"{self.max_tokens} it needs more than the {self.max_model_len} of "
-                    "[inference] max_model_len",
-                    "show less, keep a window of the history, or raise the limit",
+                    f"the prompt of turn {self.num_turns + 1} is too long: it has "
+                    f"{len(turn.prompt_ids)} tokens{_describe_images(turn)}, and with [rollout] "
+                    f"max_tokens = {self.max_tokens} needs {needed}; the limit is [inference] "
+                    f"max_model_len = {self.max_model_len}",
+                    "lower [model] max_pixels, keep a window of the history "
+                    f"(docs/environments.md), or raise max_model_len to {needed}",
                 )
             )
 
@@ -179,3 +180,17 @@ class RolloutChat(ModelChat):
             finish_reason=choice.finish_reason,
         )
         return CompletedTurn(node, message, len(turn.prompt_ids), cached)
+
+
+def _describe_images(turn: Turn) -> str:
+    """How many tokens of a prompt are images', and how many the largest image has."""
+    if not turn.slots:
+        return ""
+    largest = max(turn.slots, key=lambda slot: slot.length)
+    of_images, ref = sum(slot.length for slot in turn.slots), largest.item.ref
+    if len(turn.slots) == 1:
+        return f", {of_images} of them of one image of {ref.width}x{ref.height} pixels"
+    return (
+        f", {of_images} of them of {len(turn.slots)} images (the largest, "
+        f"{ref.width}x{ref.height} pixels, has {largest.length})"
+    )

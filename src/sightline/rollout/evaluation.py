@@ -84,14 +84,25 @@ class EvalSummary:
         return [trace for trace in self.traces if trace.reward is not None]
 
     @property
-    def metric(self) -> float:
-        """The mean of the metrics of all rollouts."""
-        return fmean([get_metric(trace) for trace in self.scored] or [0.0])
+    def num_broken(self) -> int:
+        return len(self.traces) - len(self.scored)
+
+    @property
+    def num_truncated(self) -> int:
+        return sum(trace.truncated for trace in self.traces)
+
+    @property
+    def first_error(self) -> str:
+        """The last line of what broke a rollout first, or else of what cut one short."""
+        for text in (*(t.error for t in self.traces), *(t.limit for t in self.traces)):
+            if text.strip():
+                return text.strip().splitlines()[-1]
+        return ""
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95% confidence interval of `metric`."""
-        return confidence_interval([get_metric(trace) for trace in self.scored])
+        """The 95% confidence interval of `reward`."""
+        return confidence_interval(self.rewards)
 
     @property
     def reward(self) -> float:
@@ -118,8 +129,3 @@ class EvalSummary:
             name: EvalSummary([trace for trace in self.traces if trace.env == name])
             for name in names
         }
-
-
-def get_metric(trace: Trace) -> float:
-    """The first named part, by which an environment measures itself without penalties."""
-    return next(iter(trace.rewards.values()), trace.reward or 0.0)

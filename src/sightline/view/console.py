@@ -24,7 +24,7 @@ from rich.text import Text
 from sightline.run.run_dir import RunDir
 from sightline.view import formatting
 from sightline.view.events import EventTail, find_number, numbers_of
-from sightline.view.summary import swapped_metric
+from sightline.view.summary import swapped_reward
 from sightline.wire.event import Event
 
 PLAIN_INTERVAL_S = 5.0
@@ -136,6 +136,7 @@ def step_line(step: int, values: dict[str, Any]) -> str:
             f"{formatting.count(find_number(values, 'tokens_per_s'))} tok/s",
             f"mismatch {_format_mismatch(values)}",
             f"left {formatting.duration(find_number(values, 'eta_s'))}",
+            *format_failures(values, only_broken=True),
         )
     )
 
@@ -144,12 +145,40 @@ def eval_line(values: dict[str, Any]) -> str:
     """An `eval` event on one line."""
     tasks = find_number(values, "tasks")
     line = f"eval {values.get('name', '')}"
-    if (metric := find_number(values, "metric")) is not None:
-        line += f"  {metric:.3f}"
+    if (reward := find_number(values, "reward")) is not None:
+        line += f"  reward {reward:.3f}"
     line += "".join(f"  {name} {part:.3f}" for name, part in numbers_of(values, "parts").items())
-    if (swapped := swapped_metric(values)) is not None:
+    if (swapped := swapped_reward(values)) is not None:
         line += f"  with swapped images {swapped:.3f}"
-    return line + (f"  ({tasks:.0f} tasks)" if tasks else "")
+    counts = [f"{tasks:.0f} tasks"] if tasks else []
+    return line + (f"  ({', '.join(counts + format_failures(values))})" if counts else "")
+
+
+def format_failures(values: dict[str, Any], only_broken: bool = False) -> list[str]:
+    """How many rollouts broke or were cut short, and why the first of them did.
+
+    With `only_broken` the reason is left out where rollouts were cut short alone.
+    """
+    found = []
+    for name in ("broken", "truncated"):
+        if count := find_number(values, name):
+            found.append(f"{count:.0f} {name}")
+    if found and values.get("error") and (find_number(values, "broken") or not only_broken):
+        found[-1] += f", the first: {values['error']}"
+    return found
+
+
+def goal_line(step: int, values: dict[str, Any]) -> str:
+    """A `goal` event on one line."""
+    reward, stop_at, held_out = (
+        formatting.fixed(find_number(values, name), 3) for name in ("reward", "stop_at", "held_out")
+    )
+    line = f"step {step}: the rollouts earned {reward}, which is [run] stop_at = {stop_at}; "
+    if find_number(values, "held_out") is None:
+        return line + "the run ends here ([eval] tasks = 0: nothing was held out)"
+    if values.get("is_reached"):
+        return line + f"held-out tasks confirm it with {held_out}: the run ends here"
+    return line + f"held-out tasks earned {held_out}: it trains on"
 
 
 class _ConsoleState:
@@ -176,11 +205,20 @@ class _ConsoleState:
             self.train = event.values
         elif event.kind == "eval":
             name = formatting.clean(event.values.get("name", ""))
-            self.evals[name] = find_number(event.values, "metric")
+            self.evals[name] = find_number(event.values, "reward")
             return eval_line(event.values)
+        elif event.kind == "goal":
+            return goal_line(event.step, event.values)
         elif event.kind == "dropped":
             reason = formatting.clean(event.values.get("reason", ""))
             self.drops[reason] = self.drops.get(reason, 0) + 1
+            if self.drops[reason] == 1:
+                detail = str(event.values.get("detail", "")).strip().splitlines()[-1:]
+                return (
+                    f"step {event.step}: the first rollout is dropped ({reason}): {detail[0]}"
+                    if detail
+                    else ""
+                )
         elif event.kind == "lost":
             name, why = event.values.get("worker", ""), event.values.get("reason", "")
             return f"{name} was replaced ({why})"

@@ -17,7 +17,7 @@ from sightline.run.run_dir import RunDir
 from sightline.view.events import find_number, numbers_of
 from sightline.view.formatting import count, duration, fixed, short, whole
 from sightline.view.report_data import ReportData, collect_report_data
-from sightline.view.summary import headlines, swapped_metric
+from sightline.view.summary import headlines, swapped_reward
 from sightline.view.templating import get_template
 from sightline.view.timeline import draw_timeline
 from sightline.wire.file import write_atomic
@@ -108,14 +108,13 @@ def _eval_table(data: ReportData) -> tuple[list[str], list[list[str]]] | None:
         [
             name,
             whole(find_number(values, "tasks")),
-            fixed(find_number(values, "metric"), 3),
             fixed(find_number(values, "reward"), 3),
             *(fixed(tables[name].get(part), 3) for part in parts),
-            fixed(swapped_metric(values), 3),
+            fixed(swapped_reward(values), 3),
         ]
         for name, values in data.evals.items()
     ]
-    return ["evaluation", "tasks", "metric", "reward", *parts, "images swapped"], rows
+    return ["evaluation", "tasks", "reward", *parts, "images swapped"], rows
 
 
 def _meter_rows(

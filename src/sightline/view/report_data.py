@@ -108,7 +108,7 @@ def _reward_chart(
 ) -> str:
     window = max(5, len(rewards) // 30)
     held_out = [
-        (at, find_number(evals.get(name, {}), "metric"))
+        (at, find_number(evals.get(name, {}), "reward"))
         for name, at in (("start", 0), ("final", last))
     ]
     return line_chart(

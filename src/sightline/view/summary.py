@@ -30,8 +30,8 @@ def build_summary(events: Iterable[Event], **extra: Any) -> dict[str, Any]:
         kl for e in trained.values() if (kl := find_number(e.values, "mismatch_kl")) is not None
     ]
     summary: dict[str, Any] = {
-        "reward_start": find_number(start, "metric"),
-        "reward_final": find_number(final, "metric"),
+        "reward_start": find_number(start, "reward"),
+        "reward_final": find_number(final, "reward"),
         "steps": len(trained or steps),
         "seconds": round(active_seconds(events), 3) if events else None,
         "mismatch_kl": sum(mismatches) / len(mismatches) if mismatches else None,
@@ -43,16 +43,35 @@ def build_summary(events: Iterable[Event], **extra: Any) -> dict[str, Any]:
         "forks": _newest_table(events, "forks"),
         "door_errors": _newest(events, "door_errors"),
     }
-    if (swapped := swapped_metric(final)) is not None:
+    if (swapped := swapped_reward(final)) is not None:
         summary["reward_swapped"] = swapped
     if probes := [event.values for event in events if event.kind == "probe"]:
         blind = sum(bool(values.get("is_blind")) for values in probes)
         summary["probes"] = {"looked": len(probes) - blind, "blind": blind}
         summary["probe"] = str(probes[-1].get("words", ""))
+    if goals := [event for event in events if event.kind == "goal"]:
+        summary["goal"] = goals[-1].values | {"step": goals[-1].step}
+    if failures := _count_failures(events, evals):
+        summary["failures"] = failures
     for name, values in (("eval_start", start), ("eval_final", final)):
         if parts := numbers_of(values, "parts"):
             summary[name] = parts
     return {**summary, **extra}
+
+
+def _count_failures(
+    events: Sequence[Event], evals: dict[str, dict[str, Any]]
+) -> dict[str, float | str]:
+    """Rollouts that broke or were cut short, in steps and evaluations, and why the first did."""
+    found = [event.values for event in by_step(events, "step").values()] + list(evals.values())
+    counts: dict[str, float | str] = {}
+    for name in ("broken", "truncated"):
+        if total := sum(find_number(values, name) or 0 for values in found):
+            counts[name] = total
+    first = next((e.values["error"] for e in events if e.values.get("error")), "")
+    if counts and first:
+        counts["error"] = str(first)
+    return counts
 
 
 def summarize(run_dir: RunDir, **extra: Any) -> dict[str, Any]:
@@ -68,12 +87,12 @@ def evals_by_name(events: Iterable[Event]) -> dict[str, dict[str, Any]]:
     return {str(e.values.get("name", "")): e.values for e in events if e.kind == "eval"}
 
 
-def swapped_metric(values: dict[str, Any]) -> float | None:
+def swapped_reward(values: dict[str, Any]) -> float | None:
     """What an evaluation gave with the images of two tasks exchanged."""
     if (plain := find_number(values, "swapped")) is not None:
         return plain
     swapped = numbers_of(values, "swapped")
-    # An environment names its metric first.
+    # Runs of before wrote its measures by name, the first as the main one.
     return swapped.get("metric", next(iter(swapped.values()), None))
 
 
@@ -137,13 +156,19 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         formatting.fixed(number("reward_final"), 3),
     )
     rows = [("reward", f"{start} before, {final} after")]
+    before, after = (numbers_of(summary, f"eval_{name}") for name in ("start", "final"))
+    rows += [
+        (
+            name,
+            f"{formatting.fixed(before.get(name), 3)} before, {formatting.fixed(value, 3)} after",
+        )
+        for name, value in after.items()
+    ]
     if "reward_swapped" in summary:
         swapped = formatting.fixed(number("reward_swapped"), 3)
         rows.append(("with swapped images", f"{swapped} after"))
     if summary.get("probe"):
         rows.append(("images exchanged", str(summary["probe"])))
-    if (exact := find_number(numbers_of(summary, "eval_final"), "exact")) is not None:
-        rows.append(("exact answers", f"{formatting.fixed(exact, 3)} after"))
     rows += [
         (
             "steps",
@@ -163,6 +188,17 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("forked turns", forks))
     if number("door_errors"):
         rows.append(("requests refused", formatting.whole(number("door_errors"))))
+    failures = summary.get("failures") or {}
+    for name in ("broken", "truncated"):
+        if count := find_number(failures, name):
+            rows.append((name, f"{formatting.whole(count)} rollouts"))
+    if failures.get("error"):
+        rows.append(("first failure", str(failures["error"])))
+    goal = summary.get("goal") or {}
+    if goal.get("is_reached"):
+        rows.append(
+            ("ended", f"at step {goal['step']}: [run] stop_at = {goal['stop_at']} is reached")
+        )
     if summary.get("stopped_by"):
         rows.append(("stopped by", str(summary["stopped_by"])))
     return rows

@@ -14,13 +14,16 @@ from sightline.errors import MediaError, NoTrainableSamples
 from sightline.message import assistant, user
 from sightline.orchestrator.collection import StepCollection
 from sightline.orchestrator.dispatcher import RolloutDispatcher
+from sightline.orchestrator.evaluator import Evaluator
 from sightline.orchestrator.loop import LoopComponents, run
 from sightline.orchestrator.policy_updater import PolicyUpdater
+from sightline.orchestrator.reward_goal import STEPS_BETWEEN, RewardGoal
 from sightline.orchestrator.rollout_scheduler import RolloutScheduler
 from sightline.orchestrator.run_state import RunState
-from sightline.run import RunDir
+from sightline.run import EventLog, RunDir
 from sightline.trace import Node, PolicySpan, Trace, encode_trace
 from sightline.trace.node import float32_array, int32_array
+from sightline.view.events import read_events
 from sightline.wire.control import (
     BatchReady,
     CancelRollouts,
@@ -42,8 +45,9 @@ class World:
         self.in_flight = 0
         self.reward_of = lambda play: float(int(play.rollout_id.split(".")[1]) % 2)
         self.lags: list[int] = []
-        self.error = self.error_kind = ""
+        self.error = self.error_kind = self.limit = ""
         self.always_version: int | None = None
+        self.goal: RewardGoal | None = None
         self.run_state = RunState.open(run_dir)
         self.policy = PolicyUpdater([self.adopt], run_dir.weights)
         self.rollouts = RolloutScheduler(
@@ -70,6 +74,7 @@ class World:
             max_bad_fraction=0.0,
             last_step=changes.get("last_step", 1000),
             check_room=lambda: None,
+            goal=self.goal,
         )
 
     async def send(self, peer: str, message: ControlMessage) -> None:
@@ -97,6 +102,9 @@ class World:
         trace = Trace(id=play.rollout_id, group_id=play.group_id, nodes=nodes)
         trace.reward = None if self.error else self.reward_of(play)
         trace.error, trace.error_kind = self.error, self.error_kind
+        if self.limit:
+            trace.truncated, trace.limit, trace.error_kind = True, self.limit, "truncated"
+            trace.reward = 0.0
         return RolloutResult(play.rollout_id, play.group_id, encode_trace(trace))
 
     async def announce(self, ready: BatchReady) -> None:
@@ -116,15 +124,17 @@ class World:
         pass
 
 
-def play(world: World, steps: range, **changes: int) -> None:
-    async def both() -> None:
+def play(world: World, steps: range, **changes: int) -> int:
+    async def both() -> int:
         adopting = asyncio.ensure_future(world.policy.keep_adopting())
+        sending = asyncio.ensure_future(world.rollouts.dispatcher.keep_sending())
         try:
-            await run(world.components(**changes), steps)
+            return await run(world.components(**changes), steps)
         finally:
             adopting.cancel()
+            sending.cancel()
 
-    asyncio.run(both())
+    return asyncio.run(both())
 
 
 @pytest.fixture
@@ -315,3 +325,47 @@ def test_groups_that_train_without_signal_are_not_replaced(run_dir: RunDir) -> N
     asyncio.run(both())
     assert (steps[0].num_resampled, steps[0].num_without_signal) == (0, 2)
     assert len(steps[0].samples) == 3 * 2
+
+
+def set_goal(world: World, stop_at: float, tasks: int = 4) -> RewardGoal:
+    events = EventLog(world.run_dir.metrics, "orchestrator")
+    evaluator = Evaluator(world.rollouts, world.run_state, events, world.run_dir, tasks, 1.0)
+    world.goal = RewardGoal(stop_at, evaluator, world.policy, world.run_state, events)
+    return world.goal
+
+
+def goal_events(run_dir: RunDir) -> list[tuple[int, float, bool]]:
+    events = [event for event in read_events(run_dir.metrics) if event.kind == "goal"]
+    return [(e.step, e.values["held_out"], e.values["is_reached"]) for e in events]
+
+
+def test_a_run_ends_where_held_out_tasks_confirm_its_reward(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=1)
+    goal = set_goal(world, stop_at=0.5)
+    # A group has one rollout of 0 and one of 1: 0.5 in the mean. Held-out tasks earn less at first.
+    world.reward_of = lambda play: (
+        float(int(play.rollout_id.split(".")[1]) % 2)
+        if play.split == "train"
+        else float(world.policy.version > STEPS_BETWEEN)
+    )
+    assert play(world, range(1, 50)) == 1 + STEPS_BETWEEN
+    assert goal_events(run_dir) == [(1, 0.0, False), (1 + STEPS_BETWEEN, 1.0, True)]
+    assert goal.was_reached and RunState.open(run_dir).progress.goal_reached == 0.5
+
+
+def test_a_run_without_a_mistake_left_ends_before_its_batch_is_full(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=0)
+    set_goal(world, stop_at=1.0)
+    world.reward_of = lambda play: float(
+        world.policy.version >= 2 or int(play.rollout_id.split(".")[1]) % 2
+    )
+    assert play(world, range(1, 50)) == 2, "step 3 has nothing to learn from"
+    assert goal_events(run_dir) == [(2, 1.0, True)]
+
+
+def test_rollouts_that_are_cut_short_end_the_run_with_their_limit(run_dir: RunDir) -> None:
+    world = World(run_dir, max_lag=0)
+    world.limit = "the prompt of turn 1 is too long"
+    with pytest.raises(NoTrainableSamples, match="cut short: the prompt of turn 1") as caught:
+        play(world, range(1, 3))
+    assert "max_pixels" in caught.value.fix

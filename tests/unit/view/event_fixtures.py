@@ -81,13 +81,12 @@ def busy(k: int) -> Event:
     return Event(time=start + 1.5, process="server", kind="busy", values={"intervals": intervals})
 
 
-def evaluation(name: str, metric: float, at: float, **values: Any) -> Event:
+def evaluation(name: str, reward: float, at: float, **values: Any) -> Event:
     known = {
         "name": name,
         "tasks": 256,
-        "reward": metric - 0.1,
-        "metric": metric,
-        "parts": {"letters": metric, "exact": metric**3},
+        "reward": reward,
+        "parts": {"letters": reward, "exact": reward**3},
     }
     return Event(time=at, process="orchestrator", kind="eval", values=known | values)
 

@@ -77,12 +77,46 @@ def test_evaluations_and_phases_have_lines_of_their_own_in_order(run_dir):
     view.close()
     lines = file.getvalue().splitlines()
     assert lines[0] == "evaluating"
-    assert lines[1] == "eval start  0.110  letters 0.110  exact 0.001  (256 tasks)"
+    assert lines[1] == "eval start  reward 0.110  letters 0.110  exact 0.001  (256 tasks)"
     assert [line[:8] for line in lines[2:4]] == ["step 1/2", "step 2/2"]
     assert lines[4] == (
-        "eval final  0.900  letters 0.900  exact 0.729  with swapped images 0.100  (256 tasks)"
+        "eval final  reward 0.900  letters 0.900  exact 0.729  "
+        "with swapped images 0.100  (256 tasks)"
     )
     assert len(lines) == 5
+
+
+def test_lines_say_how_many_rollouts_broke_or_were_cut_short_and_why(run_dir):
+    view, file, _ = view_of(run_dir)
+    failures = {"broken": 5, "truncated": 2, "error": "ValueError: no such page"}
+    append(run_dir, evaluation("start", 0.5, T0, **failures))
+    dropped = {
+        "reason": "EnvironmentFailed",
+        "detail": "Traceback\n  ...\nValueError: no such page",
+    }
+    for _ in range(2):
+        append(run_dir, Event(T0, "orchestrator", "dropped", 1, dropped))
+    append(run_dir, step(1, 2, **failures))
+    append(run_dir, step(2, 2, truncated=1, broken=0, error="too long"))
+    view.close()
+    lines = file.getvalue().splitlines()
+    assert lines[0].endswith(
+        "(256 tasks, 5 broken, 2 truncated, the first: ValueError: no such page)"
+    )
+    why = "(EnvironmentFailed): ValueError: no such page"
+    assert lines[1] == f"step 1: the first rollout is dropped {why}", "and the second says nothing"
+    assert lines[2].endswith("  1 truncated"), "of the last step"
+
+
+def test_a_goal_says_why_the_run_ends_or_goes_on(run_dir):
+    view, file, _ = view_of(run_dir)
+    for held_out, is_reached in ((0.5, False), (0.98, True)):
+        values = {"stop_at": 0.97, "reward": 0.99, "held_out": held_out, "is_reached": is_reached}
+        append(run_dir, Event(T0, "orchestrator", "goal", 7, values))
+    view.close()
+    first, second = file.getvalue().splitlines()
+    assert first.endswith("[run] stop_at = 0.970; held-out tasks earned 0.500: it trains on")
+    assert second.endswith("held-out tasks confirm it with 0.980: the run ends here")
 
 
 def test_plain_output_has_no_control_codes_even_of_hostile_text(run_dir):

@@ -6,7 +6,8 @@ from rich.console import Console
 
 from sightline.run import RunDir
 from sightline.view.events import read_events
-from sightline.view.summary import build_summary, print_summary, summarize
+from sightline.view.summary import build_summary, headlines, print_summary, summarize
+from sightline.wire.event import Event
 
 from .event_fixtures import T0, append, evaluation, state, step, train, write_run
 
@@ -112,3 +113,17 @@ def test_forked_turns_are_told_by_reason_and_refusals_by_number():
     assert summary["forks"] == {"diverged": 3, "resampled": 1} and summary["door_errors"] == 2
     print_summary(summary, Console(file=out, width=100))
     assert "diverged 3, resampled 1" in out.getvalue()
+
+
+def test_failures_and_the_goal_stand_in_the_summary(tmp_path):
+    run_dir = RunDir(tmp_path)
+    append(run_dir, evaluation("start", 0.5, T0, broken=2, truncated=0, error="KeyError: 'x'"))
+    append(run_dir, step(1, broken=1, truncated=4, error="OSError: gone"))
+    goal = {"stop_at": 0.9, "reward": 0.95, "held_out": 0.93, "is_reached": True}
+    append(run_dir, Event(T0 + 30, "orchestrator", "goal", 1, goal))
+    summary = build_summary(read_events(run_dir.metrics))
+    assert summary["failures"] == {"broken": 3, "truncated": 4, "error": "KeyError: 'x'"}
+    rows = dict(headlines(summary))
+    assert (rows["broken"], rows["truncated"]) == ("3 rollouts", "4 rollouts")
+    assert rows["first failure"] == "KeyError: 'x'"
+    assert rows["ended"] == "at step 1: [run] stop_at = 0.9 is reached"

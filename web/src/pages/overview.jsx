@@ -73,7 +73,7 @@ function seriesOf(chart, shown, metrics, steps, window) {
       series.push({ label: title, colour, values: smoothed(values, window), dash });
     });
     if (chart.evals && run.evals.length) {
-      const at = new Map(run.evals.map((one) => [one.step, one.metric]));
+      const at = new Map(run.evals.map((one) => [one.step, one.reward]));
       series.push({
         label: several ? `${run.key} held out` : "held out", points: true,
         colour: runColour(several ? place : 1), values: steps.map((step) => at.get(step) ?? null),
@@ -148,7 +148,7 @@ function Summary({ run, titled }) {
         <Fact name="reward">{fixed(run.reward, 3)}</Fact>
         {evals.start && (
           <Fact name="held out" title="before and after training">
-            {fixed(evals.start.metric, 3)}{final ? ` → ${fixed(final.metric, 3)}` : ""}
+            {fixed(evals.start.reward, 3)}{final ? ` → ${fixed(final.reward, 3)}` : ""}
           </Fact>
         )}
         {final?.swapped !== undefined && (
