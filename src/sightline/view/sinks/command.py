@@ -33,7 +33,7 @@ def feed_run(
         if stop.is_set() or not follow:
             return True
         view.history.read()
-        return view.state != "live"
+        return view.state != "running"
 
     factories = build_sink_factories(names, run_dir, offline)
     feeders = feed_sinks(run_dir, factories, samples_every, is_over)

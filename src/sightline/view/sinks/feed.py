@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib
+import os
 import queue
 import secrets
 import threading
@@ -49,28 +50,27 @@ class DeliveryLog:
         """Raises where another process feeds the sink."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "ab")
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            self._file.close()
+            os.close(self._file)
             raise ConfigError(
                 f"another process feeds it, and holds {path}", "wait for its end"
             ) from None
-        self._start = self._file.tell()
+        self._start = os.fstat(self._file).st_size
         self.names = {line.decode(errors="replace") for line in read_lines(path)}
         self.num_before = len(self.names)
 
     def add(self, name: str) -> None:
-        self._file.write(name.encode() + b"\n")
-        self._file.flush()
+        os.write(self._file, name.encode() + b"\n")
 
     def forget(self) -> None:
         """Takes back what was added since it was opened."""
-        self._file.truncate(self._start)
+        os.ftruncate(self._file, self._start)
 
     def close(self) -> None:
-        self._file.close()
+        os.close(self._file)
 
 
 @dataclass

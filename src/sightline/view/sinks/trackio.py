@@ -18,9 +18,7 @@ class Trackio:
         self._lost = ""
         self._hear_warnings()
         # It finds a run again by its name alone.
-        trackio.init(
-            project="sightline", name=run.unique_name, config=run.settings, resume="allow"
-        )
+        trackio.init(project="sightline", name=run.unique_name, config=run.settings, resume="allow")
 
     def _hear_warnings(self) -> None:
         """What it cannot keep it only warns of, from a thread of its own."""
