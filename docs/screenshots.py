@@ -14,7 +14,7 @@ from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
-from sightline.envs.chromium import get_chromium
+from chromium import get_chromium
 
 from sightline.bench.harness.synthetic_run import write_synthetic_run
 from sightline.run import RunDir

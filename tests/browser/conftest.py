@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from sightline.envs.chromium import get_chromium
+from chromium import get_chromium
 
 from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 

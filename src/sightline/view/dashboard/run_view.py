@@ -134,7 +134,7 @@ class RunView(RunFiles):
         if state in ("stopped", "silent") and self.history.last_step and not fix:
             command = "sft" if "sft" in self.settings else "rl"
             fix = f"go on with `sightline {command} --resume {self.run_dir.path}`"
-        return {"problem": str(problem), "fix": str(fix)}
+        return {"problem": str(problem), "cause": _join_ends(str(problem)), "fix": str(fix)}
 
     def _num_steps(self) -> int | None:
         """The steps that the run was to train for, as its settings say."""
@@ -200,6 +200,15 @@ class RunView(RunFiles):
             "model": self.get_setting("model", "path"),
             "problems": self.problems(),
         }
+
+
+def _join_ends(problem: str) -> str:
+    """A problem on one line: what it begins with, and the exception that a traceback ends with."""
+    lines = [line.strip() for line in problem.splitlines() if line.strip()]
+    if len(lines) < 2:
+        return problem.strip()
+    begin = lines[0].removesuffix("Traceback (most recent call last):").rstrip(" :")
+    return f"{begin}: {lines[-1]}" if begin else lines[-1]
 
 
 def _log_sizes(folder: Path) -> tuple[tuple[str, int], ...]:
