@@ -133,6 +133,22 @@ def test_a_log_is_read_from_its_end(client: TestClient) -> None:
     assert before["end"] == tail["start"] and before["text"].startswith("first\n")
 
 
+def test_settings_come_with_their_defaults(client: TestClient) -> None:
+    found = client.get("/api/settings?run=synthetic").json()
+    assert found["settings"]["trainer"]["lr"] == 1e-6 and found["defaults"]["trainer.lr"] == 1e-5
+    assert found["defaults"]["model.path"] is None  # it has none, and is always chosen
+
+
+def test_groups_and_failures_are_answered(client: TestClient) -> None:
+    groups = client.get("/api/groups?run=synthetic&limit=3").json()
+    assert len(groups["rows"]) == 3 and groups["rows"][0]["rollouts"] > 1
+    failures = client.get("/api/failures?run=synthetic").json()
+    assert sum(one["num"] for one in failures["errors"]) == sum(
+        row["verdict"] == "broken"
+        for row in client.get("/api/rollouts?run=synthetic&limit=200").json()["rows"]
+    )
+
+
 def test_prometheus_scrapes_the_newest_numbers(client: TestClient) -> None:
     text = client.get("/metrics").text
     assert 'sightline_run_step{run="synthetic"} 2\n' in text
