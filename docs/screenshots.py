@@ -27,10 +27,9 @@ from sightline.wire.file import append_line
 SIZE = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
 FAILED = "shop_failed-001"
-PROBLEM = """trainer ended with 1: step 24: the loss is not a finite number
-Traceback (most recent call last):
-  File "trainer/loop.py", line 120, in run
-TrainingDiverged: the loss is not a finite number"""
+PROBLEM = """server ended with 1: Traceback (most recent call last):
+  File "inference/torch_engine/engine.py", line 120, in step
+OutOfMemoryError: 2.1 GB were asked for, and 1.4 GB are free"""
 FOLDER = Path(__file__).parent / "screens"
 MOST_BYTES = 150_000
 SETTLED = """() => !document.querySelector(".loading, .stale") && [...document.images].every(
@@ -79,7 +78,9 @@ def write_failed_run(path: Path) -> None:
     while run.steps < 24:
         run.write_step()
     run.run_dir.notes.write_text("#sweep #lr=1e-6\nThe third of the sweep over learning rates.\n")
-    end_run(run, outcome="failed", problem=PROBLEM, fix="lower [trainer] lr, and start a new run")
+    end_run(
+        run, outcome="failed", problem=PROBLEM, fix="lower [inference] max_num_seqs, and resume"
+    )
 
 
 def write_many(path: Path) -> None:

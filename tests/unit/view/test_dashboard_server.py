@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -195,6 +196,16 @@ def test_bound_elsewhere_a_token_is_needed(run_dir: RunDir) -> None:
     cookie = opened.headers["set-cookie"].lower()
     assert "httponly" in cookie and "samesite=strict" in cookie
     assert client.get("/api/runs").status_code == 200
+    runs.close()
+
+
+def test_a_run_that_is_removed_does_not_end_the_others(run_dir: RunDir, tmp_path: Path) -> None:
+    shutil.copytree(run_dir.path, tmp_path / "gone")
+    runs = RunCollection([run_dir.path, tmp_path])
+    client = TestClient(build_app(runs), base_url="http://127.0.0.1")
+    shutil.rmtree(tmp_path / "gone")
+    runs.discover()
+    assert [run["key"] for run in client.get("/api/runs").json()] == ["synthetic"]
     runs.close()
 
 

@@ -113,10 +113,10 @@ def test_notes_and_their_tags_are_read_and_a_page_hears_of_them(run_dir: RunDir)
     view = view_of(run_dir)
     view.refresh()
     before = view.revision
-    run_dir.notes.write_text("#baseline of issue#7, # no tag\nlr too high #lr/3e-4 #baseline")
+    run_dir.notes.write_text("#baseline of issue#7, # no tag\nlr too high #lr=3e-4. #baseline")
     view.refresh()
     assert view.revision > before
-    assert view.overview()["tags"] == ["baseline", "lr/3e-4"]
+    assert view.overview()["tags"] == ["baseline", "lr=3e-4"]
 
 
 def test_the_pause_before_a_resume_is_not_on_the_clock(run_dir: RunDir) -> None:

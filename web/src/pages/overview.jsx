@@ -269,5 +269,7 @@ function Exceptions({ run, revision }) {
 
 function Notes({ run }) {
   if (!run.notes.trim()) return null;
-  return <div class="notes"><Tags list={run.tags} /><p>{run.notes.trim()}</p></div>;
+  const parts = run.notes.trim().split(/(#[^\s#]+)/);
+  const tagOf = (part) => run.tags.find((tag) => part === `#${tag}`);
+  return <p class="notes">{parts.map((part) => (tagOf(part) ? <Tags list={[tagOf(part)]} /> : part))}</p>;
 }

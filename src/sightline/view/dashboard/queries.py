@@ -129,20 +129,27 @@ def list_groups(
 ) -> dict[str, Any]:
     """A page of groups, each with what its rollouts earned and what became of them."""
     where, values = wanted.where()
-    grouped = f"FROM rollouts {where} GROUP BY file, group_id"
+    grouped = f"FROM rollouts {where} GROUP BY group_id, file"
     total = connection.execute(f"SELECT count(*) FROM (SELECT 1 {grouped})", values).fetchone()[0]
     order = GROUP_ORDERS.get(wanted.sort, GROUP_ORDERS["newest"])
-    rows = connection.execute(
-        "SELECT file, group_id, env, task, split, step, min(id) AS id, count(*) AS rollouts,"
-        " avg(reward) AS reward, min(reward) AS low, max(reward) AS high,"
-        " avg(tokens) AS tokens, avg(turns) AS turns, group_concat(verdict) AS verdicts"
+    # Which groups first, out of an index; what they hold only for those of the page.
+    page = connection.execute(
+        "SELECT group_id, file, step, min(id) AS id, avg(reward) AS reward, avg(tokens) AS tokens"
         f" {grouped} ORDER BY {order} LIMIT ? OFFSET ?",
         [*values, max(1, min(limit, MAX_ROWS)), max(0, offset)],
     ).fetchall()
+    inside = f"{where} AND" if where else "WHERE"
     found = []
-    for row in rows:
-        verdicts = Counter(str(row["verdicts"]).split(","))
-        found.append({**dict(row), "verdicts": dict(verdicts), "thumbs": _thumbs(connection, row)})
+    for group in page:
+        row = connection.execute(
+            "SELECT env, task, split, count(*) AS rollouts, min(reward) AS low,"
+            " max(reward) AS high, avg(turns) AS turns, group_concat(verdict) AS verdicts"
+            f" FROM rollouts {inside} group_id = ? AND file = ?",
+            [*values, group["group_id"], group["file"]],
+        ).fetchone()
+        verdicts = dict(Counter(str(row["verdicts"]).split(",")))
+        thumbs = _thumbs(connection, group)
+        found.append({**dict(group), **dict(row), "verdicts": verdicts, "thumbs": thumbs})
     return {"total": total, "offset": offset, "rows": found}
 
 

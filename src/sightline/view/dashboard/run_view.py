@@ -21,7 +21,7 @@ SILENT_AFTER_S = 120.0
 """A run that has not finished, and has written nothing for so long, is shown as silent."""
 _FILES_PER_REFRESH = 8
 IMAGES_PER_REFRESH = 5000
-_TAG = re.compile(r"(?<![\w#])#(\w[\w./-]*)")
+_TAG = re.compile(r"(?<![\w#])#(\w(?:[\w./=-]*\w)?)")
 
 
 class RunView(RunFiles):
