@@ -13,7 +13,7 @@ const CHARTS = [
   { title: "Reward", columns: { reward: "reward" }, evals: true, wide: true },
   { title: "Loss", columns: { loss: "training", "sft_eval.loss": "held out" }, onePoints: "sft_eval.loss" },
   { title: "Parts of the reward", prefix: "parts." },
-  { title: "Spread of the reward", note: "standard deviation", columns: { reward_std: "all rollouts", group_std: "within groups" }, fromZero: true },
+  { title: "Spread of the reward", note: "standard deviation", columns: { reward_std: "all rollouts", reward_group_std: "within groups" }, fromZero: true },
   { title: "No signal", note: "share of groups", columns: { no_signal_rate: "no signal" }, fromZero: true },
   { title: "Entropy", note: "nats a token", columns: { entropy: "entropy" }, fromZero: true },
   { title: "Answer length", note: "tokens", columns: { answer_tokens_mean: "mean", answer_tokens_max: "greatest" }, fromZero: true },
@@ -24,7 +24,7 @@ const CHARTS = [
   { title: "Learning rate", columns: { lr: "model", vision_lr: "vision tower" }, fromZero: true },
   { title: "Lag", note: "versions", columns: { lag_mean: "mean", lag_max: "greatest" }, fromZero: true },
   { title: "Throughput", note: "sampled tokens a second", columns: { tokens_per_s: "tokens" }, fromZero: true },
-  { title: "GPU memory", note: "GB", columns: { gpu_memory_gb: "GPU" }, fromZero: true },
+  { title: "GPU memory", note: "GB", columns: { gpu_peak_gb: "greatest of a step" }, fromZero: true },
   { title: "Verdicts", note: "rollouts a step", prefix: "verdicts.", counter: true, fromZero: true },
   { title: "Bytes by wire", note: "a step", prefix: "wire.", only: /bytes/, counter: true, fromZero: true },
   { title: "Bad media", note: "so far", columns: { bad_media: "bad" }, fromZero: true, unlessZero: true },
@@ -62,7 +62,7 @@ function placesOf(known, axis) {
   let tokens = 0;
   for (const step of known?.steps ?? []) {
     const row = known.rows.get(step);
-    tokens += row.tokens_sampled ?? row.trained_tokens ?? 0;
+    tokens = row.tokens_sampled_total ?? tokens + (row.tokens_sampled ?? row.trained_tokens ?? 0);
     places.set(step, axis === "step" ? step : axis === "time" ? row.elapsed_s ?? 0 : tokens);
   }
   return places;
