@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from sightline.errors import ConfigError
 
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "env", metavar="ENV", nargs="?", help="a built-in environment, or 'module:Class'"
     )
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--endpoint", metavar="URL", help="base url of an OpenAI endpoint (.../v1)")
+    where.add_argument("--endpoint", metavar="URL", help="an OpenAI endpoint, http://HOST:PORT/v1")
     where.add_argument("--checkpoint", type=Path, metavar="DIR", help="serve this one meanwhile")
     parser.add_argument(
         "--run", type=Path, dest="run_dir", metavar="DIR",
@@ -126,7 +127,7 @@ def _open_chats(args: argparse.Namespace, config: RunFile, media: Path) -> Itera
             store=store,
             max_tokens=config.rollout.max_tokens,
             max_turns=config.rollout.max_turns,
-            client=OpenAIClient(args.endpoint, args.model or "", args.api_key),
+            client=OpenAIClient(_complete_url(args.endpoint), args.model or "", args.api_key),
             shares_store=args.media is not None,
         )
         return
@@ -139,6 +140,14 @@ def _open_chats(args: argparse.Namespace, config: RunFile, media: Path) -> Itera
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     with temporary_server(args.checkpoint, media, words, args.threads) as address:
         yield build_policy_chats(config, [address], store)
+
+
+def _complete_url(endpoint: str) -> str:
+    """The address, with the /v1 at which servers have their OpenAI API where it has no path."""
+    url = urlsplit(endpoint)
+    if url.scheme not in ("http", "https") or not url.netloc:
+        raise ConfigError(f"--endpoint {endpoint!r} is no url", "write http://HOST:PORT/v1")
+    return endpoint.rstrip("/") + "/v1" * (not url.path.strip("/"))
 
 
 async def _play_all(args: argparse.Namespace, config: RunFile, player: Any) -> list[PlayedRollout]:

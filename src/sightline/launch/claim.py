@@ -1,12 +1,9 @@
-"""One launcher a run directory, and one checkpoint a run."""
+"""One directory a run, and one checkpoint."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from sightline.errors import ConfigError, ResumeRefused
@@ -32,21 +29,6 @@ def claim_run_dir(base: str, name: str) -> RunDir:
             raise ConfigError(
                 f"cannot make {path}: {error.strerror}", "set [run] dir to a folder of yours"
             ) from error
-
-
-@contextmanager
-def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
-    """Locks the directory for as long as the launcher lives; the system lets go of the lock,
-    however that ends."""
-    with open(run_dir.path / ".lock", "wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ResumeRefused(
-                f"{run_dir.path} is in use by another launcher",
-                "wait for it, or end it first",
-            ) from error
-        yield
 
 
 def record_model_digests(run_dir: RunDir, model: Path) -> None:

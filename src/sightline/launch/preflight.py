@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
+import sys
 import urllib.error
 import urllib.request
+from importlib.metadata import version as get_installed_version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,13 @@ from sightline.families import Family, load_family
 from sightline.families.hub import resolve_checkpoint
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import describe_prefix_reuse
-from sightline.launch.processes import build_environ, num_cores, reserve_port, split_threads
+from sightline.launch.processes import (
+    build_environ,
+    has_gpu,
+    num_cores,
+    reserve_port,
+    split_threads,
+)
 from sightline.launch.vllm_server import check_vllm_python
 from sightline.media import MediaStore
 from sightline.run import RunDir
@@ -136,6 +145,29 @@ def describe_family(family: Family, engine: str = "") -> str:
     kernels: its server says it in its log."""
     reuse = f"\n{describe_prefix_reuse(family)}" if engine == "torch" else ""
     return f"packing: {family.packing.kind} ({family.packing.reason})" + reuse
+
+
+def check_devices(config: RunFile | SftFile) -> None:
+    """Refuses a device that no process of the run would find."""
+    settings = {"[trainer] device": (config.trainer.device, True)}
+    if isinstance(config, RunFile) and not config.inference.servers:
+        is_ours = config.inference.engine == "torch"  # vLLM may have an interpreter of its own
+        settings["[inference] device"] = (config.inference.device, is_ours)
+    for setting, (name, uses_own_torch) in settings.items():
+        if name in ("auto", "cpu"):
+            continue
+        if not re.fullmatch(r"cuda(:\d+)?", name):
+            raise ConfigError(f"{setting} = {name!r} is no device", "set cpu, cuda or auto")
+        if not has_gpu():
+            raise ConfigError(
+                f"{setting} = {name!r}, and this machine shows no GPU",
+                'set it to "auto" or "cpu"; where there is a GPU, install its driver',
+            )
+        if uses_own_torch and (found := get_installed_version("torch")).endswith("+cpu"):
+            raise ConfigError(
+                f"{setting} = {name!r}, and torch {found} is a build for the CPU",
+                f"install a build of torch for your GPU into {sys.executable}",
+            )
 
 
 def check_store(root: Path, max_gb: float) -> None:

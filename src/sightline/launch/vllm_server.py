@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
@@ -20,7 +19,7 @@ from sightline.inference.vllm_plugin import (
     MIDDLEWARE,
     WEIGHT_TRANSFER_BACKEND,
 )
-from sightline.launch.processes import build_environ, reserve_port
+from sightline.launch.processes import build_environ, has_gpu, reserve_port
 from sightline.media import MediaStore
 from sightline.run.parent_death import die_with_parent
 
@@ -86,7 +85,7 @@ def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
 
 
 def runs_on_cpu(device: str) -> bool:
-    return device == "cpu" or (device == "auto" and not Path("/dev/nvidia0").exists())
+    return device == "cpu" or (device == "auto" and not has_gpu())
 
 
 def build_vllm_environ(device: str, threads: int) -> dict[str, str]:

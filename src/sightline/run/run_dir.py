@@ -41,6 +41,8 @@ class RunDir:
     """What the dashboard has indexed. It can be removed at any time, and is made again."""
     spans = _Inside("spans.jsonl")
     """The OpenTelemetry spans of a run that keeps them itself."""
+    lock = _Inside(".lock")
+    """Held by the launcher for as long as the run goes on."""
     progress = _Inside("checkpoints/orchestrator.json")
     """The orchestrator's own state."""
 

@@ -28,7 +28,8 @@ from sightline.wire.weights import Adapter, Manifest
 
 Metrics = Mapping[str, float | None]
 _SFT_METRICS = (
-    "loss", "lr", "grad_norm", "tokens", "trained_tokens", "samples", "images", "compilations",
+    "loss", "lr", "vision_lr", "grad_norm", "tokens", "trained_tokens", "samples", "images",
+    "compilations",
 )  # fmt: skip
 
 
@@ -107,6 +108,7 @@ class RunWriter:
             kind, figures = "sft", {name: result.metrics[name] for name in _SFT_METRICS}
             figures |= {"seconds": busy[1] - busy[0], "waited_s": ready.waited_s}
             figures["steps_total"] = self.learner.steps
+        figures["gpu_peak_gb"] = _read_peak_memory(self.learner.device)
         self.events.write(kind, ready.step, **figures, bad=ready.bad, truncated=ready.truncated)
         for lost in ready.dropped:
             self.events.write("bad_media", ready.step, **asdict(lost))
@@ -164,3 +166,12 @@ class RunWriter:
             is_over = step >= self.learner.steps
             oldest = self.saver.checkpoints.oldest_resume_step
             self.send(TrainingFinished(step if is_over else oldest))
+
+
+def _read_peak_memory(device: torch.device) -> float | None:
+    """GB that tensors of this rank took at most since it was last asked; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak / 1e9

@@ -17,10 +17,11 @@ from sightline.cli.main import build_parser, main
 from sightline.config import InferenceConfig, ModelConfig
 from sightline.errors import ConfigError
 from sightline.families import load_family
-from sightline.inference.serve import ServerComponents, bind_socket
+from sightline.inference.serve import ServerComponents
 from sightline.inference.server_spec import ServerSpec, describe_prefix_reuse
 from sightline.media import MediaStore
 from sightline.message import user
+from sightline.transport.listen import bind_socket
 
 
 def test_a_taken_port_is_refused_with_the_cure() -> None:
