@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from sightline.config import RunFile, SftFile
 from sightline.errors import ConfigError, DiskFull
 from sightline.families.registry import write_tiny
 from sightline.launch.preflight import check_disk
-from sightline.launch.processes import split_threads
+from sightline.launch.processes import has_gpu, split_threads
 from sightline.run import RunDir
 
 
@@ -82,6 +83,16 @@ def test_a_port_in_use_is_refused(refuse) -> None:
         port = taken.getsockname()[1]
         said = refuse("", f"inference.port={port}")
     assert f"[inference] port = {port}" in said and "set 0" in said
+
+
+@pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
+@pytest.mark.parametrize("section", ["trainer", "inference"])
+def test_a_gpu_that_is_not_there_is_refused(refuse, section: str) -> None:
+    began = time.monotonic()
+    said = refuse("", f"{section}.device=cuda", "model.path=org/not-yet-downloaded")
+    assert f"[{section}] device = 'cuda', and this machine shows no GPU" in said
+    assert time.monotonic() - began < 2.0
+    assert "is no device" in refuse("", f"{section}.device=gpu")
 
 
 def test_an_environment_that_is_not_there_is_refused(refuse) -> None:
