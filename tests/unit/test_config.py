@@ -15,12 +15,12 @@ from sightline.config import (
     SftFile,
     check_resume,
     dump_toml,
-    expand_overrides,
     iter_settings,
     load_config,
     load_stored_config,
     validate_config,
 )
+from sightline.config.load import expand_overrides
 from sightline.config.renamed import RENAMED
 from sightline.errors import ConfigError, ResumeRefused
 

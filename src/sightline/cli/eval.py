@@ -123,11 +123,13 @@ def _open_chats(args: argparse.Namespace, config: RunFile, media: Path) -> Itera
 
     store = MediaStore(media)
     if args.endpoint:
+        url = args.endpoint.rstrip("/")
+        url += "" if urlsplit(url).path else "/v1"
         yield OpenAIChats(
             store=store,
             max_tokens=config.rollout.max_tokens,
             max_turns=config.rollout.max_turns,
-            client=OpenAIClient(_complete_url(args.endpoint), args.model or "", args.api_key),
+            client=OpenAIClient(url, args.model or "", args.api_key),
             shares_store=args.media is not None,
         )
         return
@@ -140,14 +142,6 @@ def _open_chats(args: argparse.Namespace, config: RunFile, media: Path) -> Itera
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     with temporary_server(args.checkpoint, media, words, args.threads) as address:
         yield build_policy_chats(config, [address], store)
-
-
-def _complete_url(endpoint: str) -> str:
-    """The address, with the /v1 at which servers have their OpenAI API where it has no path."""
-    url = urlsplit(endpoint)
-    if url.scheme not in ("http", "https") or not url.netloc:
-        raise ConfigError(f"--endpoint {endpoint!r} is no url", "write http://HOST:PORT/v1")
-    return endpoint.rstrip("/") + "/v1" * (not url.path.strip("/"))
 
 
 async def _play_all(args: argparse.Namespace, config: RunFile, player: Any) -> list[PlayedRollout]:

@@ -22,9 +22,5 @@ def run(args: argparse.Namespace) -> int:
 
     from sightline.view.run_status import find_runs, get_status, print_runs
 
-    runs = find_runs(args.paths)
-    if runs:
-        print_runs([get_status(run_dir) for run_dir in runs], Console())
-    else:
-        print(f"no runs in {', '.join(map(str, args.paths))}")
+    print_runs([get_status(run_dir) for run_dir in find_runs(args.paths)], Console())
     return 0

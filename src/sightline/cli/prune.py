@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import time
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -21,7 +20,7 @@ MIN_IMAGE_AGE_S = 3600.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "paths", nargs="+", type=Path, metavar="DIR", help="run directories, or folders of runs"
+        "paths", nargs="+", type=Path, metavar="DIR", help="runs, or folders of runs"
     )
     parser.add_argument("--older-than-days", type=float, default=0.0, metavar="D",
                         help="only runs that wrote nothing for D days")  # fmt: skip
@@ -32,38 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from sightline.media import MediaStore
-    from sightline.view.images_in_use import RUN_FOLDERS, collect_digests
-    from sightline.view.run_status import FINISHED, RUNNING, find_runs, get_status, measure_bytes
+    from sightline.view import run_status
 
-    runs = [get_status(run_dir) for run_dir in find_runs(args.paths)]
-    newest = time.time() - args.older_than_days * DAY_S
-    old = [one for one in runs if one.state != RUNNING and one.last_write < newest]
-    leaving = {}
-    for status in old:
-        at = status.run_dir
-        folders = [at.traces, at.scores, at.view] + [at.batches] * (status.state == FINISHED)
-        leaving[at.path] = [folder for folder in folders if measure_bytes(folder)]
-    in_use: set[str] = set()
-    for status in runs if args.images else ():
-        gone = {folder.name for folder in leaving.get(status.run_dir.path, ())}
-        in_use |= collect_digests(status.run_dir.path, folders=set(RUN_FOLDERS) - gone)
+    runs = [run_status.get_status(run_dir) for run_dir in run_status.find_runs(args.paths)]
+    old = run_status.find_prunable(runs, args.older_than_days * DAY_S)
+    in_use = run_status.collect_kept_digests(runs, old) if args.images else set()
     total = 0
-    for path, folders in leaving.items():
-        freed = measure_bytes(*folders)
-        words = [folder.name for folder in folders]
-        if args.images and (path / "media").is_dir():
-            store = MediaStore(path / "media")
-            report = store.gc(in_use, MIN_IMAGE_AGE_S, dry_run=not args.yes)
-            freed += report.removed_bytes
-            words += [f"{len(report.removed)} images"] if report.removed else []
-        if words:
-            print(f"{path}: {', '.join(words)} ({decimal(freed)})")
+    for one in old:
+        names, freed = [f.name for f in one.folders], run_status.measure_bytes(*one.folders)
+        if args.images and one.run_dir.media.is_dir():
+            images = MediaStore(one.run_dir.media).gc(in_use, MIN_IMAGE_AGE_S, dry_run=not args.yes)
+            names, freed = [*names, f"{len(images.removed)} images"], freed + images.removed_bytes
+        print(f"{one.run_dir.path}: {', '.join(names) or 'nothing'} ({decimal(freed)})")
         total += freed
-        for folder in folders if args.yes else ():
+        for folder in one.folders if args.yes else ():
             shutil.rmtree(folder)
-    would = "removed" if args.yes else "would remove"
-    print(
-        f"{would} {decimal(total)} of {len(old)} runs"
-        + " (nothing is done without --yes)" * (not args.yes)
-    )
+    print(f"removed {decimal(total)}" if args.yes else f"--yes removes {decimal(total)}")
     return 0

@@ -69,11 +69,9 @@ def run(args: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(args).items() if name in names}
     given = {name: value for name, value in given.items() if value is not None}
     if "media_roots" not in given:
-        given["media_roots"] = [Path(tempfile.mkdtemp(prefix="sightline-serve-"))]
-        print(
-            f"images are kept in {given['media_roots'][0]} (--media names another folder)",
-            flush=True,
-        )
+        folder = tempfile.mkdtemp(prefix="sightline-serve-")
+        print(f"images are kept in {folder}; --media DIR keeps them elsewhere", flush=True)
+        given["media_roots"] = [folder]
     spec = ServerSpec.of(**(COMMAND_DEFAULTS | given))
     if args.engine == "vllm":
         from sightline.launch.vllm_server import serve_vllm

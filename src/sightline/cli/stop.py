@@ -14,7 +14,6 @@ from pathlib import Path
 
 from sightline.errors import ConfigError
 
-POLL_S = 0.2
 ENDING = ("stopping", "finishing")
 """Phases of a run that was asked to end already: a second signal would end it at once."""
 
@@ -24,11 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sightline.run.lock import find_launcher
-    from sightline.view.console import describe_events
-    from sightline.view.events import read_events
     from sightline.view.run_files import get_run_dir
-    from sightline.view.run_status import FAILED, STOPPED, get_status
+    from sightline.view.run_status import FAILED, STOPPED, find_launcher, get_phase, get_status
 
     run_dir = get_run_dir(args.run_dir)
     status = get_status(run_dir)
@@ -37,14 +33,12 @@ def run(args: argparse.Namespace) -> int:
         print(f"{run_dir.path} does not run: it is {status.state}")
         return 0
     if not launcher.is_here:
-        raise ConfigError(
-            f"{run_dir.path} runs on {launcher.host or 'another machine'}", "stop it there"
-        )
-    if describe_events(read_events(run_dir.metrics))[0] not in ENDING:
+        raise ConfigError(f"{run_dir.path} runs on {launcher.host}", "stop it there")
+    if get_phase(run_dir) not in ENDING:
         os.kill(launcher.pid, signal.SIGTERM)
     print(f"asked process {launcher.pid} to stop {run_dir.path} after the step", flush=True)
     while find_launcher(run_dir) == launcher:
-        time.sleep(POLL_S)
+        time.sleep(0.2)
     status = get_status(run_dir)
     print(f"{run_dir.path} is {status.state} at step {status.step} of {status.steps_total}")
     if status.state in (STOPPED, FAILED):

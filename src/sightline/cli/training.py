@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sightline.config import AnyRun, RunFile, SftFile, expand_overrides, load_config
+from sightline.config import AnyRun, RunFile, SftFile, load_config
+from sightline.config.load import expand_overrides
 from sightline.errors import ConfigError, SightlineError
 from sightline.run import RunDir
 

@@ -7,13 +7,7 @@ refused by name.
 """
 
 from sightline.config.files import AnyRun, RunFile, SftFile, check_resume, iter_settings
-from sightline.config.load import (
-    dump_toml,
-    expand_overrides,
-    load_config,
-    load_stored_config,
-    validate_config,
-)
+from sightline.config.load import dump_toml, load_config, load_stored_config, validate_config
 from sightline.config.sections import (
     DataConfig,
     EnvConfig,
@@ -24,7 +18,6 @@ from sightline.config.sections import (
     MediaConfig,
     ModelConfig,
     RolloutConfig,
-    RunConfig,
     TrainerConfig,
     get_section_class,
 )
@@ -40,13 +33,11 @@ __all__ = [
     "MediaConfig",
     "ModelConfig",
     "RolloutConfig",
-    "RunConfig",
     "RunFile",
     "SftFile",
     "TrainerConfig",
     "check_resume",
     "dump_toml",
-    "expand_overrides",
     "get_section_class",
     "iter_settings",
     "load_config",

@@ -6,10 +6,8 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import urllib.error
 import urllib.request
-from importlib.metadata import version as get_installed_version
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,8 @@ from sightline.families import Family, load_family
 from sightline.families.hub import resolve_checkpoint
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import describe_prefix_reuse
-from sightline.launch.processes import (
-    build_environ,
-    has_gpu,
-    num_cores,
-    reserve_port,
-    split_threads,
-)
-from sightline.launch.vllm_server import check_vllm_python
+from sightline.launch.processes import build_environ, num_cores, reserve_port, split_threads
+from sightline.launch.vllm_server import check_vllm_python, has_gpu
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.run.otel import check_otel
@@ -149,24 +141,16 @@ def describe_family(family: Family, engine: str = "") -> str:
 
 def check_devices(config: RunFile | SftFile) -> None:
     """Refuses a device that no process of the run would find."""
-    settings = {"[trainer] device": (config.trainer.device, True)}
+    settings = {"[trainer] device": config.trainer.device}
     if isinstance(config, RunFile) and not config.inference.servers:
-        is_ours = config.inference.engine == "torch"  # vLLM may have an interpreter of its own
-        settings["[inference] device"] = (config.inference.device, is_ours)
-    for setting, (name, uses_own_torch) in settings.items():
-        if name in ("auto", "cpu"):
-            continue
-        if not re.fullmatch(r"cuda(:\d+)?", name):
+        settings["[inference] device"] = config.inference.device
+    for setting, name in settings.items():
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
             raise ConfigError(f"{setting} = {name!r} is no device", "set cpu, cuda or auto")
-        if not has_gpu():
+        if name.startswith("cuda") and not has_gpu():
             raise ConfigError(
                 f"{setting} = {name!r}, and this machine shows no GPU",
                 'set it to "auto" or "cpu"; where there is a GPU, install its driver',
-            )
-        if uses_own_torch and (found := get_installed_version("torch")).endswith("+cpu"):
-            raise ConfigError(
-                f"{setting} = {name!r}, and torch {found} is a build for the CPU",
-                f"install a build of torch for your GPU into {sys.executable}",
             )
 
 

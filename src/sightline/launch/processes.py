@@ -75,13 +75,6 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def has_gpu() -> bool:
-    """Whether a driver shows a GPU: one of NVIDIA's, of AMD's, or of the host under WSL."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) or any(
-        map(os.path.exists, ("/dev/kfd", "/dev/dxg"))
-    )
-
-
 def build_environ(threads: int) -> dict[str, str]:
     """The variables of a process with so many compute threads; native libraries read their budget
     once, when they are loaded."""

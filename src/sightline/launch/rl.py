@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rich.console import Console
 
@@ -88,9 +87,6 @@ class RlJob(TrainingJob[RunFile]):
 
     def get_logging(self, file: RunFile) -> LoggingConfig:
         return file.logging
-
-    def get_export_dir(self, file: RunFile, run_dir: RunDir) -> Path:
-        return run_dir.checkpoints / "final"
 
     def open_view(self, file: RunFile, run_dir: RunDir) -> LiveView:
         return LiveView(run_dir, self.plain)

@@ -42,9 +42,6 @@ class SftJob(TrainingJob[SftFile]):
         words = ["process", self.trainer, str(run_dir.path), "--parent", str(os.getpid())]
         return [ProcessSpec(self.trainer, words, threads)]
 
-    def get_export_dir(self, file: SftFile, run_dir: RunDir) -> Path:
-        return Path(file.sft.output_dir)
-
     def open_view(self, file: SftFile, run_dir: RunDir) -> SftProgress:
         return SftProgress(run_dir, file.run.steps)
 

@@ -22,6 +22,7 @@ from sightline.errors import ProcessFailed, ResumeRefused
 from sightline.launch.claim import (
     check_model_unchanged,
     claim_run_dir,
+    lock_run_dir,
     record_model_digests,
 )
 from sightline.launch.preflight import check_devices, check_store, resolve_model
@@ -43,7 +44,6 @@ from sightline.launch.torchrun import (
     get_rendezvous_store,
 )
 from sightline.run import EventLog, RunDir
-from sightline.run.lock import lock_run_dir
 from sightline.view.console import LiveView
 from sightline.view.run_status import SIGNAL, describe_end, get_status
 from sightline.view.sft_progress import SftProgress
@@ -87,10 +87,6 @@ class TrainingJob(ABC, Generic[AnyRun]):
         return LoggingConfig()
 
     @abstractmethod
-    def get_export_dir(self, file: AnyRun, run_dir: RunDir) -> Path:
-        """Where the trained model is in the end."""
-
-    @abstractmethod
     def open_view(self, file: AnyRun, run_dir: RunDir) -> LiveView | SftProgress:
         """What a person sees while the run goes on."""
 
@@ -123,7 +119,7 @@ def resume_run(job: TrainingJob[AnyRun], path: Path, overrides: list[str]) -> Ru
     old = load_config(job.file_kind, run_dir.config)
     new = load_config(job.file_kind, run_dir.config, overrides)
     check_resume(old, new)
-    if job.get_export_dir(new, run_dir).is_dir() and (end := describe_end(status, new.run)):
+    if end := describe_end(status, new.run):
         print(end)
         return run_dir
     check_devices(new)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
@@ -19,7 +20,7 @@ from sightline.inference.vllm_plugin import (
     MIDDLEWARE,
     WEIGHT_TRANSFER_BACKEND,
 )
-from sightline.launch.processes import build_environ, has_gpu, reserve_port
+from sightline.launch.processes import build_environ, reserve_port
 from sightline.media import MediaStore
 from sightline.run.parent_death import die_with_parent
 
@@ -82,6 +83,11 @@ def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
     if runs_on_cpu(inference.device):
         words += ["--enforce-eager", *serving.CPU_ARGUMENTS]
     return words
+
+
+def has_gpu() -> bool:
+    """Whether a driver shows a GPU: one of NVIDIA's, of AMD's, or of the host under WSL."""
+    return any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
 
 
 def runs_on_cpu(device: str) -> bool:

@@ -108,7 +108,10 @@ class RunWriter:
             kind, figures = "sft", {name: result.metrics[name] for name in _SFT_METRICS}
             figures |= {"seconds": busy[1] - busy[0], "waited_s": ready.waited_s}
             figures["steps_total"] = self.learner.steps
-        figures["gpu_peak_gb"] = _read_peak_memory(self.learner.device)
+        figures["gpu_peak_gb"] = None
+        if self.learner.device.type == "cuda":
+            figures["gpu_peak_gb"] = torch.cuda.max_memory_allocated(self.learner.device) / 1e9
+            torch.cuda.reset_peak_memory_stats(self.learner.device)
         self.events.write(kind, ready.step, **figures, bad=ready.bad, truncated=ready.truncated)
         for lost in ready.dropped:
             self.events.write("bad_media", ready.step, **asdict(lost))
@@ -166,12 +169,3 @@ class RunWriter:
             is_over = step >= self.learner.steps
             oldest = self.saver.checkpoints.oldest_resume_step
             self.send(TrainingFinished(step if is_over else oldest))
-
-
-def _read_peak_memory(device: torch.device) -> float | None:
-    """GB that tensors of this rank took at most since it was last asked; None without a GPU."""
-    if device.type != "cuda":
-        return None
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak / 1e9

@@ -6,8 +6,6 @@ import socket
 
 from sightline.errors import ConfigError
 
-ALL_INTERFACES = ("0.0.0.0", "::")
-
 
 def bind_socket(host: str, port: int) -> socket.socket:
     """A bound socket, so that a taken port is known before anything else is done."""
@@ -30,19 +28,16 @@ def build_listen_error(host: str, port: int, error: OSError) -> ConfigError:
 
 
 def describe_link(host: str, port: int, path: str = "") -> str:
-    """A link that can be opened. One to all interfaces is to this machine's own address, and a
-    second line says that others reach it."""
-    is_open = host in ALL_INTERFACES
-    name = _find_own_address() if is_open else host
-    link = f"http://[{name}]:{port}{path}" if ":" in name else f"http://{name}:{port}{path}"
-    return link + f"\nlistening on all interfaces ({host})" * is_open
-
-
-def _find_own_address() -> str:
-    """The address from which this machine would reach others; nothing is sent to find it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # reserved for documentation
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "localhost"
+    """A link that can be opened: for all interfaces that of this machine's own address, and a
+    second line that says so."""
+    is_open = host in ("0.0.0.0", "::")
+    name = host
+    if is_open:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 9))  # nothing is sent; it says which way would be taken
+                name = probe.getsockname()[0]
+            except OSError:
+                name = "localhost"
+    name = f"[{name}]" if ":" in name else name
+    return f"http://{name}:{port}{path}" + f"\nlistening on all interfaces ({host})" * is_open

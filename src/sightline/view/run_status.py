@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from sightline.config import RunConfig
+from sightline.config.sections import RunConfig
 from sightline.errors import ConfigError
-from sightline.run.lock import Launcher, find_launcher
 from sightline.run.run_dir import RunDir
 from sightline.view import formatting
 from sightline.view.console import describe_events, step_line
 from sightline.view.events import by_step, find_number, read_events
+from sightline.view.images_in_use import RUN_FOLDERS, collect_digests
 from sightline.view.run_files import RunFiles, is_run
 from sightline.view.summary import active_seconds, build_summary
 
@@ -30,6 +33,46 @@ SIGNAL = "a signal"
 _KILLED = "its launcher was killed, or the machine went down"
 _NUM_EVENTS = 6
 _COLOURS = {RUNNING: "cyan", FINISHED: "green", STOPPED: "yellow", FAILED: "red"}
+
+
+class Launcher(NamedTuple):
+    """The launcher that a run goes on in."""
+
+    pid: int
+    host: str
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+
+def find_launcher(run_dir: RunDir) -> Launcher | None:
+    """The launcher that holds the lock of a run; None for a run that nobody works on."""
+    try:
+        with open(run_dir.lock) as file:
+            pid, _, host = file.read().partition(" ")
+            launcher = Launcher(int(pid or 0), host)
+            # A look takes the lock for a moment, which must not keep a launcher from starting: it
+            # is not taken where nobody can hold it.
+            if launcher.is_here and not _is_alive(launcher.pid):
+                return None
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return launcher
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
 
 
 @dataclass(frozen=True)
@@ -49,6 +92,8 @@ class RunStatus:
     """The measure at the start: of held-out tasks, or of the first batch."""
     last: float | None
     """The measure at the end, where the run has come to it."""
+    export_dir: Path
+    """Where the trained model is in the end."""
     goal: float | None
     """The `[run] stop_at` that it has reached."""
     started: float | None
@@ -100,6 +145,7 @@ def get_status(run_dir: RunDir) -> RunStatus:
         measure="loss" if "sft" in files.settings else "reward",
         first=first,
         last=last,
+        export_dir=Path(files.get_setting("sft", "output_dir") or run_dir.checkpoints / "final"),
         goal=find_number(goal, "stop_at") if goal.get("is_reached") else None,
         started=oldest.time if oldest else None,
         seconds=active_seconds(events) if events else find_number(found, "seconds"),
@@ -113,10 +159,17 @@ def describe_end(status: RunStatus, settings: RunConfig) -> str:
     is_reached = goal is not None and stop_at is not None and stop_at <= goal
     if status.state != FINISHED or (status.step < settings.steps and not is_reached):
         return ""
+    if not status.export_dir.is_dir():  # removed since: the resumed run writes it again
+        return ""
     what, more = f"all {status.step} steps are done", f"run.steps={2 * settings.steps}"
     if is_reached:
         what, more = f"at step {status.step}, [run] stop_at = {goal:g}", "run.stop_at=HIGHER"
     return f"{status.run_dir.path} has finished: {what}\nto go on: {status.resume_command} {more}"
+
+
+def get_phase(run_dir: RunDir) -> str:
+    """What the run does now, in its own words: starting, training, stopping and so on."""
+    return describe_events(read_events(run_dir.metrics))[0]
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunDir]:
@@ -150,8 +203,44 @@ def measure_bytes(*paths: Path) -> int:
     return total
 
 
+@dataclass(frozen=True)
+class PrunableRun:
+    """A run whose records may go."""
+
+    run_dir: RunDir
+    folders: list[Path]
+    """Folders that only tell what was: traces, scores, the dashboard's index; of a run that has
+    finished also its batches."""
+
+
+def find_prunable(statuses: Iterable[RunStatus], older_than_s: float) -> list[PrunableRun]:
+    """The runs that do not run and wrote nothing for so long, with what there is to remove."""
+    found = []
+    for status in statuses:
+        at = status.run_dir
+        if status.state != RUNNING and status.last_write < time.time() - older_than_s:
+            folders = [at.traces, at.scores, at.view] + [at.batches] * (status.state == FINISHED)
+            found.append(PrunableRun(at, [folder for folder in folders if measure_bytes(folder)]))
+    return found
+
+
+def collect_kept_digests(
+    statuses: Iterable[RunStatus], prunable: Iterable[PrunableRun]
+) -> set[str]:
+    """The images that these runs refer to in what stays of them."""
+    gone = {one.run_dir: {folder.name for folder in one.folders} for one in prunable}
+    found: set[str] = set()
+    for status in statuses:
+        folders = set(RUN_FOLDERS) - gone.get(status.run_dir, set())
+        found |= collect_digests(status.run_dir.path, folders=folders)
+    return found
+
+
 def print_runs(statuses: Sequence[RunStatus], console: Console) -> None:
     """A table, a line a run."""
+    if not statuses:
+        console.print("no runs")
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run", overflow="fold")
     for name in ("state", "step", "reward", "started", "took", "size"):

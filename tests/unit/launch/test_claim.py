@@ -11,9 +11,10 @@ from sightline.errors import ResumeRefused
 from sightline.launch.claim import (
     check_model_unchanged,
     claim_run_dir,
+    lock_run_dir,
     record_model_digests,
 )
-from sightline.run.lock import find_launcher, lock_run_dir
+from sightline.view.run_status import find_launcher
 
 
 def test_two_launchers_get_two_directories(tmp_path: Path) -> None:

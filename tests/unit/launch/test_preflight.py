@@ -19,7 +19,8 @@ from sightline.config import RunFile, SftFile
 from sightline.errors import ConfigError, DiskFull
 from sightline.families.registry import write_tiny
 from sightline.launch.preflight import check_disk
-from sightline.launch.processes import has_gpu, split_threads
+from sightline.launch.processes import split_threads
+from sightline.launch.vllm_server import has_gpu
 from sightline.run import RunDir
 
 

@@ -12,10 +12,10 @@ from PIL import Image
 
 from sightline.cli.main import main
 from sightline.config.sections import RunConfig
+from sightline.launch.claim import lock_run_dir
 from sightline.media import MediaStore
 from sightline.run import EventLog, RunDir
-from sightline.run.lock import find_launcher, lock_run_dir
-from sightline.view.run_status import describe_end, get_status
+from sightline.view.run_status import describe_end, find_launcher, get_status
 from sightline.view.summary import summarize
 from sightline.wire.event import Event
 from tests.unit.view.event_fixtures import T0, append, step, train
@@ -72,11 +72,14 @@ def test_a_supervised_run_shows_its_loss(tmp_path: Path) -> None:
 def test_a_finished_run_says_what_to_set_to_go_on(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "r")
     summarize(run_dir)
+    assert not describe_end(get_status(run_dir), RunConfig(steps=3)), "its export is missing"
+    (run_dir.checkpoints / "final").mkdir()
     said = describe_end(get_status(run_dir), RunConfig(steps=3))
     assert "has finished: all 3 steps" in said and f"--resume {run_dir.path} run.steps=6" in said
     assert not describe_end(get_status(run_dir), RunConfig(steps=4))
     early = make_run(tmp_path / "goal", 2, of=9)
     goal = {"stop_at": 0.9, "held_out": 0.95, "is_reached": True}
+    (early.checkpoints / "final").mkdir()
     append(early, Event(time=T0, process="orchestrator", kind="goal", step=2, values=goal))
     summarize(early)
     assert "stop_at = 0.9" in describe_end(get_status(early), RunConfig(steps=9, stop_at=0.9))
@@ -108,7 +111,7 @@ LAUNCHER = """
 import signal, sys, time
 from pathlib import Path
 from sightline.run import RunDir
-from sightline.run.lock import lock_run_dir
+from sightline.launch.claim import lock_run_dir
 from sightline.view.summary import summarize
 run_dir = RunDir(Path(sys.argv[1]))
 asked = []
@@ -167,7 +170,7 @@ def test_prune_says_what_would_go_and_removes_it_when_told(
         assert main(words) == 0
         said = capsys.readouterr().out
         assert "done: traces, batches" in said and "open: traces (" in said and "live" not in said
-        assert "without --yes" in said and done.traces_of(1).is_file()
+        assert "--yes removes" in said and done.traces_of(1).is_file()
         assert main([*words, "--older-than-days", "1", "--yes"]) == 0
         assert done.traces_of(1).is_file(), "it was written a moment ago"
         assert main([*words, "--images", "--yes"]) == 0
