@@ -46,8 +46,10 @@ def run_training(job: TrainingJob[AnyRun], args: argparse.Namespace) -> int:
         # With --resume there is no run file: every word is an override.
         resume_run(job, args.resume, [word for word in [args.file, *args.overrides] if word])
         return 0
-    if not args.file:
-        raise ConfigError("no run file", "name one, or a run to go on with: --resume RUN")
+    if not args.file or re.match(r"\w+\.\w+=", args.file):
+        raise ConfigError(
+            "no run file", "name one before the settings, or a run to go on with: --resume RUN"
+        )
     combinations = expand_overrides(args.overrides)
     if len(combinations) > 1:
         if find_context() is not None:

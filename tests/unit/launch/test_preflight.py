@@ -214,3 +214,10 @@ def test_settings_of_a_section_that_do_not_go_together_are_named(refuse) -> None
     said = refuse("", 'inference.engine="stock_vllm"')
     assert '[inference]: engine = "stock_vllm" needs servers' in said
     assert "max_model_len" not in said, "the section is not spelled out"
+
+
+def test_settings_without_a_run_file_are_not_taken_for_its_path(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["rl", "run.seed=1"]) == 2
+    assert "name one before the settings" in capsys.readouterr().err
