@@ -20,10 +20,11 @@ import uvicorn
 import vllm_servers
 
 from sightline.families import Family, load_family, load_renderer
-from sightline.inference.serve import ServerComponents, bind_socket, build_server
+from sightline.inference.serve import ServerComponents, build_server
 from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.render import Bridged
+from sightline.transport.listen import bind_socket
 from sightline.wire import Slot
 from sightline.wire.generate import (
     AdoptRequest,

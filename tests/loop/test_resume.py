@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 
@@ -54,12 +53,14 @@ def test_a_killed_launcher_takes_its_processes_along(home: Path) -> None:
     assert not live_processes(run_dir)
 
 
-def test_sigterm_ends_in_order_and_the_run_goes_on_later(home: Path) -> None:
+def test_a_run_that_is_stopped_ends_in_order_and_goes_on_later(home: Path) -> None:
     job = Job(home, *RUN)
     job.wait_for_step(3)
-    job.process.send_signal(signal.SIGTERM)
+    told = sightline("stop", job.run_dir.path, cwd=home).stdout
     said = job.output(timeout_s=60)
     assert job.process.returncode == 0, said
+    resume = f"resume: sightline rl --resume runs/{job.run_dir.path.name}"
+    assert said.splitlines()[-1] == resume and "is stopped at step " in told
     found = summary(job.run_dir)
     assert found["stopped_by"] and found["reward_final"] is None
     assert found["outcome"] == "stopped"
@@ -74,3 +75,7 @@ def test_sigterm_ends_in_order_and_the_run_goes_on_later(home: Path) -> None:
     assert [step for step, _ in ledger(job.run_dir)] == list(range(1, STEPS + 1))
     assert summary(job.run_dir)["reward_final"] is not None
     assert summary(job.run_dir)["outcome"] == "finished"
+    before = job.run_dir.metrics.read_bytes()
+    done = sightline("rl", "--resume", job.run_dir.path, cwd=home)
+    assert f"has finished: all {STEPS} steps are done" in done.stdout
+    assert job.run_dir.metrics.read_bytes() == before, "nothing was started"

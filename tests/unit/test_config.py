@@ -20,6 +20,7 @@ from sightline.config import (
     load_stored_config,
     validate_config,
 )
+from sightline.config.load import expand_overrides
 from sightline.config.renamed import RENAMED
 from sightline.errors import ConfigError, ResumeRefused
 
@@ -312,3 +313,15 @@ def test_an_unknown_key_in_a_mix_is_refused_with_the_nearest_known_one() -> None
     mix = {"mix": [{"name": "e", "wight": 2.0}]}
     with pytest.raises(ConfigError, match="did you mean 'weight'"):
         validate_config(RunFile, {"model": {"path": "m"}, "env": mix}, "run.toml")
+
+
+def test_values_with_commas_between_them_are_runs_of_their_own() -> None:
+    found = expand_overrides(["run.seed=0,1", "run.steps=3", "trainer.lr=1e-3,2e-3"])
+    assert found == [
+        ["run.seed=0", "run.steps=3", "trainer.lr=1e-3"],
+        ["run.seed=0", "run.steps=3", "trainer.lr=2e-3"],
+        ["run.seed=1", "run.steps=3", "trainer.lr=1e-3"],
+        ["run.seed=1", "run.steps=3", "trainer.lr=2e-3"],
+    ]
+    for single in ("media.file_roots=[1,2]", "env.args.hint=Hello, you", 'a.b="x,y"', "a.b=x,"):
+        assert expand_overrides([single]) == [[single]]

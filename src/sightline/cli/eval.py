@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from sightline.errors import ConfigError
 
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "env", metavar="ENV", nargs="?", help="a built-in environment, or 'module:Class'"
     )
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--endpoint", metavar="URL", help="base url of an OpenAI endpoint (.../v1)")
+    where.add_argument("--endpoint", metavar="URL", help="an OpenAI endpoint, http://HOST:PORT/v1")
     where.add_argument("--checkpoint", type=Path, metavar="DIR", help="serve this one meanwhile")
     parser.add_argument(
         "--run", type=Path, dest="run_dir", metavar="DIR",
@@ -122,11 +123,13 @@ def _open_chats(args: argparse.Namespace, config: RunFile, media: Path) -> Itera
 
     store = MediaStore(media)
     if args.endpoint:
+        url = args.endpoint.rstrip("/")
+        url += "" if urlsplit(url).path else "/v1"
         yield OpenAIChats(
             store=store,
             max_tokens=config.rollout.max_tokens,
             max_turns=config.rollout.max_turns,
-            client=OpenAIClient(args.endpoint, args.model or "", args.api_key),
+            client=OpenAIClient(url, args.model or "", args.api_key),
             shares_store=args.media is not None,
         )
         return

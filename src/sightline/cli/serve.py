@@ -7,6 +7,7 @@ a server alone has.
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="MODEL", help="folder of the checkpoint")
     parser.add_argument("--engine", default="torch", help=f"one of: {', '.join(ENGINES)}")
     parser.add_argument(
-        "--media", type=Path, action="append", required=True, metavar="DIR", dest="media_roots",
-        help="a root of the store; may be given again for further ones",
+        "--media", type=Path, action="append", metavar="DIR", dest="media_roots",
+        help="a root of the store; may be given again for further ones (default: a new temporary "
+        "folder)",
     )  # fmt: skip
     for section, names in OPTIONS.items():
         for name in names:
@@ -66,6 +68,10 @@ def run(args: argparse.Namespace) -> int:
     names = {*ServerSpec.model_fields, *ModelConfig.model_fields, *InferenceConfig.model_fields}
     given = {name: value for name, value in vars(args).items() if name in names}
     given = {name: value for name, value in given.items() if value is not None}
+    if "media_roots" not in given:
+        folder = tempfile.mkdtemp(prefix="sightline-serve-")
+        print(f"images are kept in {folder}; --media DIR keeps them elsewhere", flush=True)
+        given["media_roots"] = [folder]
     spec = ServerSpec.of(**(COMMAND_DEFAULTS | given))
     if args.engine == "vllm":
         from sightline.launch.vllm_server import serve_vllm

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import itertools
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,6 +69,18 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
                 problem = f"override {override!r}: {section} is a value"
                 raise ConfigError(problem, "name a section first")
         table[name] = value
+
+
+def expand_overrides(overrides: Sequence[str]) -> list[list[str]]:
+    """The overrides of each run of a sweep: `a.b=1,2` stands for one run with each value, several
+    of these for every combination. A text with a comma in it is quoted: `a.b='"x,y"'`."""
+    choices = []
+    for override in overrides:
+        key, _, text = override.partition("=")
+        values = text.split(",")
+        is_sweep = len(values) > 1 and all(values) and not re.search(r"[\s\[\]{}\"']", text)
+        choices.append([f"{key}={value}" for value in values] if is_sweep else [override])
+    return [list(combination) for combination in itertools.product(*choices)]
 
 
 def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) -> ConfigError:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, cast
 
 from sightline.config.load import load_object
 from sightline.envs.protocol import Chat, Outcome, Tools
-from sightline.errors import ConfigError
+from sightline.errors import ConfigError, RolloutTruncated
 from sightline.media import MediaRef
 from sightline.message import ImagePart, Message, ToolCall, assistant, text, user
 
@@ -241,11 +241,17 @@ class EpisodeRules:
             )
 
     async def play(self, episode: Episode, chat: Chat, **ending: Callable[[], float]) -> Outcome:
-        """Plays to the end; `ending` are further parts of the outcome, read when it is over."""
+        """Plays to the end, or until the rollout is cut short: what was earned by then counts.
+
+        `ending` are further parts of the outcome, read when it is over.
+        """
         total, num_malformed, gave_up = 0.0, 0, False
         per_turn: list[float] = []
         while not (episode.is_over or gave_up) and len(per_turn) < self.max_turns:
-            answer = await chat.send([await episode.observe(chat, is_first=not per_turn)])
+            try:
+                answer = await chat.send([await episode.observe(chat, is_first=not per_turn)])
+            except RolloutTruncated:
+                break
             action = self.parser.parse(answer)
             malformed = action is None
             num_malformed += malformed

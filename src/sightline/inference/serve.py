@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from types import FrameType
 
 import uvicorn
 
-from sightline.errors import ConfigError
 from sightline.families import Family, load_family, load_renderer
 from sightline.inference.chat_endpoint import ChatEndpoint
 from sightline.inference.engine import Engine
@@ -25,6 +23,7 @@ from sightline.media import ImageIngestor, MediaStore
 from sightline.pixels import Materializer
 from sightline.render import Renderer
 from sightline.run.otel import open_stages
+from sightline.transport.listen import bind_socket, build_listen_error, describe_link
 
 KEEP_ALIVE_S = 600
 SHUTDOWN_GRACE_S = 10
@@ -100,19 +99,6 @@ def build_server(components: ServerComponents) -> InferenceServer:
     return components.build_server("torch", engine)
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
-    """A bound socket, so that a taken port is known before the model loads."""
-    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(kind, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind((host, port))
-    except OSError as error:
-        made.close()
-        raise _listen_error(host, port, error) from error
-    return made
-
-
 def serve(spec: ServerSpec) -> None:
     """Serves until SIGTERM or SIGINT; unfinished requests are then refused with 503."""
     host = spec.inference.host
@@ -131,12 +117,12 @@ def serve(spec: ServerSpec) -> None:
     try:
         listening.listen(BACKLOG)
     except OSError as error:
-        raise _listen_error(host, port, error) from error
+        raise build_listen_error(host, port, error) from error
     # What is loaded by now stays: walking over it again costs 0.2 s at every full collection.
     gc.collect()
     gc.freeze()
     server.engine.on_fatal_error = lambda: os._exit(ENGINE_DIED_EXIT_CODE)
-    print(f"serving {spec.model.path} at http://{host}:{port}", flush=True)
+    print(f"serving {spec.model.path} at {describe_link(host, port)}", flush=True)
     print(describe_prefix_reuse(components.family, spec.enable_prefix_caching), flush=True)
     _UvicornServer(config, server).run(sockets=[listening])
 
@@ -165,10 +151,3 @@ class _UvicornServer(uvicorn.Server):
         finally:
             for sig, handler in before.items():
                 signal.signal(sig, handler)
-
-
-def _listen_error(host: str, port: int, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"cannot listen at {host}:{port}: {error.strerror or error}",
-        "end the process that holds the port, set another port, or port = 0 for a free one",
-    )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,16 +38,18 @@ def claim_run_dir(base: str, name: str) -> RunDir:
 
 @contextmanager
 def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
-    """Locks the directory for as long as the launcher lives; the system lets go of the lock,
-    however that ends."""
-    with open(run_dir.path / ".lock", "wb") as file:
+    """Locks the directory for as long as the launcher lives, whose process and machine stand in the
+    file; the system lets go of the lock, however that ends."""
+    with open(run_dir.lock, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise ResumeRefused(
                 f"{run_dir.path} is in use by another launcher",
-                "wait for it, or end it first",
+                f"wait for it, or end it first: `sightline stop {run_dir.path}`",
             ) from error
+        file.truncate(0)
+        print(os.getpid(), socket.gethostname(), end="", file=file, flush=True)
         yield
 
 

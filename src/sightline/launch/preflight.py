@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import urllib.error
@@ -20,7 +21,7 @@ from sightline.families.hub import resolve_checkpoint
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import describe_prefix_reuse
 from sightline.launch.processes import build_environ, num_cores, reserve_port, split_threads
-from sightline.launch.vllm_server import check_vllm_python
+from sightline.launch.vllm_server import check_vllm_python, has_gpu
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.run.otel import check_otel
@@ -136,6 +137,21 @@ def describe_family(family: Family, engine: str = "") -> str:
     kernels: its server says it in its log."""
     reuse = f"\n{describe_prefix_reuse(family)}" if engine == "torch" else ""
     return f"packing: {family.packing.kind} ({family.packing.reason})" + reuse
+
+
+def check_devices(config: RunFile | SftFile) -> None:
+    """Refuses a device that no process of the run would find."""
+    settings = {"[trainer] device": config.trainer.device}
+    if isinstance(config, RunFile) and not config.inference.servers:
+        settings["[inference] device"] = config.inference.device
+    for setting, name in settings.items():
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+            raise ConfigError(f"{setting} = {name!r} is no device", "set cpu, cuda or auto")
+        if name.startswith("cuda") and not has_gpu():
+            raise ConfigError(
+                f"{setting} = {name!r}, and this machine shows no GPU",
+                'set it to "auto" or "cpu"; where there is a GPU, install its driver',
+            )
 
 
 def check_store(root: Path, max_gb: float) -> None:

@@ -16,6 +16,7 @@ from sightline.launch.processes import ProcessSpec, num_cores
 from sightline.launch.training_run import TrainingJob
 from sightline.run import RunDir
 from sightline.view.sft_progress import SftProgress
+from sightline.view.summary import summarize
 
 
 class SftJob(TrainingJob[SftFile]):
@@ -45,8 +46,7 @@ class SftJob(TrainingJob[SftFile]):
         return SftProgress(run_dir, file.run.steps)
 
     def print_outcome(self, file: SftFile, run_dir: RunDir, stopped_by: str) -> None:
+        summarize(run_dir, **({"stopped_by": stopped_by} if stopped_by else {}))
         print(f"run: {run_dir.path}")
-        if stopped_by:
-            print(f"stopped; go on with `sightline sft --resume {run_dir.path}`")
-        else:
+        if not stopped_by:
             print(f"checkpoint: {file.sft.output_dir}")

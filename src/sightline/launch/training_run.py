@@ -25,7 +25,7 @@ from sightline.launch.claim import (
     lock_run_dir,
     record_model_digests,
 )
-from sightline.launch.preflight import check_store, resolve_model
+from sightline.launch.preflight import check_devices, check_store, resolve_model
 from sightline.launch.processes import (
     POLL_S,
     Processes,
@@ -45,6 +45,7 @@ from sightline.launch.torchrun import (
 )
 from sightline.run import EventLog, RunDir
 from sightline.view.console import LiveView
+from sightline.view.run_status import SIGNAL, describe_end, get_status
 from sightline.view.sft_progress import SftProgress
 from sightline.view.sinks.process import SinkProcess
 from sightline.wire.file import write_atomic
@@ -97,6 +98,7 @@ class TrainingJob(ABC, Generic[AnyRun]):
 def start_run(job: TrainingJob[AnyRun], file: AnyRun) -> RunDir:
     """Runs `file` from its first step, in a directory of its own."""
     context = find_context()
+    check_devices(file)
     file = _resolve(job, resolve_model(file), context)
     job.check(file, RunDir(Path(file.run.dir)))
     run_dir = claim_run_dir(file.run.dir, file.run.name)
@@ -109,10 +111,19 @@ def resume_run(job: TrainingJob[AnyRun], path: Path, overrides: list[str]) -> Ru
     run_dir = RunDir(path)
     if not run_dir.config.is_file():
         raise ResumeRefused(f"{path} is no run directory", "name the folder that holds config.toml")
-    context = find_context()
+    context, status = find_context(), get_status(run_dir)
+    if status.command != job.command:
+        raise ResumeRefused(
+            f"{path} is a run of `sightline {status.command}`", f"write `{status.resume_command}`"
+        )
     old = load_config(job.file_kind, run_dir.config)
-    new = _resolve(job, load_config(job.file_kind, run_dir.config, overrides), context)
+    new = load_config(job.file_kind, run_dir.config, overrides)
     check_resume(old, new)
+    if end := describe_end(status, new.run):
+        print(end)
+        return run_dir
+    check_devices(new)
+    new = _resolve(job, new, context)
     job.check(new, run_dir)
     with lock_run_dir(run_dir):
         return _run(job, new, run_dir, check_model_unchanged, context)
@@ -165,7 +176,7 @@ def _run(
         processes.kill()
         call_view(view.update)
         call_view(view.close)
-    stopped_by = failure.problem if failure else "a signal" if was_stopped else ""
+    stopped_by = failure.problem if failure else SIGNAL if was_stopped else ""
     # A second signal ends the processes by an error, and is a signal all the same.
     was_stopped = was_stopped or (failure is not None and signals.count > 1)
     outcome = "stopped" if was_stopped else "failed" if failure else "finished"
@@ -174,6 +185,8 @@ def _run(
         job.print_outcome(file, run_dir, stopped_by)
     except Exception as error:  # a view may fail, and never fails a run
         print(f"no summary: {type(error).__name__}: {error}", file=sys.stderr)
+    if was_stopped:
+        print(f"resume: {processes.resume_command}", flush=True)
     if failure is not None:
         raise failure
     return run_dir

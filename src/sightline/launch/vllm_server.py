@@ -85,8 +85,13 @@ def build_vllm_command(spec: ServerSpec, python: str) -> list[str]:
     return words
 
 
+def has_gpu() -> bool:
+    """Whether a driver shows a GPU: one of NVIDIA's, of AMD's, or of the host under WSL."""
+    return any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "kfd", "dxg"))
+
+
 def runs_on_cpu(device: str) -> bool:
-    return device == "cpu" or (device == "auto" and not Path("/dev/nvidia0").exists())
+    return device == "cpu" or (device == "auto" and not has_gpu())
 
 
 def build_vllm_environ(device: str, threads: int) -> dict[str, str]:

@@ -52,6 +52,8 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     verdicts: dict[str, int] = {}
     images_shown: int = 0
     tokens_sampled: int = 0
+    tokens_trained: int = 0
+    """Tokens in the samples of all batches that train, each batch once."""
     forks: dict[str, int] = {}
     """Turns that did not simply go on from the last one of their path, by reason."""
     refused_requests: int = msgspec.field(default=0, name="door_errors")
@@ -110,6 +112,7 @@ class RunState:
         self.verdicts.update({name: len(ids) for name, ids in ids_by_verdict.items()})
         for trace in traces:
             self.count_trace(trace)
+        self.progress.tokens_trained += sum(len(sample.trained) for sample in batch.samples)
         write_traces(self.run_dir.traces_of(batch.step), traces)
         data = batch.to_bytes()
         write_atomic(self.run_dir.batch(batch.step), data)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import chain
+from statistics import fmean, pstdev
 
 from sightline.algo.verdicts import BROKEN, TRUNCATED, GroupVerdict, describe_failure
 from sightline.media import MediaStore
@@ -55,12 +57,16 @@ class StepMetrics:
         tokens = sum(trace.num_sampled for trace in collection.traces)
         self._recent_s = [*self._recent_s[-19:], seconds]
         num = max(sum(map(len, rewards.values())), 1)
+        num_played = max(len(collection.traces), 1)
+        answers = [turn.num_sampled for trace in collection.traces for turn in trace.turns]
         trained = self.policy.published.metrics if self.policy.published else {}
         self.events.write(
             "step",
             step,
             steps_total=self.steps_total,
             reward=sum(map(sum, rewards.values())) / num,
+            reward_std=pstdev([*chain(*rewards.values())] or [0.0]),
+            reward_group_std=fmean([pstdev(group) for group in collection.rewards if group] or [0]),
             parts={name: value / num for name, value in parts.items()},
             lag_mean=sum(collection.lags) / max(len(collection.lags), 1),
             lag_max=max(collection.lags, default=0),
@@ -72,19 +78,27 @@ class StepMetrics:
             no_signal_rate=collection.num_without_signal / max(collection.num_judged, 1),
             groups_replaced=collection.num_resampled,
             truncated=failures.num_truncated,
+            truncated_rate=failures.num_truncated / num_played,
             broken=len(broken),
+            broken_rate=len(broken) / num_played,
             error=failures.first_error,
             samples=len(collection.samples),
             verdicts=dict(self.run_state.verdicts),
             forks=self.run_state.progress.forks,
             door_errors=self.run_state.progress.refused_requests,
             bad_media=self.run_state.num_bad_media,
+            answer_tokens_mean=sum(answers) / max(len(answers), 1),
+            answer_tokens_max=max(answers, default=0),
+            turns_mean=len(answers) / num_played,
             tokens_sampled=tokens,
+            tokens_sampled_total=self.run_state.progress.tokens_sampled,
+            tokens_trained_total=self.run_state.progress.tokens_trained,
             tokens_per_s=tokens / max(seconds, 1e-9),
             images_shown=self.run_state.progress.images_shown,
             images_stored=self.store.count(),
             store_bytes=self.store.size_bytes(),
             seconds=seconds,
+            seconds_total=self.run_state.progress.seconds,
             eta_s=(self.steps_total - step) * sum(self._recent_s) / len(self._recent_s),
             mismatch_kl=trained.get("mismatch_kl"),
             version=self.policy.version,

@@ -91,9 +91,8 @@ class OpenAIClient(RetryingClient):
             text, code = str(said.get("message") or text), str(said.get("code") or code)
         except (msgspec.MsgspecError, KeyError, TypeError, AttributeError):
             pass
-        return EngineError(
-            f"the endpoint answered {status}: {text}", "see the endpoint's docs", code, status
-        )
+        fix = self.unreachable_fix if status == 404 else "see the endpoint's docs"
+        return EngineError(f"{self.base_url} answered {status}: {text}", fix, code, status)
 
 
 @dataclass

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import NamedTuple
 
 import torch
@@ -163,6 +164,7 @@ def build_conversations(
     materializer: Materializer,
     done: int = 0,
     watchdog: StallWatchdog | None = None,
+    stop: Event | None = None,
 ) -> ConversationBatches:
     """The batches of supervised training, from the step after `done`."""
     store, model = materializer.store, config.model
@@ -173,6 +175,7 @@ def build_conversations(
         config,
         done,
         watchdog or StallWatchdog(),
+        stop or Event(),
     )
 
 
@@ -191,11 +194,13 @@ def build(
     ranks: RankInfo = SINGLE_RANK,
     channel: RankChannel = NO_CHANNEL,
     watchdog: StallWatchdog | None = None,
+    stop: Event | None = None,
 ) -> TrainerComponents:
     """The parts of one rank, with the newest checkpoint of the run restored.
 
     Every rank calls it, since loading and restoring are collectives. `orchestrator` is given to
-    rank 0 of `rl`; `channel` joins the ranks, where there are several.
+    rank 0 of `rl`; `channel` joins the ranks, where there are several; `stop` ends a supervised
+    run before its next step.
     """
     store, trainer = MediaStore(Path(config.media.root or run_dir.media)), config.trainer
     learner = build_learner(
@@ -219,7 +224,9 @@ def build(
         checkpoints.clear()
     watch = partial(StallWatchdog, trainer.stall_timeout_s, channel.fail)
     feed = BatchPrefetcher(
-        _build_batches(config, run_dir, orchestrator, learner, store, channel, resume, watch())
+        _build_batches(
+            config, run_dir, orchestrator, learner, store, channel, resume, watch(), stop
+        )
     )
     writer = RunWriter(
         run_dir=run_dir,
@@ -255,6 +262,7 @@ def _build_batches(
     channel: RankChannel,
     resume: ResumePoint,
     watchdog: StallWatchdog,
+    stop: Event | None,
 ) -> Iterable[ReadyBatch]:
     """What this rank trains on, from the step after the checkpoint."""
     materializer = build_materializer(learner, store)
@@ -264,7 +272,7 @@ def _build_batches(
         return ShareReader(channel, materializer, learner.family.num_axes, stack, watchdog)
     batches: Iterable[ReadyBatch]
     if isinstance(config, SftFile):
-        batches = build_conversations(config, learner, materializer, resume.step, watchdog)
+        batches = build_conversations(config, learner, materializer, resume.step, watchdog, stop)
     else:
         assert orchestrator is not None
         _check_batches(resume, run_dir)

@@ -292,6 +292,7 @@ class Learner:
     def _metrics(self, ready: ReadyBatch, sums: dict[str, float]) -> dict[str, float | None]:
         num = max(sums["tokens"], 1.0)
         fresh, older = sums["fresh_tokens"], sums["older_tokens"]
+        groups = self.optimizer.param_groups  # two of text, and two of a vision tower that trains
         return {
             "loss": sums["loss"],
             "entropy": sums["entropy"] / num if self.config.measure_entropy else None,
@@ -302,6 +303,7 @@ class Learner:
             "fresh_tokens": fresh,
             "lag_kl": sums["older_kl"] / older if older else None,
             "lr": self.config.lr * lr_scale(self.config, ready.step, self.steps),
+            "vision_lr": groups[2]["lr"] if len(groups) > 2 else None,
             "trained_tokens": sums["tokens"],
             "tokens": sums["all_tokens"],
             "micro_batches": float(len(ready.micro_batches) * self.ranks.size),

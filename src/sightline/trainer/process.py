@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from threading import Event
+
 from sightline.config import RunFile, SftFile
 from sightline.errors import WireError
 from sightline.run import RunDir
@@ -23,7 +26,10 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
     for every rank to start before the model is loaded, which is a collective, and for every rank
     to have loaded it before the first batch is handed out.
     """
-    channel = open_channel(ranks)
+    channel, stop = open_channel(ranks), Event()
+    if isinstance(config, SftFile) and ranks.is_lead:
+        # In `rl` the orchestrator hears it, and announces no further batch.
+        signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     try:
         # From here on it touches its heartbeat file, before the other ranks have come, too.
         limit_s, heartbeat_file = config.trainer.stall_timeout_s, run_dir.heartbeat(name)
@@ -33,7 +39,7 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
         watchdog.enter("loading the model and its checkpoint", LONG_LIMIT_S)
         spoke = Spoke(hub, NAME) if hub and ranks.is_lead else None
         orchestrator = None if spoke is None else _connect(spoke)
-        components = build(config, run_dir, orchestrator, ranks, channel, watchdog)
+        components = build(config, run_dir, orchestrator, ranks, channel, watchdog, stop)
         if isinstance(channel, LeadChannel):
             watchdog.idle()  # the barrier has a deadline of its own, and names who is missing
             channel.wait_until_loaded(components.first_step)

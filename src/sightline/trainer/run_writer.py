@@ -28,7 +28,8 @@ from sightline.wire.weights import Adapter, Manifest
 
 Metrics = Mapping[str, float | None]
 _SFT_METRICS = (
-    "loss", "lr", "grad_norm", "tokens", "trained_tokens", "samples", "images", "compilations",
+    "loss", "lr", "vision_lr", "grad_norm", "tokens", "trained_tokens", "samples", "images",
+    "compilations",
 )  # fmt: skip
 
 
@@ -107,6 +108,10 @@ class RunWriter:
             kind, figures = "sft", {name: result.metrics[name] for name in _SFT_METRICS}
             figures |= {"seconds": busy[1] - busy[0], "waited_s": ready.waited_s}
             figures["steps_total"] = self.learner.steps
+        figures["gpu_peak_gb"] = None
+        if self.learner.device.type == "cuda":
+            figures["gpu_peak_gb"] = torch.cuda.max_memory_allocated(self.learner.device) / 1e9
+            torch.cuda.reset_peak_memory_stats(self.learner.device)
         self.events.write(kind, ready.step, **figures, bad=ready.bad, truncated=ready.truncated)
         for lost in ready.dropped:
             self.events.write("bad_media", ready.step, **asdict(lost))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from threading import Event
 
 import numpy as np
 
@@ -51,11 +52,15 @@ class ConversationBatches:
     """Step of the checkpoint that the run resumes from."""
     watchdog: StallWatchdog = field(default_factory=StallWatchdog)
     """Watches the thread that iterates: the loop's own is idle while it waits for a batch."""
+    stop: Event = field(default_factory=Event)
+    """Set by who wants no further step."""
 
     def __iter__(self) -> Iterator[ReadyBatch]:
         steps, every = self.config.run.steps, self.config.sft.eval_every
         size = self.config.sft.batch_size
         for step in range(self.done, steps + 1):
+            if self.stop.is_set():
+                return
             if step > self.done:
                 yield self._prepare(step, range((step - 1) * size, step * size), TRAIN)
             if step in (0, steps) or (every and step % every == 0):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rich import box
@@ -245,6 +245,13 @@ class _ConsoleState:
             return ""
         self.phase = phase
         return phase
+
+
+def describe_events(events: Iterable[Event]) -> tuple[str, list[tuple[float, str]]]:
+    """The phase that a run has come to; and what happened beside its steps, each with its time."""
+    state = _ConsoleState("", 0.0)
+    lines = [(event.time, state.add_event(event)) for event in events]
+    return state.phase, [(when, line) for when, line in lines if line]
 
 
 def _panel(state: _ConsoleState, now: float) -> Panel:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from sightline.errors import MediaError
@@ -30,8 +30,8 @@ def is_run_dir(path: Path) -> bool:
     return any((path / folder).is_dir() for folder in RUN_FOLDERS)
 
 
-def collect_digests(*run_dirs: str | Path) -> set[str]:
-    """Every digest in the traces, batches, samples, checkpoints and scores of these runs."""
+def collect_digests(*run_dirs: str | Path, folders: Collection[str] = RUN_FOLDERS) -> set[str]:
+    """Every digest in these folders of these runs: all that can refer to images, by default."""
     found: set[str] = set()
     for run_dir in map(Path, run_dirs):
         if not is_run_dir(run_dir):
@@ -39,7 +39,7 @@ def collect_digests(*run_dirs: str | Path) -> set[str]:
                 f"{run_dir} is no run directory: it has none of {', '.join(RUN_FOLDERS)}",
                 "name the directory of a run that uses the store",
             )
-        for folder in RUN_FOLDERS:
+        for folder in folders:
             _search_folder(run_dir / folder, found)
     return found
 

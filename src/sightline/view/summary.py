@@ -32,7 +32,7 @@ def build_summary(events: Iterable[Event], **extra: Any) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "reward_start": find_number(start, "reward"),
         "reward_final": find_number(final, "reward"),
-        "steps": len(trained or steps),
+        "steps": len(trained or steps or by_step(events, "sft")),
         "seconds": round(active_seconds(events), 3) if events else None,
         "mismatch_kl": sum(mismatches) / len(mismatches) if mismatches else None,
         "tokens_per_s": _tokens_per_s(list(steps.values())),

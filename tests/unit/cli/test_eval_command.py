@@ -43,6 +43,7 @@ def test_an_endpoint_is_asked_with_data_urls_and_by_reference_alike(
     assert main([*WORDS, *endpoint, "--output", str(one)]) == 0
     said = capsys.readouterr().out
     assert "95% interval" in said and "reward" in said and "0 broken" in said
+    endpoint[1] = endpoint[1].removesuffix("/v1")  # which is understood
     assert main([*WORDS, *endpoint, "--media", str(store.root), "--output", str(other)]) == 0
     assert lines(one) == lines(other) and len(lines(one)) == 6
     assert all(line["num_tokens"] for line in lines(one))
@@ -62,6 +63,8 @@ def test_rollouts_that_break_are_counted_and_shown(
     assert main([*WORDS, "--endpoint", endpoint, "--model", "another"]) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert "6 broken" in said and "is not served here" in said
+    assert main([*WORDS, "--endpoint", f"{endpoint}/chat"]) == 2
+    assert "answered 404" in (said := capsys.readouterr().err) and "it ends in /v1" in said
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import socket
 import subprocess
@@ -17,10 +18,11 @@ from sightline.cli.main import build_parser, main
 from sightline.config import InferenceConfig, ModelConfig
 from sightline.errors import ConfigError
 from sightline.families import load_family
-from sightline.inference.serve import ServerComponents, bind_socket
+from sightline.inference.serve import ServerComponents
 from sightline.inference.server_spec import ServerSpec, describe_prefix_reuse
 from sightline.media import MediaStore
 from sightline.message import user
+from sightline.transport.listen import bind_socket, describe_link
 
 
 def test_a_taken_port_is_refused_with_the_cure() -> None:
@@ -110,17 +112,26 @@ def test_a_server_without_prefix_caching_says_that_turns_are_prefilled(tiny_mode
     assert "prefilled anew" in describe_prefix_reuse(family, keeps_kv=False)
 
 
+def test_a_link_names_the_address_that_was_given() -> None:
+    assert describe_link("127.0.0.1", 80, "/?token=a") == "http://127.0.0.1:80/?token=a"
+    assert describe_link("::1", 80) == "http://[::1]:80"
+
+
 def test_a_served_checkpoint_answers_and_ends_in_order_on_sigterm(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    words = ["serve", str(tiny_model), "--media", str(tmp_path), "--port", "0", "--device", "cpu"]
+    """On all interfaces, without a folder for images: what is printed can be used as it is."""
+    words = ["serve", str(tiny_model), "--host", "0.0.0.0", "--port", "0", "--device", "cpu"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "sightline", *words], stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-m", "sightline", *words], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
     try:
         assert process.stdout is not None
+        assert f"images are kept in {tmp_path}/sightline-serve-" in process.stdout.readline()
         address = process.stdout.readline().split()[-1].removeprefix("http://")
-        client = Client(address.split(":")[0], int(address.split(":")[1]))
+        assert "all interfaces (0.0.0.0)" in process.stdout.readline() and "0.0.0.0" not in address
+        client = Client("127.0.0.1", int(address.split(":")[1]))
         assert client.get("/health")["version"] == "0"
         assert len(client.generate([1, 2, 3]).choices[0].token_ids) == 8
         process.send_signal(signal.SIGTERM)

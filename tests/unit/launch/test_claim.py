@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from sightline.launch.claim import (
     lock_run_dir,
     record_model_digests,
 )
+from sightline.view.run_status import find_launcher
 
 
 def test_two_launchers_get_two_directories(tmp_path: Path) -> None:
@@ -26,6 +28,17 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
         pass
     with lock_run_dir(run_dir):
         pass
+
+
+def test_a_second_launcher_does_not_hide_who_holds_the_directory(tmp_path: Path) -> None:
+    run_dir = claim_run_dir(str(tmp_path), "r")
+    assert find_launcher(run_dir) is None
+    with lock_run_dir(run_dir):
+        with pytest.raises(ResumeRefused, match="in use"), lock_run_dir(run_dir):
+            pass
+        found = find_launcher(run_dir)
+        assert found is not None and (found.pid, found.is_here) == (os.getpid(), True)
+    assert find_launcher(run_dir) is None
 
 
 def test_a_run_goes_on_only_from_the_checkpoint_it_began_with(

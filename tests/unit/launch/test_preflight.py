@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from sightline.errors import ConfigError, DiskFull
 from sightline.families.registry import write_tiny
 from sightline.launch.preflight import check_disk
 from sightline.launch.processes import split_threads
+from sightline.launch.vllm_server import has_gpu
 from sightline.run import RunDir
 
 
@@ -82,6 +84,16 @@ def test_a_port_in_use_is_refused(refuse) -> None:
         port = taken.getsockname()[1]
         said = refuse("", f"inference.port={port}")
     assert f"[inference] port = {port}" in said and "set 0" in said
+
+
+@pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
+@pytest.mark.parametrize("section", ["trainer", "inference"])
+def test_a_gpu_that_is_not_there_is_refused(refuse, section: str) -> None:
+    began = time.monotonic()
+    said = refuse("", f"{section}.device=cuda", "model.path=org/not-yet-downloaded")
+    assert f"[{section}] device = 'cuda', and this machine shows no GPU" in said
+    assert time.monotonic() - began < 2.0
+    assert "is no device" in refuse("", f"{section}.device=gpu")
 
 
 def test_an_environment_that_is_not_there_is_refused(refuse) -> None:
@@ -202,3 +214,10 @@ def test_settings_of_a_section_that_do_not_go_together_are_named(refuse) -> None
     said = refuse("", 'inference.engine="stock_vllm"')
     assert '[inference]: engine = "stock_vllm" needs servers' in said
     assert "max_model_len" not in said, "the section is not spelled out"
+
+
+def test_settings_without_a_run_file_are_not_taken_for_its_path(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["rl", "run.seed=1"]) == 2
+    assert "name one before the settings" in capsys.readouterr().err

@@ -67,3 +67,21 @@ def test_forked_turns_by_reason_and_refusals_are_metrics(tmp_path: Path) -> None
     summary = build_summary(read_events(run_dir.metrics))
     assert summary["forks"] == {"diverged": 18, "tools_changed": 36}
     assert summary["door_errors"] == 18
+
+
+def test_what_researchers_look_for_is_in_every_step(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.make()
+    play(Forking(run_dir, max_lag=0), range(1, 3))
+    first, second = (e.values for e in read_events(run_dir.metrics) if e.kind == "step")
+    # Each rollout has one turn with one sampled token; of two in a group one earns 1.
+    assert (first["answer_tokens_mean"], first["answer_tokens_max"], first["turns_mean"]) == (
+        1,
+        1,
+        1,
+    )
+    assert first["reward_std"] == first["reward_group_std"] == 0.5
+    assert first["truncated_rate"] == first["broken_rate"] == first["no_signal_rate"] == 0
+    assert [v["tokens_sampled_total"] for v in (first, second)] == [6, 12]
+    assert [v["tokens_trained_total"] for v in (first, second)] == [6, 12]
+    assert 0 < first["seconds_total"] <= second["seconds_total"]

@@ -24,6 +24,7 @@ from sightline.inference.vllm_plugin import CONFIG_KEY, symbols
 from sightline.inference.vllm_plugin.engine import VllmEngine
 from sightline.inference.vllm_plugin.multimodal_items import MultiModalItems
 from sightline.inference.vllm_plugin.weight_updater import WeightUpdater, vision_digest
+from sightline.transport.listen import describe_link
 from sightline.wire.weights import Manifest
 
 Message = MutableMapping[str, Any]
@@ -145,5 +146,5 @@ async def announce(components: ServerComponents, keeps_kv: bool) -> None:
         except OSError:
             await asyncio.sleep(0.05)
     writer.close()
-    print(f"serving {components.spec.model.path} at http://{host}:{port}", flush=True)
+    print(f"serving {components.spec.model.path} at {describe_link(host, port)}", flush=True)
     print(describe_prefix_reuse(components.family, keeps_kv), flush=True)

@@ -1,0 +1,24 @@
+"""`sightline status`: say how a run stands.
+
+What it does now, its step and reward, what happened last; the cause if it failed, and the command
+that goes on with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
+
+
+def run(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from sightline.view.run_files import get_run_dir
+    from sightline.view.run_status import get_status, print_status
+
+    print_status(get_status(get_run_dir(args.run_dir)), Console())
+    return 0

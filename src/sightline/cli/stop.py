@@ -1,0 +1,46 @@
+"""`sightline stop`: stop a run in order.
+
+Asks the run's launcher to end it after the step, with a checkpoint, and waits until it has. As
+after Ctrl-C, the run can be resumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+
+from sightline.errors import ConfigError
+
+ENDING = ("stopping", "finishing")
+"""Phases of a run that was asked to end already: a second signal would end it at once."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
+
+
+def run(args: argparse.Namespace) -> int:
+    from sightline.view.run_files import get_run_dir
+    from sightline.view.run_status import FAILED, STOPPED, find_launcher, get_phase, get_status
+
+    run_dir = get_run_dir(args.run_dir)
+    status = get_status(run_dir)
+    launcher = status.launcher
+    if launcher is None:
+        print(f"{run_dir.path} does not run: it is {status.state}")
+        return 0
+    if not launcher.is_here:
+        raise ConfigError(f"{run_dir.path} runs on {launcher.host}", "stop it there")
+    if get_phase(run_dir) not in ENDING:
+        os.kill(launcher.pid, signal.SIGTERM)
+    print(f"asked process {launcher.pid} to stop {run_dir.path} after the step", flush=True)
+    while find_launcher(run_dir) == launcher:
+        time.sleep(0.2)
+    status = get_status(run_dir)
+    print(f"{run_dir.path} is {status.state} at step {status.step} of {status.steps_total}")
+    if status.state in (STOPPED, FAILED):
+        print(f"resume: {status.resume_command}")
+    return 0

@@ -1,0 +1,43 @@
+"""Where an HTTP server of ours listens, and the link under which it is found."""
+
+from __future__ import annotations
+
+import socket
+
+from sightline.errors import ConfigError
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A bound socket, so that a taken port is known before anything else is done."""
+    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(kind, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise build_listen_error(host, port, error) from error
+    return made
+
+
+def build_listen_error(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen at {host}:{port}: {error.strerror or error}",
+        "end the process that holds the port, set another port, or port = 0 for a free one",
+    )
+
+
+def describe_link(host: str, port: int, path: str = "") -> str:
+    """A link that can be opened: for all interfaces that of this machine's own address, and a
+    second line that says so."""
+    is_open = host in ("0.0.0.0", "::")
+    name = host
+    if is_open:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 9))  # nothing is sent; it says which way would be taken
+                name = probe.getsockname()[0]
+            except OSError:
+                name = "localhost"
+    name = f"[{name}]" if ":" in name else name
+    return f"http://{name}:{port}{path}" + f"\nlistening on all interfaces ({host})" * is_open

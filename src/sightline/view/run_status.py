@@ -1,0 +1,303 @@
+"""How a run stands, from its own files: for `sightline ls` and `status`, and before a resume."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from sightline.config.sections import RunConfig
+from sightline.errors import ConfigError
+from sightline.run.run_dir import RunDir
+from sightline.view import formatting
+from sightline.view.console import describe_events, step_line
+from sightline.view.events import by_step, find_number, read_events
+from sightline.view.images_in_use import RUN_FOLDERS, collect_digests
+from sightline.view.run_files import RunFiles, is_run
+from sightline.view.summary import active_seconds, build_summary
+
+RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
+SIGNAL = "a signal"
+"""What `stopped_by` of a summary says where a person stopped the run."""
+_KILLED = "its launcher was killed, or the machine went down"
+_NUM_EVENTS = 6
+_COLOURS = {RUNNING: "cyan", FINISHED: "green", STOPPED: "yellow", FAILED: "red"}
+
+
+class Launcher(NamedTuple):
+    """The launcher that a run goes on in."""
+
+    pid: int
+    host: str
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == socket.gethostname()
+
+
+def find_launcher(run_dir: RunDir) -> Launcher | None:
+    """The launcher that holds the lock of a run; None for a run that nobody works on."""
+    try:
+        with open(run_dir.lock) as file:
+            pid, _, host = file.read().partition(" ")
+            launcher = Launcher(int(pid or 0), host)
+            # A look takes the lock for a moment, which must not keep a launcher from starting: it
+            # is not taken where nobody can hold it.
+            if launcher.is_here and not _is_alive(launcher.pid):
+                return None
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return launcher
+    except FileNotFoundError:
+        pass
+    return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    return True
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    run_dir: RunDir
+    state: str
+    """running, finished, stopped (by a person) or failed."""
+    cause: str
+    """Why a run failed."""
+    command: str
+    """The command that trains it: rl or sft."""
+    step: int
+    steps_total: int
+    measure: str
+    """reward, or loss for a supervised run."""
+    first: float | None
+    """The measure at the start: of held-out tasks, or of the first batch."""
+    last: float | None
+    """The measure at the end, where the run has come to it."""
+    export_dir: Path
+    """Where the trained model is in the end."""
+    goal: float | None
+    """The `[run] stop_at` that it has reached."""
+    started: float | None
+    seconds: float | None
+    launcher: Launcher | None
+
+    @property
+    def last_write(self) -> float:
+        """When the run wrote its last event, in seconds since 1970."""
+        files = (self.run_dir.metrics, self.run_dir.path)
+        return next(file.stat().st_mtime for file in files if file.exists())
+
+    @property
+    def resume_command(self) -> str:
+        return f"sightline {self.command} --resume {self.run_dir.path}"
+
+
+def get_status(run_dir: RunDir) -> RunStatus:
+    """How the run stands now."""
+    files, launcher = RunFiles(run_dir), find_launcher(run_dir)
+    summary = None if launcher else files.find_summary()
+    events = [] if summary and "sft" not in files.settings else list(read_events(run_dir.metrics))
+    found = summary or build_summary(events)
+    total = find_number(files.settings.get("run") or {}, "steps")
+    sft = list(by_step(events, "sft").values())
+    first, last = find_number(found, "reward_start"), find_number(found, "reward_final")
+    step = int(find_number(found, "steps") or 0)
+    if sft:
+        step = sft[-1].step
+        first, last = (find_number(event.values, "loss") for event in (sft[0], sft[-1]))
+    stopped_by = str((summary or {}).get("stopped_by") or "")
+    if launcher:
+        state = RUNNING
+    elif summary is None:
+        # Supervised runs of earlier versions left no summary.
+        state = FINISHED if sft and step == total else FAILED
+        stopped_by = _KILLED
+    else:
+        # Runs of earlier versions say it in words alone.
+        words = FAILED if stopped_by not in ("", SIGNAL) else STOPPED if stopped_by else FINISHED
+        state = str(summary.get("outcome") or words)
+    goal = found.get("goal") or {}
+    oldest = next(iter(events or islice(read_events(run_dir.metrics), 1)), None)
+    return RunStatus(
+        run_dir=run_dir,
+        state=state,
+        cause=stopped_by if state == FAILED else "",
+        command="sft" if "sft" in files.settings else "rl",
+        step=step,
+        steps_total=int(total or 0),
+        measure="loss" if "sft" in files.settings else "reward",
+        first=first,
+        last=last,
+        export_dir=Path(files.get_setting("sft", "output_dir") or run_dir.checkpoints / "final"),
+        goal=find_number(goal, "stop_at") if goal.get("is_reached") else None,
+        started=oldest.time if oldest else None,
+        seconds=active_seconds(events) if events else find_number(found, "seconds"),
+        launcher=launcher,
+    )
+
+
+def describe_end(status: RunStatus, settings: RunConfig) -> str:
+    """What to tell who resumes a run that has nothing left to do; empty where it has."""
+    goal, stop_at = status.goal, settings.stop_at
+    is_reached = goal is not None and stop_at is not None and stop_at <= goal
+    if status.state != FINISHED or (status.step < settings.steps and not is_reached):
+        return ""
+    if not status.export_dir.is_dir():  # removed since: the resumed run writes it again
+        return ""
+    what, more = f"all {status.step} steps are done", f"run.steps={2 * settings.steps}"
+    if is_reached:
+        what, more = f"at step {status.step}, [run] stop_at = {goal:g}", "run.stop_at=HIGHER"
+    return f"{status.run_dir.path} has finished: {what}\nto go on: {status.resume_command} {more}"
+
+
+def get_phase(run_dir: RunDir) -> str:
+    """What the run does now, in its own words: starting, training, stopping and so on."""
+    return describe_events(read_events(run_dir.metrics))[0]
+
+
+def find_runs(paths: Iterable[Path]) -> list[RunDir]:
+    """The runs at these paths and in these folders, the oldest first."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise ConfigError(f"there is no folder {path}", "name a run, or a folder of runs")
+        inside = [path] if is_run(path) else [run for run in path.iterdir() if is_run(run)]
+        found |= dict.fromkeys(inside)
+    return [RunDir(path) for path in sorted(found, key=lambda path: (_began(path), path))]
+
+
+def _began(path: Path) -> float:
+    oldest = next(read_events(path / "metrics.jsonl"), None)
+    return oldest.time if oldest else path.stat().st_mtime
+
+
+def measure_bytes(*paths: Path) -> int:
+    """The size of all files at and below these paths; one that goes meanwhile does not count."""
+    total = 0
+    for path in paths:
+        for folder, _, names in os.walk(path):
+            for name in names:
+                try:
+                    total += os.lstat(os.path.join(folder, name)).st_size
+                except FileNotFoundError:
+                    continue
+        if path.is_file():
+            total += path.stat().st_size
+    return total
+
+
+@dataclass(frozen=True)
+class PrunableRun:
+    """A run whose records may go."""
+
+    run_dir: RunDir
+    folders: list[Path]
+    """Folders that only tell what was: traces, scores, the dashboard's index; of a run that has
+    finished also its batches."""
+
+
+def find_prunable(statuses: Iterable[RunStatus], older_than_s: float) -> list[PrunableRun]:
+    """The runs that do not run and wrote nothing for so long, with what there is to remove."""
+    found = []
+    for status in statuses:
+        at = status.run_dir
+        if status.state != RUNNING and status.last_write < time.time() - older_than_s:
+            folders = [at.traces, at.scores, at.view] + [at.batches] * (status.state == FINISHED)
+            found.append(PrunableRun(at, [folder for folder in folders if measure_bytes(folder)]))
+    return found
+
+
+def collect_kept_digests(
+    statuses: Iterable[RunStatus], prunable: Iterable[PrunableRun]
+) -> set[str]:
+    """The images that these runs refer to in what stays of them."""
+    gone = {one.run_dir: {folder.name for folder in one.folders} for one in prunable}
+    found: set[str] = set()
+    for status in statuses:
+        folders = set(RUN_FOLDERS) - gone.get(status.run_dir, set())
+        found |= collect_digests(status.run_dir.path, folders=folders)
+    return found
+
+
+def print_runs(statuses: Sequence[RunStatus], console: Console) -> None:
+    """A table, a line a run."""
+    if not statuses:
+        console.print("no runs")
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run", overflow="fold")
+    for name in ("state", "step", "reward", "started", "took", "size"):
+        right = name in ("step", "took", "size")
+        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for status in statuses:
+        table.add_row(
+            Text(formatting.clean(status.run_dir.path.name)),
+            Text(status.state, style=_COLOURS[status.state]),
+            f"{status.step}/{status.steps_total or '?'}",
+            _format_measure(status),
+            _format_time(status.started, "%m-%d %H:%M"),
+            formatting.duration(status.seconds),
+            decimal(measure_bytes(status.run_dir.path)),
+        )
+    console.print(table)
+
+
+def print_status(status: RunStatus, console: Console) -> None:
+    """How one run stands, what happened last, and how to go on."""
+    events = list(read_events(status.run_dir.metrics))
+    phase, lines = describe_events(events)
+    state = status.state
+    if status.launcher:
+        state += f": {phase} (process {status.launcher.pid} on {status.launcher.host})"
+    rows = [("run", str(status.run_dir.path)), ("state", state)]
+    if status.cause:
+        rows.append(("cause", status.cause))
+    if status.goal is not None:
+        rows.append(("goal", f"[run] stop_at = {status.goal:g} is reached"))
+    of_total = f"{status.step} of {status.steps_total or '?'}"
+    rows += [("step", of_total), (status.measure, _format_measure(status))]
+    if steps := by_step(events, "step"):
+        newest = list(steps.values())[-1]
+        rows.append(("newest", step_line(newest.step, newest.values)))
+    if status.started is not None:
+        took = f"{_format_time(status.started)}, took {formatting.duration(status.seconds)}"
+        rows.append(("started", took))
+    rows += [("", f"{_format_time(when)}  {line}") for when, line in lines[-_NUM_EVENTS:]]
+    if status.state in (STOPPED, FAILED):
+        rows.append(("resume", status.resume_command))
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(Text(label), Text(formatting.clean(text)))
+    console.print(table)
+
+
+def _format_measure(status: RunStatus) -> str:
+    if status.first is None and status.last is None:
+        return formatting.NOTHING
+    first, last = formatting.fixed(status.first, 3), formatting.fixed(status.last, 3)
+    return f"{first} -> {last}" + " loss" * (status.measure == "loss")
+
+
+def _format_time(when: float | None, layout: str = "%Y-%m-%d %H:%M:%S") -> str:
+    return formatting.NOTHING if when is None else time.strftime(layout, time.localtime(when))

@@ -1,0 +1,31 @@
+"""Several runs of one file, one after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loop.jobs import EXAMPLES, sightline
+from sightline.run import RunDir
+from sightline.view.run_status import get_status
+
+pytestmark = [pytest.mark.loop, pytest.mark.timeout(300)]
+
+
+def test_a_run_of_a_sweep_that_fails_is_reported_and_the_others_go_on(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    file, values = EXAMPLES / "warmup.toml", f"model.path=gone,{tiny_model}"
+    words = ("run.name=job", "run.steps=2", "sft.output_dir=out", "run.seed=3")
+    done = sightline("sft", file, *words, values, cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    assert "gone" in done.stderr and "  fix: " in done.stderr
+    (made,) = (tmp_path / "runs").glob("job-*")
+    varied = f"path{tiny_model}".replace("/", "")
+    assert made.name == f"job-{varied}-001" and get_status(RunDir(made)).state == "finished"
+    assert (tmp_path / f"out-{varied}" / "model.safetensors").is_file()
+    assert " finished " in done.stdout and " 2/2 " in done.stdout
+    refused = sightline("sft", file, "run.steps=2,none", cwd=tmp_path, check=False)
+    assert refused.returncode == 2 and "[run] steps" in refused.stderr
+    assert not refused.stdout, "a value that is refused ends the sweep before it begins"

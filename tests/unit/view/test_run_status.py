@@ -1,0 +1,187 @@
+"""How a run stands, by its own files; and the commands that say it, stop it and prune it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sightline.cli.main import main
+from sightline.config.sections import RunConfig
+from sightline.launch.claim import lock_run_dir
+from sightline.media import MediaStore
+from sightline.run import EventLog, RunDir
+from sightline.view.run_status import describe_end, find_launcher, get_status
+from sightline.view.summary import summarize
+from sightline.wire.event import Event
+from tests.unit.view.event_fixtures import T0, append, step, train
+
+
+def make_run(path: Path, steps: int = 3, of: int = 3) -> RunDir:
+    run_dir = RunDir(path)
+    run_dir.make()
+    run_dir.config.write_text(f'[run]\nsteps = {of}\n[model]\npath = "m"\n')
+    append(run_dir, eval_event("start", 0.25))
+    for k in range(1, steps + 1):
+        append(run_dir, step(k, of), train(k))
+    if steps == of:
+        append(run_dir, eval_event("final", 0.75))
+    return run_dir
+
+
+def eval_event(name: str, reward: float) -> Event:
+    values = {"name": name, "reward": reward, "tasks": 8}
+    return Event(time=T0, process="orchestrator", kind="eval", step=0, values=values)
+
+
+def test_every_end_of_a_run_has_its_own_state(tmp_path: Path) -> None:
+    done = make_run(tmp_path / "done")
+    summarize(done)
+    found = get_status(done)
+    assert (found.state, found.step, found.first, found.last) == ("finished", 3, 0.25, 0.75)
+    stopped = make_run(tmp_path / "stopped", 2)
+    summarize(stopped, stopped_by="a signal")
+    assert get_status(stopped).state == "stopped" and not get_status(stopped).cause
+    failed = make_run(tmp_path / "failed", 2)
+    summarize(failed, stopped_by="trainer ended with 1: no room")
+    found = get_status(failed)
+    assert (found.state, found.cause) == ("failed", "trainer ended with 1: no room")
+    killed = make_run(tmp_path / "killed", 2)
+    assert get_status(killed).state == "failed" and "killed" in get_status(killed).cause
+    with lock_run_dir(killed):
+        found = get_status(killed)
+        assert found.state == "running" and found.launcher is not None and found.launcher.is_here
+
+
+def test_a_supervised_run_shows_its_loss(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "sft", 0)
+    run_dir.config.write_text('[run]\nsteps = 2\n[sft]\noutput_dir = "o"\n')
+    events = EventLog(run_dir.metrics, "trainer")
+    for k, loss in ((1, 5.0), (2, 0.5)):
+        events.write("sft", k, loss=loss, steps_total=2)
+    summarize(run_dir)
+    found = get_status(run_dir)
+    assert (found.command, found.state, found.step) == ("sft", "finished", 2)
+    assert (found.measure, found.first, found.last) == ("loss", 5.0, 0.5)
+
+
+def test_a_finished_run_says_what_to_set_to_go_on(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "r")
+    summarize(run_dir)
+    assert not describe_end(get_status(run_dir), RunConfig(steps=3)), "its export is missing"
+    (run_dir.checkpoints / "final").mkdir()
+    said = describe_end(get_status(run_dir), RunConfig(steps=3))
+    assert "has finished: all 3 steps" in said and f"--resume {run_dir.path} run.steps=6" in said
+    assert not describe_end(get_status(run_dir), RunConfig(steps=4))
+    early = make_run(tmp_path / "goal", 2, of=9)
+    goal = {"stop_at": 0.9, "held_out": 0.95, "is_reached": True}
+    (early.checkpoints / "final").mkdir()
+    append(early, Event(time=T0, process="orchestrator", kind="goal", step=2, values=goal))
+    summarize(early)
+    assert "stop_at = 0.9" in describe_end(get_status(early), RunConfig(steps=9, stop_at=0.9))
+    assert not describe_end(get_status(early), RunConfig(steps=9, stop_at=0.95))
+    summarize(early, stopped_by="a signal")
+    assert not describe_end(get_status(early), RunConfig(steps=2))
+
+
+def test_runs_are_listed_with_their_state_and_one_is_told_in_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summarize(make_run(tmp_path / "good"))
+    bad = make_run(tmp_path / "bad", 1)
+    summarize(bad, stopped_by="server was killed by SIGKILL")
+    assert main(["ls", str(tmp_path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0][:3] == ["run", "state", "step"]
+    assert ["good", "finished", "3/3", "0.250", "->", "0.750"] in [line[:6] for line in lines]
+    assert ["bad", "failed", "1/3", "0.250", "->", "-"] in [line[:6] for line in lines]
+    assert main(["status", str(bad.path)]) == 0
+    said = capsys.readouterr().out
+    assert "server was killed by SIGKILL" in said and "eval start" in said
+    assert "sightline rl --resume" in said
+    assert main(["status", str(tmp_path)]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+
+
+LAUNCHER = """
+import signal, sys, time
+from pathlib import Path
+from sightline.run import RunDir
+from sightline.launch.claim import lock_run_dir
+from sightline.view.summary import summarize
+run_dir = RunDir(Path(sys.argv[1]))
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+with lock_run_dir(run_dir):
+    print("locked", flush=True)
+    while not asked:
+        time.sleep(0.02)
+    summarize(run_dir, stopped_by="a signal")
+"""
+
+
+def test_stop_asks_the_launcher_and_waits_for_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "r", 2)
+    words = [sys.executable, "-c", LAUNCHER, str(run_dir.path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None and launcher.stdout.readline() == "locked\n"
+        found = find_launcher(run_dir)
+        assert found is not None and found.pid == launcher.pid
+        assert main(["stop", str(run_dir.path)]) == 0
+    assert launcher.returncode == 0, "it ended in order"
+    said = capsys.readouterr().out
+    assert "is stopped at step 2 of 3" in said and "resume: sightline rl --resume" in said
+    assert main(["stop", str(run_dir.path)]) == 0
+    assert "does not run: it is stopped" in capsys.readouterr().out
+
+
+def test_a_run_on_another_machine_is_stopped_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = make_run(tmp_path / "r", 2)
+    with lock_run_dir(run_dir):
+        run_dir.lock.write_text("7 elsewhere")
+        assert main(["stop", str(run_dir.path)]) == 2
+    assert "runs on elsewhere" in capsys.readouterr().err
+
+
+def test_prune_says_what_would_go_and_removes_it_when_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done, open_run = make_run(tmp_path / "done"), make_run(tmp_path / "open", 2)
+    live = make_run(tmp_path / "live", 2)
+    summarize(done)
+    store = MediaStore(done.media)
+    shown, kept = (store.put(Image.new("RGB", (8, 8), colour)) for colour in ("red", "blue"))
+    for run_dir in (done, open_run, live):
+        run_dir.traces_of(1).write_bytes(shown.digest.encode())
+        run_dir.batch(1).write_bytes(b"b" * 50)
+    (done.checkpoints / "names").write_text(kept.digest)
+    for ref in (shown, kept):
+        os.utime(store.path(ref.digest), (0, 0))
+    with lock_run_dir(live):
+        words = ["prune", str(tmp_path)]
+        assert main(words) == 0
+        said = capsys.readouterr().out
+        assert "done: traces, batches" in said and "open: traces (" in said and "live" not in said
+        assert "--yes removes" in said and done.traces_of(1).is_file()
+        assert main([*words, "--older-than-days", "1", "--yes"]) == 0
+        assert done.traces_of(1).is_file(), "it was written a moment ago"
+        assert main([*words, "--images", "--yes"]) == 0
+    assert not done.traces.exists() and not done.batches.exists()
+    assert not open_run.traces.exists() and open_run.batch(1).is_file(), "a resume needs it"
+    assert live.traces_of(1).is_file()
+    assert store.has(shown.digest), "a run that is named refers to it"
+    capsys.readouterr()
+    live.traces_of(1).unlink()
+    assert main([*words, "--images", "--yes"]) == 0
+    assert "1 images" in capsys.readouterr().out
+    fresh = MediaStore(done.media)
+    assert not fresh.has(shown.digest) and fresh.has(kept.digest)
+    assert done.config.is_file() and done.metrics.is_file() and done.checkpoints.is_dir()
