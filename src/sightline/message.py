@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
 from sightline.errors import MessageError
-from sightline.media import MediaRef
+from sightline.media import MediaRef, is_image_source
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES = ("system", "user", "assistant", "tool")
@@ -31,6 +35,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tex
 
 class ImagePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="image"):
     ref: MediaRef
+    """The image's name; until the message is sent also the image itself, as `user` was given it."""
 
 
 Part = TextPart | ImagePart
@@ -50,6 +55,11 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+
+    def __repr__(self) -> str:
+        shown = [repr(p.text if isinstance(p, TextPart) else p.ref) for p in self.content]
+        calls = [f"{call.name}(...)" for call in self.tool_calls]
+        return f"{self.role}({', '.join(_shorten(one) for one in [*shown, *calls])})"
 
     @property
     def text(self) -> str:
@@ -92,12 +102,32 @@ class ImageResolver(Protocol):
     def resolve(self, url: str, path: str) -> MediaRef: ...
 
 
+_MAX_REPR_CHARS = 80
+
+
+def _shorten(shown: str) -> str:
+    if len(shown) <= _MAX_REPR_CHARS:
+        return shown
+    return f"{shown[: _MAX_REPR_CHARS - 4]}...{shown[-1]}"
+
+
 def text(content: str) -> tuple[Part, ...]:
     return (TextPart(content),) if content else ()
 
 
-def user(*parts: str | MediaRef) -> Message:
-    """A user message from texts and refs, in order."""
+def user(*parts: str | MediaRef | Image | bytes | Path) -> Message:
+    """A user message from texts and images, in order.
+
+    An image is a ref, or what `put` takes: a PIL image, bytes or a `pathlib.Path`. Whoever sends the
+    message puts it into the store.
+    """
+    for i, part in enumerate(parts):
+        if not isinstance(part, str | MediaRef) and not is_image_source(part):
+            raise MessageError.at(
+                f"user()[{i}]",
+                f"a {type(part).__name__}",
+                "pass texts, refs, PIL images, bytes of images or pathlib.Path",
+            )
     return Message(role="user", content=join_texts([_build_part(part) for part in parts]))
 
 
@@ -109,8 +139,29 @@ def assistant(content: str, reasoning: str | None = None) -> Message:
     return Message(role="assistant", content=text(content), reasoning=reasoning)
 
 
-def _build_part(part: str | MediaRef) -> Part:
+def _build_part(part: Any) -> Part:
     return TextPart(part) if isinstance(part, str) else ImagePart(part)
+
+
+def replace_images(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """Messages, structs or dicts, with `replace(image)` for each ref and each image itself."""
+    if isinstance(value, dict):
+        return {key: replace_images(inner, replace) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_images(inner, replace) for inner in value]
+    if isinstance(value, Message):
+        content = tuple(replace_images(part, replace) for part in value.content)
+        same = all(new is old for new, old in zip(content, value.content, strict=True))
+        return value if same else msgspec.structs.replace(value, content=content)
+    if isinstance(value, ImagePart):
+        ref = replace(value.ref)
+        return value if ref is value.ref else ImagePart(ref)
+    return replace(value) if isinstance(value, MediaRef) or is_image_source(value) else value
+
+
+def put_images(messages: Any, put: Callable[[Any], MediaRef]) -> Any:
+    """The messages with refs for the images themselves, which `put` takes in."""
+    return replace_images(messages, lambda one: one if isinstance(one, MediaRef) else put(one))
 
 
 def join_texts(parts: Sequence[Part]) -> tuple[Part, ...]:
@@ -184,6 +235,8 @@ def _check_parts(parts: Any, path: str) -> None:
     _check_type(parts, tuple, path, "pass a tuple of parts")
     for i, part in enumerate(parts):
         _check_type(part, Part, f"{path}[{i}]", "pass TextPart and ImagePart only")
+        if isinstance(part, ImagePart):
+            _check_type(part.ref, MediaRef, f"{path}[{i}].ref", "put the image, and pass its ref")
 
 
 def _read_content(content: Any, resolver: ImageResolver, path: str) -> tuple[Part, ...]:

@@ -18,7 +18,14 @@ from sightline.envs.protocol import Tools
 from sightline.envs.task_files import open_tasks, put_cell_images
 from sightline.errors import MediaError, MessageError
 from sightline.media import ImageIngestor, MediaRef, MediaStore
-from sightline.message import IMAGE_KINDS, ImageResolver, Message, get_image_source, to_messages
+from sightline.message import (
+    IMAGE_KINDS,
+    ImageResolver,
+    Message,
+    get_image_source,
+    put_images,
+    to_messages,
+)
 
 TRAIN, HELD_OUT = "train", "eval"
 _CELL_KEYS = {"bytes", "path"}
@@ -54,7 +61,8 @@ class Demonstrations:
         # Not the string that an environment seeds a task with: the same draws would leak it.
         rng = random.Random(f"{self._seed}:demonstration:{index}")
         env = self._env.choose_environment(index, "sft")
-        messages = env.demonstration(env.task(index, "sft"), self._store.put, rng)
+        shown = env.demonstration(env.task(index, "sft"), self._store.put, rng)
+        messages = put_images(shown, self._store.put)
         return TrainingConversation(self.name(index, split), messages, env.tools)
 
 
