@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -57,9 +58,12 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     tool_call_id: str | None = None
 
     def __repr__(self) -> str:
-        shown = [repr(p.text if isinstance(p, TextPart) else p.ref) for p in self.content]
-        calls = [f"{call.name}(...)" for call in self.tool_calls]
-        return f"{self.role}({', '.join(_shorten(one) for one in [*shown, *calls])})"
+        texts = (
+            reprlib.repr(p.text) if isinstance(p, TextPart) else str(p.ref) for p in self.content
+        )
+        return (
+            f"{self.role}({', '.join([*texts, *(f'{call.name}()' for call in self.tool_calls)])})"
+        )
 
     @property
     def text(self) -> str:
@@ -102,15 +106,6 @@ class ImageResolver(Protocol):
     def resolve(self, url: str, path: str) -> MediaRef: ...
 
 
-_MAX_REPR_CHARS = 80
-
-
-def _shorten(shown: str) -> str:
-    if len(shown) <= _MAX_REPR_CHARS:
-        return shown
-    return f"{shown[: _MAX_REPR_CHARS - 4]}...{shown[-1]}"
-
-
 def text(content: str) -> tuple[Part, ...]:
     return (TextPart(content),) if content else ()
 
@@ -118,8 +113,8 @@ def text(content: str) -> tuple[Part, ...]:
 def user(*parts: str | MediaRef | Image | bytes | Path) -> Message:
     """A user message from texts and images, in order.
 
-    An image is a ref, or what `put` takes: a PIL image, bytes or a `pathlib.Path`. Whoever sends the
-    message puts it into the store.
+    An image is a ref, or what `put` takes: a PIL image, bytes or a `pathlib.Path`. Whoever sends
+    the message puts it into the store.
     """
     for i, part in enumerate(parts):
         if not isinstance(part, str | MediaRef) and not is_image_source(part):

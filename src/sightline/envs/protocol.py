@@ -164,6 +164,12 @@ class Environment:
 
 def load_environment(path: str, args: dict[str, Any]) -> Environment:
     """An environment from `module:Class`, or the name of one that is built in."""
+    if path.startswith("__main__:"):
+        raise ConfigError(
+            f"the environment {path!r} is defined in a notebook or a script, which the worker "
+            "processes of a run cannot import",
+            "move the class into a module beside it, environment.py say, and import it from there",
+        )
     if ":" not in path and not (path.isidentifier() and find_spec(f"sightline.envs.{path}")):
         raise ConfigError(
             f"[env] name = {path!r}: no module of that name is built in",

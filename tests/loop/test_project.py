@@ -1,0 +1,36 @@
+"""A new project from its first command to its first steps, and the same run from Python."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loop.jobs import ROOT, sightline, summary
+from sightline.run import RunDir
+
+pytestmark = [pytest.mark.loop, pytest.mark.timeout(900)]
+
+RUN = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)[2]
+
+
+def test_a_new_project_is_tested_warmed_up_and_trained(tmp_path: Path) -> None:
+    sightline("init", "colors", cwd=tmp_path)
+    home = tmp_path / "colors"
+    assert "problems: 0" in sightline("try", "environment:Colors", cwd=home).stdout
+    sightline("model", "tiny", "models/tiny", cwd=home)
+    sightline("sft", "warmup.toml", "run.steps=60", cwd=home)
+    sightline("rl", "--plain", "rl.toml", "run.steps=20", "eval.tasks=64", cwd=home)
+    found = summary(RunDir(home / "runs" / "colors-001"))
+    assert found["reward_final"] > found["reward_start"] > 0.05, "answers have the right form"
+
+    done = subprocess.run(
+        [sys.executable, "-c", RUN], cwd=home, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(home)])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "<run colors-002: finished, step 2>" in done.stdout
