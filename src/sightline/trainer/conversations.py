@@ -183,6 +183,7 @@ class _RowImages:
         if isinstance(parts, str) and _PLACEHOLDER in parts and (self._images or is_sharegpt):
             texts = [{"type": "text", "text": text} for text in parts.split(_PLACEHOLDER)]
             parts = [part for text in texts for part in ({"type": "image"}, text)][1:]
+            parts = [part for part in parts if part.get("text") != ""]
         if isinstance(parts, list):
             path = f"{path}.content"
             parts = [self._part(part, f"{path}[{i}]") for i, part in enumerate(parts)]
