@@ -58,12 +58,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     tool_call_id: str | None = None
 
     def __repr__(self) -> str:
-        texts = (
-            reprlib.repr(p.text) if isinstance(p, TextPart) else str(p.ref) for p in self.content
-        )
-        return (
-            f"{self.role}({', '.join([*texts, *(f'{call.name}()' for call in self.tool_calls)])})"
-        )
+        parts = [reprlib.repr(p.text) if isinstance(p, TextPart) else p.ref for p in self.content]
+        return f"{self.role}({', '.join(map(str, [*parts, *(c.name for c in self.tool_calls)]))})"
 
     @property
     def text(self) -> str:
@@ -118,11 +114,8 @@ def user(*parts: str | MediaRef | Image | bytes | Path) -> Message:
     """
     for i, part in enumerate(parts):
         if not isinstance(part, str | MediaRef) and not is_image_source(part):
-            raise MessageError.at(
-                f"user()[{i}]",
-                f"a {type(part).__name__}",
-                "pass texts, refs, PIL images, bytes of images or pathlib.Path",
-            )
+            fix = "pass texts, refs, PIL images, bytes of images or pathlib.Path"
+            raise MessageError.at(f"user()[{i}]", f"a {type(part).__name__}", fix)
     return Message(role="user", content=join_texts([_build_part(part) for part in parts]))
 
 

@@ -22,7 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=16, help="of an answer; %(default)s")
     parser.add_argument("--max-model-len", type=int, default=2048, help="default: %(default)s")
-    parser.add_argument("--dir", default="runs", help="where the run directory goes; %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if not isinstance(args.env_args, dict):
         raise ConfigError(f"--env-args {args.env_args!r}", "write them as a JSON object")
     env = load_environment(args.env, args.env_args)
-    run_dir = claim_run_dir(args.dir, f"try-{env.name}")
+    run_dir = claim_run_dir("runs", f"try-{env.name}")
     run_dir.make()
     if args.model is None:
         args.model = run_dir.path / "model"

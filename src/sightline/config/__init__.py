@@ -7,13 +7,7 @@ refused by name.
 """
 
 from sightline.config.files import AnyRun, RunFile, SftFile, check_resume, iter_settings
-from sightline.config.load import (
-    dump_toml,
-    load_config,
-    load_stored_config,
-    read_run_file,
-    validate_config,
-)
+from sightline.config.load import dump_toml, load_config, load_stored_config, validate_config
 from sightline.config.sections import (
     DataConfig,
     EnvConfig,
@@ -48,6 +42,5 @@ __all__ = [
     "iter_settings",
     "load_config",
     "load_stored_config",
-    "read_run_file",
     "validate_config",
 ]

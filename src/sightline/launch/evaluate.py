@@ -20,17 +20,14 @@ from sightline.rollout.evaluation import EvalSummary, build_eval_request, play_t
 from sightline.rollout.openai_chat import OpenAIClient
 from sightline.rollout.player import PlayedRollout, RolloutPlayer
 
-SECTION_OF = {
-    "tasks": "eval",
-    "temperature": "eval",
-    "max_tokens": "rollout",
-    "max_turns": "rollout",
-    "timeout_s": "rollout",
-    "max_model_len": "inference",
-    "device": "inference",
-    "seed": "run",
-    "dtype": "model",
+_TAKEN = {
+    "eval": ("tasks", "temperature"),
+    "rollout": ("max_tokens", "max_turns", "timeout_s"),
+    "inference": ("max_model_len", "device"),
+    "run": ("seed",),
+    "model": ("dtype",),
 }
+SECTION_OF = {name: section for section, names in _TAKEN.items() for name in names}
 """The settings of a run file that an evaluation takes by their bare names, with their sections."""
 
 
@@ -39,7 +36,6 @@ def evaluate(
     model: str | Path,
     *,
     tasks: int = 256,
-    env_args: dict[str, Any] | None = None,
     **options: Any,
 ) -> EvalSummary:
     """What `model`, a checkpoint or the url of an OpenAI endpoint, earns on held-out tasks.
@@ -49,14 +45,11 @@ def evaluate(
     timeout_s, seed, device, dtype), and the keyword arguments of `play_evaluation`.
     """
     if isinstance(env, str):
-        env = load_environment(env, env_args or {})
-    elif isinstance(env, type):
-        env = env(**(env_args or {}))
+        env = load_environment(env, {})
+    env = env() if isinstance(env, type) else env
     is_url = str(model).startswith(("http://", "https://"))
-    settings = {
-        "tasks": tasks,
-        **{name: options.pop(name) for name in SECTION_OF.keys() & options.keys()},
-    }
+    settings = {name: options.pop(name) for name in SECTION_OF.keys() & options.keys()}
+    settings["tasks"] = tasks
     values: dict[str, Any] = {"env": {"name": env.name}}
     config = build_eval_config(values, "" if is_url else str(model), settings)
     played = play_evaluation(env, config, endpoint=str(model) if is_url else "", **options)

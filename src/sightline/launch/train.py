@@ -6,7 +6,8 @@ import copy
 from pathlib import Path
 from typing import Any
 
-from sightline.config import RunFile, SftFile, read_run_file, validate_config
+from sightline.config import RunFile, SftFile, validate_config
+from sightline.config.load import read_run_file
 from sightline.errors import ConfigError
 from sightline.launch.rl import RlJob
 from sightline.launch.sft import SftJob
@@ -14,9 +15,7 @@ from sightline.launch.training_run import start_run
 from sightline.view.notebook import Run, open_run
 
 
-def train(
-    file: str | Path | dict[str, Any] | RunFile | SftFile, *, plain: bool = False, **overrides: Any
-) -> Run:
+def train(file: str | Path | dict[str, Any] | RunFile | SftFile, **overrides: Any) -> Run:
     """Runs a run file to its end and returns the run: `sightline sft` where it has [sft], else
     `sightline rl`.
 
@@ -32,10 +31,8 @@ def train(
         values, where = read_run_file(Path(file)), str(file)
     for name, value in overrides.items():
         section, _, key = name.partition(".")
-        if section == "env" and isinstance(value, type):
-            value = {"name": value}
-        if key:
-            value = {key: value}
+        if key or (section == "env" and isinstance(value, type)):
+            value = {key or "name": value}
         if not isinstance(value, dict):
             raise ConfigError(
                 f"{name} = {value!r}", f'write {name}={{"key": ...}}, or **{{"{name}.key": ...}}'
@@ -47,5 +44,5 @@ def train(
     if "sft" in values:
         run_dir = start_run(SftJob(), validate_config(SftFile, values, where))
     else:
-        run_dir = start_run(RlJob(plain), validate_config(RunFile, values, where))
+        run_dir = start_run(RlJob(), validate_config(RunFile, values, where))
     return open_run(run_dir.path)

@@ -74,6 +74,7 @@ def test_the_errors_of_an_environment_are_found(
     assert said.rstrip().endswith("look at it: sightline view runs/try-bad-001")
     run = open_run("runs/try-bad-001")
     assert len(run.rollouts) == 8 and run.problems == []
+    assert "finished" in run._repr_html_(), "as the dashboard's overview has it"
 
 
 def test_a_terminal_shows_pictures_in_half_blocks() -> None:
