@@ -229,6 +229,8 @@ test-wheel: wheel ## install the wheel into an empty environment and run a few s
 	sightline="$(CURDIR)/$(WHEEL_VENV)/bin/sightline"; \
 	mkdir -p "$$scratch/$(EXAMPLE)"; cp $(EXAMPLE)/*.toml "$$scratch/$(EXAMPLE)/"; \
 	cd "$$scratch"; set -x; \
+	"$$sightline" init colors; (cd colors && "$$sightline" try environment:Colors --tasks 1); \
+	ls "$(CURDIR)"/$(WHEEL_VENV)/lib/python*/site-packages/sightline/py.typed; \
 	"$$sightline" model tiny models/tiny; \
 	"$$sightline" sft $(EXAMPLE)/warmup.toml run.steps=3; \
 	"$$sightline" rl $(EXAMPLE)/cpu.toml run.steps=2 eval.tasks=8; \

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+import reprlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
 from sightline.errors import MessageError
-from sightline.media import MediaRef
+from sightline.media import MediaRef, is_image_source
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES = ("system", "user", "assistant", "tool")
@@ -31,6 +36,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tex
 
 class ImagePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="image"):
     ref: MediaRef
+    """The image's name; until the message is sent also the image itself, as `user` was given it."""
 
 
 Part = TextPart | ImagePart
@@ -50,6 +56,10 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
+
+    def __repr__(self) -> str:
+        parts = [reprlib.repr(p.text) if isinstance(p, TextPart) else p.ref for p in self.content]
+        return f"{self.role}({', '.join(map(str, [*parts, *(c.name for c in self.tool_calls)]))})"
 
     @property
     def text(self) -> str:
@@ -96,8 +106,16 @@ def text(content: str) -> tuple[Part, ...]:
     return (TextPart(content),) if content else ()
 
 
-def user(*parts: str | MediaRef) -> Message:
-    """A user message from texts and refs, in order."""
+def user(*parts: str | MediaRef | Image | bytes | Path) -> Message:
+    """A user message from texts and images, in order.
+
+    An image is a ref, or what `put` takes: a PIL image, bytes or a `pathlib.Path`. Whoever sends
+    the message puts it into the store.
+    """
+    for i, part in enumerate(parts):
+        if not isinstance(part, str | MediaRef) and not is_image_source(part):
+            fix = "pass texts, refs, PIL images, bytes of images or pathlib.Path"
+            raise MessageError.at(f"user()[{i}]", f"a {type(part).__name__}", fix)
     return Message(role="user", content=join_texts([_build_part(part) for part in parts]))
 
 
@@ -109,8 +127,29 @@ def assistant(content: str, reasoning: str | None = None) -> Message:
     return Message(role="assistant", content=text(content), reasoning=reasoning)
 
 
-def _build_part(part: str | MediaRef) -> Part:
+def _build_part(part: Any) -> Part:
     return TextPart(part) if isinstance(part, str) else ImagePart(part)
+
+
+def replace_images(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """Messages, structs or dicts, with `replace(image)` for each ref and each image itself."""
+    if isinstance(value, dict):
+        return {key: replace_images(inner, replace) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [replace_images(inner, replace) for inner in value]
+    if isinstance(value, Message):
+        content = tuple(replace_images(part, replace) for part in value.content)
+        same = all(new is old for new, old in zip(content, value.content, strict=True))
+        return value if same else msgspec.structs.replace(value, content=content)
+    if isinstance(value, ImagePart):
+        ref = replace(value.ref)
+        return value if ref is value.ref else ImagePart(ref)
+    return replace(value) if isinstance(value, MediaRef) or is_image_source(value) else value
+
+
+def put_images(messages: Any, put: Callable[[Any], MediaRef]) -> Any:
+    """The messages with refs for the images themselves, which `put` takes in."""
+    return replace_images(messages, lambda one: one if isinstance(one, MediaRef) else put(one))
 
 
 def join_texts(parts: Sequence[Part]) -> tuple[Part, ...]:
@@ -184,6 +223,8 @@ def _check_parts(parts: Any, path: str) -> None:
     _check_type(parts, tuple, path, "pass a tuple of parts")
     for i, part in enumerate(parts):
         _check_type(part, Part, f"{path}[{i}]", "pass TextPart and ImagePart only")
+        if isinstance(part, ImagePart):
+            _check_type(part.ref, MediaRef, f"{path}[{i}].ref", "put the image, and pass its ref")
 
 
 def _read_content(content: Any, resolver: ImageResolver, path: str) -> tuple[Part, ...]:

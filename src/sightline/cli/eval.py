@@ -8,34 +8,26 @@ is measured again.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import json
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from sightline.errors import ConfigError
 
 if TYPE_CHECKING:
     from sightline.config import RunFile
-    from sightline.rollout.chat_sources import ChatSource
-    from sightline.rollout.player import PlayedRollout
 
-SETTINGS: dict[str, tuple[str, type, str]] = {
-    "tasks": ("eval", int, "default: 256, or as in the run"),
-    "temperature": ("eval", float, "default: 1.0, or as in the run"),
-    "max_tokens": ("rollout", int, "of a turn; default: 64, or as in the run"),
-    "max_turns": ("rollout", int, "of a rollout; default: any number"),
-    "max_model_len": ("inference", int, "of a sequence; default: 2048"),
-    "timeout_s": ("rollout", float, "of one rollout; default: 600"),
-    "seed": ("run", int, "default: 0, or as in the run"),
-    "device": ("inference", str, "of a served checkpoint; default: auto"),
+SETTINGS: dict[str, tuple[type, str]] = {
+    "tasks": (int, "default: 256, or as in the run"),
+    "temperature": (float, "default: 1.0, or as in the run"),
+    "max_tokens": (int, "of a turn; default: 64, or as in the run"),
+    "max_turns": (int, "of a rollout; default: any number"),
+    "max_model_len": (int, "of a sequence; default: 2048"),
+    "timeout_s": (float, "of one rollout; default: 600"),
+    "seed": (int, "default: 0, or as in the run"),
+    "device": (str, "of a served checkpoint; default: auto"),
 }
-"""Options that take the place of a setting of the same name: its section, their type and help."""
+"""Options that take the place of a setting of the same name: their type and help."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a store that the endpoint reads too: images go there by reference",
     )  # fmt: skip
     parser.add_argument("--split", default="eval", choices=("eval", "train"))
-    for name, (_, kind, words) in SETTINGS.items():
+    for name, (kind, words) in SETTINGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=words)
     parser.add_argument(
         "--max-concurrent", type=int, default=32, help="rollouts at once; default: %(default)s"
@@ -68,93 +60,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.max_concurrent < 1:
-        raise ConfigError(f"--max-concurrent {args.max_concurrent}", "take 1 or more")
     if not isinstance(args.env_args, dict):
         raise ConfigError(f"--env-args {args.env_args!r}", "write them as a JSON object")
     from sightline.envs.mix import build_environment
-    from sightline.rollout.player import RolloutPlayer
+    from sightline.launch.evaluate import play_evaluation
     from sightline.view.eval_table import print_eval_table, to_line
 
     config = _read_settings(args)
-    if config.eval.tasks < 1:
-        raise ConfigError(f"--tasks {config.eval.tasks}", "take 1 or more")
     env = build_environment(config.env)
-    with (
-        tempfile.TemporaryDirectory(prefix="sightline-eval-") as scratch,
-        _open_chats(args, config, args.media or Path(scratch)) as chats,
-    ):
-        began = time.monotonic()
-        player = RolloutPlayer(env, chats, config.rollout.timeout_s)
-        played = asyncio.run(_play_all(args, config, player))
+    same = ("api_key", "media", "split", "max_concurrent", "threads")
+    played = play_evaluation(
+        env,
+        config,
+        endpoint=args.endpoint or "",
+        model_name=args.model or "",
+        **{name: getattr(args, name) for name in same},
+    )
     if args.output:
         args.output.write_text("".join(json.dumps(to_line(one)) + "\n" for one in played))
-    print_eval_table(played, args.env or env.name, time.monotonic() - began)
+    seconds = max(one.trace.ended for one in played) - min(one.trace.started for one in played)
+    print_eval_table(played, args.env or env.name, seconds)
     return 0 if any(one.trace.reward is not None for one in played) else 1
 
 
 def _read_settings(args: argparse.Namespace) -> RunFile:
     """The settings of the given run, or the usual ones, with the options in their places."""
-    from sightline.config import RunFile, load_stored_config, validate_config
+    from sightline.config import RunFile, load_stored_config
+    from sightline.launch.evaluate import build_eval_config
 
-    values: dict[str, Any] = {"model": {"path": ""}}
+    values: dict[str, Any] = {}
     if args.run_dir is not None:
         values = load_stored_config(RunFile, args.run_dir / "config.toml").model_dump()
     elif args.env is None:
         raise ConfigError("no environment", "name it, or a run with --run")
     if args.env is not None:
         values["env"] = {"name": args.env, "args": args.env_args}
-    values["model"]["path"] = str(args.checkpoint or "")
-    inference = values.setdefault("inference", {})
-    # What is served here is a server of ours, whatever the run asked.
-    inference["engine"] = "vllm" if inference.get("engine") == "vllm" else "torch"
-    sections = {name: section for name, (section, _, _) in SETTINGS.items()} | {"dtype": "model"}
-    for name, section in sections.items():
-        if getattr(args, name) is not None:
-            values.setdefault(section, {})[name] = getattr(args, name)
-    return validate_config(RunFile, values, "sightline eval")
-
-
-@contextlib.contextmanager
-def _open_chats(args: argparse.Namespace, config: RunFile, media: Path) -> Iterator[ChatSource]:
-    from sightline.media import MediaStore
-    from sightline.rollout.chat_sources import OpenAIChats, build_policy_chats
-    from sightline.rollout.openai_chat import OpenAIClient
-
-    store = MediaStore(media)
-    if args.endpoint:
-        url = args.endpoint.rstrip("/")
-        url += "" if urlsplit(url).path else "/v1"
-        yield OpenAIChats(
-            store=store,
-            max_tokens=config.rollout.max_tokens,
-            max_turns=config.rollout.max_turns,
-            client=OpenAIClient(url, args.model or "", args.api_key),
-            shares_store=args.media is not None,
-        )
-        return
-    from sightline.launch.processes import temporary_server
-
-    model, inference = config.model, config.inference
-    served = ("engine", "python", "device", "max_num_seqs", "max_model_len", "prefill_chunk_tokens")
-    options = {name: getattr(inference, name) for name in served}
-    options |= {"dtype": model.dtype, **model.overrides()}
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    with temporary_server(args.checkpoint, media, words, args.threads) as address:
-        yield build_policy_chats(config, [address], store)
-
-
-async def _play_all(args: argparse.Namespace, config: RunFile, player: Any) -> list[PlayedRollout]:
-    from sightline.rollout.evaluation import build_eval_request, play_tasks
-
-    def request(task: int) -> Any:
-        return build_eval_request(task, args.split, config.run.seed, config.eval.temperature)
-
-    try:
-        if args.endpoint:
-            await player.chats.client.choose_model()
-        return await play_tasks(
-            lambda task: player.play(request(task)), range(config.eval.tasks), args.max_concurrent
-        )
-    finally:
-        await player.close()
+    given = {name: getattr(args, name) for name in (*SETTINGS, "dtype")}
+    given = {name: value for name, value in given.items() if value is not None}
+    return build_eval_config(values, str(args.checkpoint or ""), given)

@@ -23,19 +23,20 @@ AnyFile = TypeVar("AnyFile", bound=ConfigSection)
 
 def load_config(kind: type[AnyFile], path: Path, overrides: Sequence[str] = ()) -> AnyFile:
     """The run file at `path`, with `section.key=value` overrides."""
-    values = _read_toml(path)
+    values = read_run_file(path)
     apply_overrides(values, overrides)
     return validate_config(kind, values, str(path))
 
 
 def load_stored_config(kind: type[AnyFile], path: Path, overrides: Sequence[str] = ()) -> AnyFile:
     """The `config.toml` of a run directory, for reading it: names of earlier versions are known."""
-    values = translate_old_names(_read_toml(path))
+    values = translate_old_names(read_run_file(path))
     apply_overrides(values, overrides)
     return validate_config(kind, values, str(path))
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_run_file(path: Path) -> dict[str, Any]:
+    """The sections of the file, not checked yet."""
     try:
         return tomllib.loads(path.read_text())
     except (FileNotFoundError, IsADirectoryError):

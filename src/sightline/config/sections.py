@@ -335,9 +335,10 @@ class DataConfig(ConfigSection):
     """Conversations in place of an environment's demonstrations."""
 
     path: str
-    """Conversations as a JSONL or parquet file, or as a folder of datasets.save_to_disk."""
+    """Conversations: a JSONL or parquet file, a folder of the datasets library or of parquet
+    shards, or the id of a data set on the Hub."""
     split: str = ""
-    """Name of the split to train on, where the folder holds several."""
+    """Name of the split to train on, where there are several."""
     messages_column: str = "messages"
     """Name of the column that holds the messages."""
     images_column: str = "images"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import random
+import reprlib
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -26,6 +27,9 @@ class Task:
     """`train`, `eval` or `sft`; no two of them share a task."""
     data: Any = None
 
+    def __repr__(self) -> str:
+        return f"Task({self.index}, {self.split!r}, {reprlib.repr(self.data)})"
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -36,6 +40,11 @@ class Outcome:
     """Named measures beside the reward, shown in the metrics and not trained on."""
     per_turn: list[float] | None = None
     """What each model call earned, in order; used by `credit = "turn"`."""
+
+    def __repr__(self) -> str:
+        parts = "".join(f", {name}={value:.4g}" for name, value in self.parts.items())
+        turns = "" if self.per_turn is None else f", per_turn={reprlib.repr(self.per_turn)}"
+        return f"Outcome({self.reward:.4g}{parts}{turns})"
 
 
 Reward = float | dict[str, float] | Outcome
@@ -155,6 +164,12 @@ class Environment:
 
 def load_environment(path: str, args: dict[str, Any]) -> Environment:
     """An environment from `module:Class`, or the name of one that is built in."""
+    if path.startswith("__main__:"):
+        raise ConfigError(
+            f"the environment {path!r} is defined in a notebook or a script, which the worker "
+            "processes of a run cannot import",
+            "move the class into a module beside it, environment.py say, and import it from there",
+        )
     if ":" not in path and not (path.isidentifier() and find_spec(f"sightline.envs.{path}")):
         raise ConfigError(
             f"[env] name = {path!r}: no module of that name is built in",

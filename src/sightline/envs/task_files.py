@@ -1,4 +1,4 @@
-"""Tasks from files: JSONL, parquet, or a folder that the `datasets` library saved.
+"""Tasks from files: JSONL, parquet, or what the `datasets` library saved or loads.
 
 Rows are read when they are played; no file is loaded whole. Columns that hold images come back
 as refs: `read` puts them into the store. Columns are known for images by what the `datasets`
@@ -23,6 +23,7 @@ from sightline.media import MediaRef
 Put = Callable[[Any], MediaRef]
 FEATURES_KEY = b"huggingface"
 """Where the `datasets` library writes, in a schema, what its columns are."""
+_SUFFIXES = (".jsonl", ".ndjson", ".parquet")
 
 
 class TaskFile:
@@ -79,24 +80,28 @@ def open_tasks(
     sft_fraction: float = 0.0,
     seed: int = 0,
 ) -> TaskFile:
-    """The tasks in a file, or in the `dataset_split` of a saved `DatasetDict`.
+    """The tasks in a file or a folder, or of a data set on the Hub, `owner/name`.
 
-    `eval_fraction` and `sft_fraction` are the shares of the rows that those splits get; the rest
-    is for training.
+    `dataset_split` names one of several splits. A folder that the `datasets` library did not save,
+    such as one of parquet shards, and what is on the Hub, are loaded by it. `eval_fraction` and
+    `sft_fraction` are the shares of the rows that those splits get; the rest is for training.
     """
     found = Path(path)
-    if not found.exists():
+    rows: TaskRows
+    if not found.exists() and (str(path).count("/") != 1 or found.suffix in _SUFFIXES):
         raise ConfigError(f"no tasks at {found}", "check the path")
-    if found.is_dir():
+    if not found.exists():
+        rows, folder = _load_with_datasets(str(path), dataset_split), found
+    elif found.is_dir():
         rows, folder = _folder(found, dataset_split)
-    elif found.suffix in (".jsonl", ".ndjson"):
+    elif found.suffix in _SUFFIXES[:2]:
         rows, folder = JsonlRows(found), found.parent
     elif found.suffix == ".parquet":
         rows, folder = ParquetRows(found), found.parent
     else:
         raise ConfigError(
             f"{found}: tasks are not read from {found.suffix or 'such a file'}",
-            "give a .jsonl or .parquet file, or a folder of datasets' save_to_disk",
+            "give a .jsonl or .parquet file, a folder of shards, or the id of a data set",
         )
     if not len(rows):
         raise ConfigError(f"{found} has no rows", "a run needs tasks")
@@ -113,11 +118,22 @@ def _folder(path: Path, dataset_split: str) -> tuple[TaskRows, Path]:
                 "name one of them: open_tasks(path, dataset_split=...)",
             )
         path = path / dataset_split
-    elif not (path / "state.json").is_file():
+    if (path / "state.json").is_file():
+        return ArrowRows(_read_saved_table(path)), path
+    return _load_with_datasets(str(path), dataset_split), path
+
+
+def _load_with_datasets(name: str, dataset_split: str) -> ArrowRows:
+    library = import_extra("datasets", "datasets")
+    try:
+        loaded = library.load_dataset(name, split=dataset_split or "train")
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{path} is no folder that datasets' save_to_disk wrote", "it would hold a state.json"
-        )
-    return ArrowRows(path), path
+            f"{name}, split {dataset_split or 'train'!r}: the datasets library cannot load it: "
+            f"{type(error).__name__}: {error}",
+            "check the name, the split and the network; or download it and name the folder",
+        ) from error
+    return ArrowRows(loaded.data.table, loaded.features.arrow_schema)
 
 
 class JsonlRows:
@@ -176,17 +192,21 @@ class ParquetRows:
         return _read_row(table, number - first)
 
 
-class ArrowRows:
+def _read_saved_table(folder: Path) -> Any:
     """Arrow files, mapped into memory: what the workers of a machine read is there once."""
+    pyarrow = import_extra("pyarrow", "data")
+    import_extra("pyarrow.ipc", "data")
+    state = json.loads((folder / "state.json").read_text())
+    maps = [pyarrow.memory_map(str(folder / file["filename"])) for file in state["_data_files"]]
+    return pyarrow.concat_tables([pyarrow.ipc.open_stream(mapped).read_all() for mapped in maps])
 
-    def __init__(self, folder: Path) -> None:
-        pyarrow = import_extra("pyarrow", "data")
-        import_extra("pyarrow.ipc", "data")
-        state = json.loads((folder / "state.json").read_text())
-        maps = [pyarrow.memory_map(str(folder / file["filename"])) for file in state["_data_files"]]
-        tables = [pyarrow.ipc.open_stream(mapped).read_all() for mapped in maps]
-        self._table = pyarrow.concat_tables(tables)
-        self.image_columns = image_columns(self._table.schema)
+
+class ArrowRows:
+    """Rows of an arrow table; `schema` says where images are, if the table's own does not."""
+
+    def __init__(self, table: Any, schema: Any = None) -> None:
+        self._table = table
+        self.image_columns = image_columns(schema or table.schema)
 
     def __len__(self) -> int:
         return int(self._table.num_rows)

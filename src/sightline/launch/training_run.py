@@ -45,6 +45,7 @@ from sightline.launch.torchrun import (
 )
 from sightline.run import EventLog, RunDir
 from sightline.view.console import LiveView
+from sightline.view.notebook import find_notebook_view
 from sightline.view.run_status import SIGNAL, describe_end, get_status
 from sightline.view.sft_progress import SftProgress
 from sightline.view.sinks.process import SinkProcess
@@ -163,7 +164,7 @@ def _run(
     sinks = SinkProcess(
         job.get_logging(file), run_dir, lambda words: events.write("sink", words=words)
     )
-    view = job.open_view(file, run_dir)
+    view = find_notebook_view(run_dir) or job.open_view(file, run_dir)
     failure, was_stopped = None, False
     try:
         with sinks, SignalCounter() as signals:

@@ -6,8 +6,9 @@ beyond its urls, and imports `sightline.errors` alone. Pillow is loaded by `deco
 first image is decoded.
 """
 
+from sightline.media.decode import is_image_source
 from sightline.media.ingest import ImageIngestor, UrlRefCache
 from sightline.media.ref import MediaRef
 from sightline.media.store import MediaStore
 
-__all__ = ["ImageIngestor", "MediaRef", "MediaStore", "UrlRefCache"]
+__all__ = ["ImageIngestor", "MediaRef", "MediaStore", "UrlRefCache", "is_image_source"]

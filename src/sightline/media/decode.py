@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import struct
 import zlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sightline.errors import MediaRefused, MediaUndecodable
@@ -95,6 +96,11 @@ def warm_up() -> Image:
     from PIL import Image as images
 
     return open_rgb(encode_png(images.new("RGB", (64, 64))))
+
+
+def is_image_source(source: object) -> bool:
+    """Whether this is something that `MediaStore.put` takes."""
+    return isinstance(source, bytes | bytearray | memoryview | Path) or is_pil_image(source)
 
 
 def is_pil_image(source: object) -> bool:

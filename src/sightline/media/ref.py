@@ -33,10 +33,14 @@ class MediaRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sizes = (self.width, self.height, self.nbytes)
         if self.mime not in MIMES or any(type(size) is not int or size <= 0 for size in sizes):
             raise MediaError(
-                f"not a media ref: {self}",
+                f"not a media ref: {msgspec.structs.asdict(self)}",
                 "take refs from MediaStore.put or get_ref; their mime is one of "
                 f"{', '.join(MIMES)}, their width, height and nbytes are whole numbers above 0",
             )
+
+    def __repr__(self) -> str:
+        kind = self.mime.removeprefix("image/")
+        return f"MediaRef({self.digest[:12]}, {kind}, {self.width}x{self.height})"
 
     @property
     def url(self) -> str:

@@ -61,14 +61,7 @@ class Evaluator:
             step,
             # One line in the metrics for each evaluation beside the run, not one for all of them.
             name=f"{name} {step}" if server else name,
-            tasks=len(traces),
-            broken=summary.num_broken,
-            truncated=summary.num_truncated,
-            error=summary.first_error,
-            reward=summary.reward,
-            interval=list(summary.interval),
-            parts={part: sum(v) / len(v) for part, v in sorted(summary.parts.items())},
-            envs={env: one.reward for env, one in summary.by_env.items()},
+            **summary.event_values,
             **extra,
         )
         # Counted when all is played: an evaluation that is cut short is played again.

@@ -15,7 +15,7 @@ from sightline.errors import (
     Misaligned,
     RolloutTruncated,
 )
-from sightline.message import AssistantMessage, Message
+from sightline.message import AssistantMessage, Message, put_images
 from sightline.render import Renderer, Tools
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.model_chat import ModelChat
@@ -67,15 +67,15 @@ class RolloutChat(ModelChat):
         return sum(node.num_sampled for node in self.trace.turns)
 
     async def messages(self, messages: Messages) -> list[Message]:
+        taken = put_images(messages, self.put)
         await self.pending.settle()
-        return await self.run_in_pool(self.renderer.read_messages, unwrap_refs(messages))
+        return await self.run_in_pool(self.renderer.read_messages, unwrap_refs(taken))
 
     async def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         with self._begin_turn() as stage:
+            taken = put_images(new_messages, self.put)
             turn = await self._prepare(
-                lambda: self.trace.extend(
-                    self.leaf, unwrap_refs(new_messages), self.renderer, tools
-                ),
+                lambda: self.trace.extend(self.leaf, unwrap_refs(taken), self.renderer, tools),
                 stage,
             )
             return (await self._call(turn, self.max_tokens, stage)).message
@@ -88,8 +88,9 @@ class RolloutChat(ModelChat):
     ) -> CompletedTurn:
         """The call that follows a whole history, at most `max_tokens` long."""
         with self._begin_turn() as stage:
+            taken = put_images(messages, self.put)
             turn = await self._prepare(
-                lambda: self.trace.prepare(unwrap_refs(messages), self.renderer, tools), stage
+                lambda: self.trace.prepare(unwrap_refs(taken), self.renderer, tools), stage
             )
             return await self._call(turn, min(max_tokens, self.max_tokens), stage)
 

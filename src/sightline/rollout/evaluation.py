@@ -78,6 +78,16 @@ class EvalSummary:
 
     traces: list[Trace]
 
+    def __repr__(self) -> str:
+        low, high = self.interval
+        parts = "".join(f", {name} {fmean(values):.3f}" for name, values in self.parts.items())
+        ended = f"{self.num_broken} broken, {self.num_truncated} truncated"
+        first = f"; first: {self.first_error[:200]}" if self.first_error else ""
+        return (
+            f"<{len(self.traces)} tasks: reward {self.reward:.3f} ({low:.3f} to {high:.3f})"
+            f"{parts}; {ended}{first}>"
+        )
+
     @property
     def scored(self) -> list[Trace]:
         """Rollouts that came to a reward."""
@@ -119,6 +129,20 @@ class EvalSummary:
         return {
             name: [trace.rewards[name] for trace in self.scored if name in trace.rewards]
             for name in names
+        }
+
+    @property
+    def event_values(self) -> dict[str, Any]:
+        """What an event says of it."""
+        return {
+            "tasks": len(self.traces),
+            "broken": self.num_broken,
+            "truncated": self.num_truncated,
+            "error": self.first_error,
+            "reward": self.reward,
+            "interval": list(self.interval),
+            "parts": {part: fmean(values) for part, values in sorted(self.parts.items())},
+            "envs": {env: one.reward for env, one in self.by_env.items()},
         }
 
     @property

@@ -15,7 +15,7 @@ from sightline.envs.openai_messages import read_completion, to_openai_message
 from sightline.envs.protocol import Messages
 from sightline.errors import EngineError, RolloutTruncated
 from sightline.media import MediaRef
-from sightline.message import AssistantMessage, ImageResolver, Message, to_messages
+from sightline.message import AssistantMessage, ImageResolver, Message, put_images, to_messages
 from sightline.render import Tools
 from sightline.rollout.model_chat import ModelChat
 from sightline.rollout.put_pool import unwrap_refs
@@ -124,8 +124,9 @@ class OpenAIChat(ModelChat):
         return self.usage.num_sampled_tokens
 
     async def messages(self, messages: Messages) -> list[Message]:
+        taken = put_images(messages, self.put)
         await self.pending.settle()
-        return await self.run_in_pool(to_messages, unwrap_refs(messages), self.resolver)
+        return await self.run_in_pool(to_messages, unwrap_refs(taken), self.resolver)
 
     async def send(self, new_messages: Messages, *, tools: Tools | None = None) -> AssistantMessage:
         return await self._complete([*self.history, *await self.messages(new_messages)], tools)

@@ -12,10 +12,8 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any, cast
 
-import msgspec
-
 from sightline.media import MediaRef, MediaStore
-from sightline.message import ImagePart, Message
+from sightline.message import replace_images
 
 PUT_THREADS = 4
 """The store's work is mostly outside the interpreter's lock; more threads would only contend."""
@@ -96,12 +94,4 @@ def _image_memory_bytes(image: Any) -> int:
 
 def unwrap_refs(value: Any) -> Any:
     """Messages with true refs in the places of pending ones, which have all arrived."""
-    if isinstance(value, dict):
-        return {key: unwrap_refs(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [unwrap_refs(inner) for inner in value]
-    if isinstance(value, Message) and any(unwrap_refs(ref) is not ref for ref in value.images):
-        return msgspec.structs.replace(value, content=tuple(map(unwrap_refs, value.content)))
-    if isinstance(value, ImagePart):
-        return ImagePart(unwrap_refs(value.ref))
-    return value.ref if type(value) is PendingRef else value
+    return replace_images(value, lambda ref: ref.ref if type(ref) is PendingRef else ref)

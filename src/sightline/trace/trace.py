@@ -63,6 +63,14 @@ class Trace(TraceGraph, kw_only=True, forbid_unknown_fields=True):
         self.check()
         super().__post_init__()
 
+    def __repr__(self) -> str:
+        reward = "no reward" if self.reward is None else f"reward {self.reward:.3f}"
+        ended = f", broken: {self.error_kind}" if self.error else ", truncated" * self.truncated
+        return (
+            f"<trace {self.id}: {self.env} task {self.task}, {self.num_turns} turns, "
+            f"{self.num_tokens} tokens, {reward}{ended}>"
+        )
+
     def check(self) -> None:
         """Raises Misaligned when nodes or credits do not line up."""
         num_turns = 0

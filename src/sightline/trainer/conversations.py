@@ -18,11 +18,21 @@ from sightline.envs.protocol import Tools
 from sightline.envs.task_files import open_tasks, put_cell_images
 from sightline.errors import MediaError, MessageError
 from sightline.media import ImageIngestor, MediaRef, MediaStore
-from sightline.message import IMAGE_KINDS, ImageResolver, Message, get_image_source, to_messages
+from sightline.message import (
+    IMAGE_KINDS,
+    ImageResolver,
+    Message,
+    get_image_source,
+    put_images,
+    to_messages,
+)
 
 TRAIN, HELD_OUT = "train", "eval"
 _CELL_KEYS = {"bytes", "path"}
 """How the `datasets` library writes an image."""
+_PLACEHOLDER = "<image>"
+"""Where a text shows the next image of its row, in data of ShareGPT's form."""
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 
 Put = Callable[[Any], MediaRef]
 
@@ -54,15 +64,17 @@ class Demonstrations:
         # Not the string that an environment seeds a task with: the same draws would leak it.
         rng = random.Random(f"{self._seed}:demonstration:{index}")
         env = self._env.choose_environment(index, "sft")
-        messages = env.demonstration(env.task(index, "sft"), self._store.put, rng)
+        shown = env.demonstration(env.task(index, "sft"), self._store.put, rng)
+        messages = put_images(shown, self._store.put)
         return TrainingConversation(self.name(index, split), messages, env.tools)
 
 
 class FileConversations:
-    """Rows of a JSONL or parquet file, or of a folder that the `datasets` library saved.
+    """Rows of whatever `open_tasks` opens.
 
-    A row has its messages in OpenAI's form. An image part that names no source takes the next
-    image of the row's column of images.
+    A row has its messages in OpenAI's form, or in ShareGPT's. An image part that names no source,
+    or a placeholder in a text, takes the next image of the row's column of images; a part with an
+    `index`, as TRL writes it, takes that one.
     """
 
     def __init__(self, data: DataConfig, put: Put, resolver: ImageResolver, seed: int) -> None:
@@ -108,6 +120,8 @@ class FileConversations:
 
     def _convert_row(self, row: dict[str, Any], name: str) -> TrainingConversation:
         column = self._data.messages_column
+        if row.get(column) is None and column == "messages" and "conversations" in row:
+            column = "conversations"
         if row.get(column) is None:
             raise MessageError.at(
                 column,
@@ -118,7 +132,10 @@ class FileConversations:
         shown = _RowImages(
             images if isinstance(images, list) else [images], self._put, self._folder
         )
-        messages = to_messages(shown.fill(_decode_cell(row[column], column)), self._resolver)
+        filled = shown.fill(_decode_cell(row[column], column))
+        if "image_digests" not in row:  # as `sightline samples` writes it, images of all branches
+            shown.check_all_used()
+        messages = to_messages(filled, self._resolver)
         if not any(message.role == "assistant" for message in messages):
             raise MessageError.at(column, "nothing that the assistant says", "remove the row")
         tools = _decode_cell(row["tools"], "tools") if row.get("tools") else None
@@ -134,27 +151,40 @@ class _RowImages:
 
     def __init__(self, images: Sequence[MediaRef], put: Put, folder: Path) -> None:
         self._images, self._put, self._folder = images, put, folder
-        self._used = 0
+        self._used: list[int] = []
 
     def fill(self, messages: Any) -> Any:
         """The messages with refs where images are; what is of another shape is left as it is."""
         if not isinstance(messages, list):
             return messages
-        filled = [self._message(m, f"messages[{i}]") for i, m in enumerate(messages)]
-        if self._used < len(self._images):
+        return [self._message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+
+    def check_all_used(self) -> None:
+        if unused := set(range(len(self._images))).difference(self._used):
             raise MessageError.at(
                 "messages",
-                f"{self._used} image parts take an image of the row, which has {len(self._images)}",
-                'show each with a part {"type": "image"}',
+                f"{len(self._used)} image parts take an image of the row, which has "
+                f"{len(self._images)}: image {min(unused)} is not shown",
+                'show each with a part {"type": "image"}, or with <image> in a text',
             )
-        return filled
 
     def _message(self, message: Any, path: str) -> Any:
         if not isinstance(message, dict):
             return message
         # A table has every key in every row, null where there is none.
         message = {key: value for key, value in message.items() if value is not None}
-        if isinstance(parts := message.get("content"), list):
+        if is_sharegpt := "from" in message and "role" not in message:
+            speaker = message.pop("from")
+            if speaker not in _SHAREGPT_ROLES:
+                known = ", ".join(_SHAREGPT_ROLES)
+                raise MessageError.at(f"{path}.from", f"{speaker!r}", f"use one of {known}")
+            message |= {"role": _SHAREGPT_ROLES[speaker], "content": message.pop("value", None)}
+        parts = message.get("content")
+        if isinstance(parts, str) and _PLACEHOLDER in parts and (self._images or is_sharegpt):
+            texts = [{"type": "text", "text": text} for text in parts.split(_PLACEHOLDER)]
+            parts = [part for text in texts for part in ({"type": "image"}, text)][1:]
+            parts = [part for part in parts if part.get("text") != ""]
+        if isinstance(parts, list):
             path = f"{path}.content"
             parts = [self._part(part, f"{path}[{i}]") for i, part in enumerate(parts)]
             message["content"] = parts
@@ -163,9 +193,9 @@ class _RowImages:
     def _part(self, part: Any, path: str) -> Any:
         if not isinstance(part, dict) or part.get("type") not in IMAGE_KINDS:
             return part
-        sources = {k: v for k, v in part.items() if k != "type" and v is not None}
-        if not sources:
-            return {"type": "image", "image": self._next(path)}
+        sources = {k: v for k, v in part.items() if k not in ("type", "text") and v is not None}
+        if sources.keys() <= {"index"}:
+            return {"type": "image", "image": self._take(sources.get("index"), path)}
         for key, value in sources.items():
             if isinstance(value, dict) and value and value.keys() <= _CELL_KEYS:
                 cell = put_cell_images(value, self._put, self._folder, f"{path}.{key}")
@@ -173,16 +203,18 @@ class _RowImages:
         get_image_source(part, path)  # raises, with the path, where there is none
         return part
 
-    def _next(self, path: str) -> MediaRef:
-        if self._used == len(self._images):
+    def _take(self, index: int | None, path: str) -> MediaRef:
+        """Image `index` of the row, or the next one."""
+        at = len(self._used) if index is None else index
+        if at not in range(len(self._images)):
             raise MessageError.at(
                 path,
-                f"image part {self._used + 1} without a source, and the row has "
-                f"{len(self._images)} images",
+                f"image part {len(self._used) + 1} without a source asks for image {at}, and the "
+                f"row has {len(self._images)} images",
                 "give it a url, or the row an image more ([data] images_column names the column)",
             )
-        self._used += 1
-        return self._images[self._used - 1]
+        self._used.append(at)
+        return self._images[at]
 
 
 def _decode_cell(cell: Any, path: str) -> Any:
@@ -204,9 +236,14 @@ def open_conversations(
 
 
 class _PlaceholderResolver:
-    """Resolves every url to one made-up image, and fetches nothing."""
+    """Resolves every url to one made-up image, and fetches nothing; files must be there."""
 
     ref = MediaRef("0" * 64, "image/png", 64, 64, 1)
+
+    def put(self, source: Any) -> MediaRef:
+        if isinstance(source, Path) and not source.is_file():
+            raise MediaError(f"no image at {source}", "put it there, or mend the row")
+        return self.ref
 
     def resolve(self, url: str, path: str) -> MediaRef:
         return self.ref
@@ -218,6 +255,6 @@ def check_rows_for_images(data: DataConfig, seed: int, most: int = 200) -> bool:
     Raises where one of them is no conversation.
     """
     resolver = _PlaceholderResolver()
-    found = FileConversations(data, lambda source: resolver.ref, resolver, seed)
+    found = FileConversations(data, resolver.put, resolver, seed)
     shown = [found.row(i).shows_images for i in range(min(most, len(found)))]
     return any(shown)

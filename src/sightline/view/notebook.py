@@ -1,4 +1,4 @@
-"""A run in a notebook: `sightline.open_run(path)`.
+"""A run in a notebook: `sightline.open_run(path)`, and its live view while `train` runs there.
 
 It reads the same index as the dashboard, so a hundred thousand rollouts are a table, and a trace
 is read when it is asked for.
@@ -7,6 +7,8 @@ is read when it is asked for.
 from __future__ import annotations
 
 import base64
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 from sightline.errors import ConfigError, MediaError
 from sightline.media import MediaRef
 from sightline.message import ImagePart, Message
+from sightline.run import RunDir
 from sightline.trace import Trace
 from sightline.view import formatting
+from sightline.view.chart import Series, line_chart, smooth
 from sightline.view.dashboard import queries, rollout_page, thumbnails, trace_files
 from sightline.view.dashboard.run_view import RunView
 from sightline.view.run_files import get_run_dir
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 
 _SHOWN_SIDE = 240
 _MOST_SHOWN = 12
+_LIVE_INTERVAL_S = 2.0
+_SMOOTHED_STEPS = 10
 
 
 def open_run(path: str | Path) -> Run:
@@ -153,7 +159,53 @@ class Run:
         if found["probe"]:
             rows.append(("probe", found["probe"].get("words", "")))
         template: Any = get_template("notebook.html.jinja").module
-        return str(template.run(self.name, rows))
+        return str(template.run(self.name, rows)) + self._draw_curve()
+
+    def _draw_curve(self) -> str:
+        """The curve of the reward, or of the loss where there is none, as SVG."""
+        found = self._view.history.since(0)
+        name = "reward" if "reward" in found["columns"] else "loss"
+        points = list(zip(found["step"], found["columns"].get(name, ()), strict=False))
+        curves = [
+            Series(name, points, "faint"),
+            Series(f"mean of {_SMOOTHED_STEPS} steps", smooth(points, _SMOOTHED_STEPS)),
+        ]
+        if name == "reward" and (evals := self._view.history.evals):
+            held_out = [(one["step"], one.get("reward")) for one in evals]
+            curves.append(Series("held-out tasks", held_out, "dots", colour=1))
+        return line_chart(name, curves) if points else ""
+
+
+class NotebookView:
+    """The live view of a run in the cell that started it: `update` draws it anew."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        from IPython.display import display
+
+        self._run_dir = run_dir
+        self._run: Run | None = None
+        self._drawn_at = float("-inf")
+        self._handle = display(display_id=True)
+
+    def update(self) -> None:
+        if time.monotonic() - self._drawn_at >= _LIVE_INTERVAL_S:
+            self._draw()
+
+    def close(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        self._drawn_at = time.monotonic()
+        self._run = self._run or open_run(self._run_dir.path)
+        self._run.refresh()
+        self._handle.update(self._run)
+
+
+def find_notebook_view(run_dir: RunDir) -> NotebookView | None:
+    """The live view for the notebook that this process runs; None elsewhere."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return NotebookView(run_dir) if hasattr(shell, "kernel") else None
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from sightline.media import MediaRef
 from sightline.message import ImagePart
 from sightline.trace import Node, Trace
 from sightline.view import formatting
@@ -13,9 +14,22 @@ INDENT = " " * 6
 MOST_LINES = 12
 
 
-def format_transcript(trace: Trace, width: int = 80, is_full: bool = False) -> Iterator[str]:
-    """Lines of at most `width` characters; long messages are shortened unless `is_full`."""
-    yield from _head(trace, width)
+DrawImage = Callable[[MediaRef], list[str]]
+"""The lines of a picture, ready for a terminal."""
+
+
+def format_transcript(
+    trace: Trace,
+    width: int = 80,
+    is_full: bool = False,
+    draw: DrawImage | None = None,
+    shows_errors: bool = True,
+) -> Iterator[str]:
+    """Lines of at most `width` characters; long messages are shortened unless `is_full`.
+
+    Images are told by digest and size; with `draw` they are shown below.
+    """
+    yield from _head(trace, width, shows_errors)
     credits = dict(zip((node.id for node in trace.turns), trace.per_turn or (), strict=False))
     branches, told = trace.branches(), set[int]()
     for number, path in enumerate(branches):
@@ -25,7 +39,12 @@ def format_transcript(trace: Trace, width: int = 80, is_full: bool = False) -> I
         if len(branches) > 1:
             yield _branch(number, len(branches), trace, new)
         for node in new:
-            yield from _message(trace.nodes[node], credits.get(node), width, is_full)
+            found = trace.nodes[node]
+            prompt = trace.end(node) - found.num_sampled
+            yield from _message(found, prompt, credits.get(node), width, is_full)
+            if draw is not None:
+                for ref in found.message.images:
+                    yield from (INDENT + line for line in draw(ref))
 
 
 def describe_trace(trace: Trace) -> str:
@@ -38,7 +57,7 @@ def describe_trace(trace: Trace) -> str:
     )
 
 
-def _head(trace: Trace, width: int) -> Iterator[str]:
+def _head(trace: Trace, width: int, shows_errors: bool) -> Iterator[str]:
     yield _fit(f"trace {trace.id}", width)
     facts = [
         f"{trace.env or 'no environment'}, task {trace.task} of {trace.split}, seed {trace.seed}",
@@ -57,10 +76,10 @@ def _head(trace: Trace, width: int) -> Iterator[str]:
     parts = "".join(f", {name} {value:.3f}" for name, value in trace.rewards.items())
     reward = "no reward" if trace.reward is None else f"reward {trace.reward:.3f}"
     yield from _wrap(f"{reward}{parts}{', truncated' if trace.truncated else ''}", width, "  ")
-    if trace.limit:
+    if trace.limit and shows_errors:
         yield from _wrap(trace.limit, width, "  ")
     for error in (trace.error, *trace.refused_requests):
-        if error:
+        if error and shows_errors:
             yield from _wrap(f"error: {error}", width, "  ")
 
 
@@ -70,14 +89,17 @@ def _branch(number: int, count: int, trace: Trace, new: list[int]) -> str:
     return f"--- branch {number + 1} of {count}, {start}"
 
 
-def _message(node: Node, credit: float | None, width: int, is_full: bool) -> Iterator[str]:
+def _message(
+    node: Node, num_prompt: int, credit: float | None, width: int, is_full: bool
+) -> Iterator[str]:
     facts = [_num(len(node.token_ids), "token")]
     if node.is_turn:
         versions = ", ".join(
             str(v) if v == w else f"{v} to {w}"
             for v, w in [(node.versions[0].version, node.versions[-1].version)]
         )
-        facts += [f"{node.num_sampled} sampled", node.finish_reason, f"version {versions}"]
+        facts = [f"prompt {num_prompt}", f"{node.num_sampled} sampled", node.finish_reason]
+        facts.append(f"version {versions}")
     if credit is not None:
         facts.append(f"credit {credit:+.3f}")
     yield _fit(f"{node.id:4d}  {node.message.role}  ({', '.join(facts)})", width)

@@ -44,7 +44,8 @@ def test_several_traces_are_listed_and_one_is_shown(file: Path, capsys) -> None:
         "error: messages[0].role: 'robot'",
         "--- branch 1 of 3, from the beginning",
         "--- branch 2 of 3, goes on from node 1",
-        "   2  assistant  (6 tokens, 3 sampled, stop, version 4, credit +0.500)",
+        "   2  assistant  (prompt ",
+        ", 3 sampled, stop, version 4, credit +0.500)",
         "[image ",
         "-> look({})",
     ):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -132,3 +134,44 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path, store: MediaStore) -> 
     path.write_text('{"n": 1}\n{"n":\n')
     with pytest.raises(ConfigError, match="row 1: "):
         open_tasks(path, eval_fraction=0).read(1, store.put)
+
+
+@pytest.fixture
+def shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder as the Hub has it: two splits in parquet shards."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    cells = [{"question": str(i), "image": {"bytes": png((i, 0, 0)), "path": None}} for i in (0, 1)]
+    rows = datasets.Dataset.from_list(cells).cast_column("image", datasets.Image())
+    folder = tmp_path / "owner" / "name" / "data"
+    folder.mkdir(parents=True)
+    for number in range(2):
+        part = rows.select([number])
+        part.to_parquet(folder / f"train-{number:05d}-of-00002.parquet")
+    rows.select([0]).to_parquet(folder / "test-00000-of-00001.parquet")
+    return folder.parent
+
+
+def test_a_folder_of_shards_is_one_data_set(shards: Path, store: MediaStore) -> None:
+    tasks = open_tasks(shards)
+    assert len(tasks) == 2 and len(open_tasks(shards, "test")) == 1
+    assert [tasks.read(i, store.put)["question"] for i in (0, 1)] == ["0", "1"]
+    assert store.get(tasks.read(1, store.put)["image"]) == png((1, 0, 0))
+    with pytest.raises(ConfigError, match="'dev'.*Should be one of"):
+        open_tasks(shards, "dev")
+
+
+def test_a_data_set_of_the_hub_that_cannot_be_reached_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="nobody/nothing, split 'train': .*reach") as refused:
+        open_tasks("nobody/nothing")
+    assert "network" in refused.value.fix
+
+
+def test_the_library_that_loads_data_sets_is_an_extra(shards: Path) -> None:
+    script = "import sys; sys.modules['datasets'] = None\n"
+    script += "from sightline.envs.task_files import open_tasks; open_tasks(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(shards)], capture_output=True, text=True, timeout=60
+    )
+    assert "pip install 'sightline-rl[datasets]'" in done.stderr

@@ -14,9 +14,11 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.config import DataConfig, MediaConfig
 from sightline.errors import MediaError, MessageError
 from sightline.media import MediaStore
+from sightline.trace import read_traces
 from sightline.trainer.conversations import (
     HELD_OUT,
     TRAIN,
@@ -24,6 +26,7 @@ from sightline.trainer.conversations import (
     check_rows_for_images,
     open_conversations,
 )
+from sightline.view.samples_export import export_samples
 
 SIDE = 64
 
@@ -132,7 +135,8 @@ def test_cells_may_hold_json_and_tools(tmp_path: Path, store: MediaStore) -> Non
 
 
 def bad_row(content: Any, images: int = 0) -> dict[str, Any]:
-    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": "x"}]
+    said = [{"type": "text", "text": "x"}]
+    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": said}]
     return {"messages": talk, "images": [{"bytes": png(i)} for i in range(images)]}
 
 
@@ -186,3 +190,77 @@ def test_every_epoch_has_every_row_once_and_none_that_is_held_out(
     assert len(held) == 3 and epochs[0] != epochs[1] != epochs[2]
     again = opened(tmp_path / "talks.jsonl", store, eval_fraction=0.3)
     assert again.name(15, TRAIN) == epochs[2][1], "whatever was asked for before"
+
+
+def test_parts_with_an_index_take_that_image_of_the_row(tmp_path: Path, store: MediaStore) -> None:
+    """As TRL writes them: every part has every key, null where there is none."""
+    parts = [
+        {"type": "image", "text": None, "index": 1},
+        {"type": "text", "text": "before", "index": None},
+        {"type": "image", "text": None, "index": 0},
+    ]
+    path = write_parquet(tmp_path, [bad_row(parts, images=2), bad_row(parts[:2], images=2)])
+    talks = opened(path, store)
+    shown = talks.row(0).messages[0]
+    assert [store.get(ref) for ref in shown.images] == [png(1), png(0)] and shown.text == "before"
+    with pytest.raises(MessageError, match="row 1: messages: .* image 0 is not shown"):
+        talks.row(1)
+    (tmp_path / "more").mkdir()
+    path = write_parquet(tmp_path / "more", [bad_row([{"type": "image", "index": 2}], images=2)])
+    with pytest.raises(MessageError, match=r"row 0: messages\[0\].content\[0\]: .* image 2, and"):
+        opened(path, store).row(0)
+
+
+def sharegpt(*turns: tuple[str, str], images: int = 0) -> dict[str, Any]:
+    talk = [{"from": speaker, "value": value} for speaker, value in turns]
+    return {"conversations": talk, "images": [{"bytes": png(i)} for i in range(images)]}
+
+
+def test_conversations_of_sharegpt_show_images_at_their_placeholders(
+    tmp_path: Path, store: MediaStore
+) -> None:
+    talk = [("system", "be brief"), ("human", "<image>\nand <image>?"), ("gpt", "both")]
+    path = write_jsonl(tmp_path, [sharegpt(*talk, images=2)])
+    system, user, said = opened(path, store).row(0).messages
+    assert [m.role for m in (system, user, said)] == ["system", "user", "assistant"]
+    assert [getattr(p, "text", "image") for p in user.content] == ["image", "\nand ", "image", "?"]
+    assert [store.get(ref) for ref in user.images] == [png(0), png(1)] and said.text == "both"
+    plain = bad_row("<image>what?", images=1)
+    path = write_jsonl(tmp_path, [plain])
+    assert len(opened(path, store).row(0).messages[0].images) == 1, "in OpenAI's form as well"
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (sharegpt(("human", "<image>"), ("gpt", "x")), r"content\[0\]: image part 1 .* 0 images"),
+        (sharegpt(("human", "a"), ("gpt", "x"), images=1), "image 0 is not shown"),
+        (sharegpt(("observation", "a"), ("gpt", "x")), r"messages\[0\].from: 'observation'"),
+    ],
+)
+def test_misplaced_images_of_sharegpt_are_refused(
+    tmp_path: Path, store: MediaStore, row: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(MessageError, match=rf"talks.jsonl, row 0: .*{problem}"):
+        opened(write_jsonl(tmp_path, [row]), store).row(0)
+
+
+def test_an_image_that_is_not_there_is_named_before_anything_starts(tmp_path: Path) -> None:
+    row = bad_row([{"type": "image"}]) | {"images": ["shots/cat.png"]}
+    (tmp_path / "talks.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(MediaError, match=r"talks.jsonl, row 0: no image at .*shots/cat.png"):
+        check_rows_for_images(DataConfig(path=str(tmp_path / "talks.jsonl")), seed=0)
+
+
+def test_what_sightline_samples_writes_is_read(tmp_path: Path, store: MediaStore) -> None:
+    run_dir = write_synthetic_run(
+        tmp_path / "run-001", SyntheticSize(steps=1, rollouts_per_step=8, images=4, conversations=8)
+    )
+    (name, _), *_ = export_samples(run_dir)
+    path = run_dir.samples / name
+    assert check_rows_for_images(DataConfig(path=str(path)), seed=0)
+    talks = opened(path, store)
+    for number, trace in enumerate(read_traces(run_dir.traces_of(1))):
+        shown = [ref for message in talks.row(number).messages for ref in message.images]
+        nodes = [trace.nodes[node] for node in trace.path(trace.turns[-1].id)]
+        assert shown == [ref for node in nodes for ref in node.message.images]

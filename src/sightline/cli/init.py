@@ -1,0 +1,37 @@
+"""`sightline init NAME`: write a folder with an environment to change.
+
+The folder holds an environment, its test, run files for a supervised warm-up and for reinforcement
+learning, which a tiny model learns on a CPU, and a README with the commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from importlib.resources import files
+from pathlib import Path
+
+from sightline.errors import ConfigError
+
+SUFFIX = ".template"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="NAME", help="folder to write, a new one")
+
+
+def run(args: argparse.Namespace) -> int:
+    folder: Path = args.folder
+    name = folder.resolve().name
+    if not re.fullmatch(r"\w[\w-]*", name):
+        raise ConfigError(f"{name!r} is no name of a run", "use letters, digits, _ and -")
+    if folder.exists():
+        raise ConfigError(f"{folder} exists", "name a new folder")
+    folder.mkdir(parents=True)
+    for template in files("sightline.cli").joinpath("project").iterdir():
+        if template.name.endswith(SUFFIX):
+            text = template.read_text().replace("$name", name)
+            (folder / template.name.removesuffix(SUFFIX)).write_text(text)
+    print(f"wrote {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    print(f"next: cd {folder}, then see README.md; first `sightline try environment:Colors`")
+    return 0

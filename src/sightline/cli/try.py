@@ -1,0 +1,67 @@
+"""`sightline try ENV`: play a few tasks of an environment, and find what is wrong with it.
+
+Against a random tiny model, or the one that is given: shows images, prompts, answers and rewards,
+and ends with status 1 where it found a problem. What was played stays as a run directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sightline.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("env", metavar="ENV", help="a built-in environment, or 'module:Class'")
+    parser.add_argument("--env-args", type=json.loads, default={}, metavar="JSON", help="for ENV")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="default: a random tiny model")
+    parser.add_argument("--tasks", type=int, default=4, help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=int, default=16, help="of an answer; %(default)s")
+    parser.add_argument("--max-model-len", type=int, default=2048, help="default: %(default)s")
+
+
+def run(args: argparse.Namespace) -> int:
+    from sightline.config import dump_toml
+    from sightline.envs import load_environment
+    from sightline.families import load_renderer, registry
+    from sightline.launch.claim import claim_run_dir
+    from sightline.launch.evaluate import build_eval_config, play_evaluation
+    from sightline.media import MediaStore
+    from sightline.rollout.evaluation import EvalSummary
+    from sightline.run import EventLog
+    from sightline.trace import write_traces
+    from sightline.view.summary import summarize
+    from sightline.view.trial import TrialPlayer, print_trial
+
+    if not isinstance(args.env_args, dict):
+        raise ConfigError(f"--env-args {args.env_args!r}", "write them as a JSON object")
+    env = load_environment(args.env, args.env_args)
+    run_dir = claim_run_dir("runs", f"try-{env.name}")
+    run_dir.make()
+    if args.model is None:
+        args.model = run_dir.path / "model"
+        registry.write_tiny(registry.get_default_family(), args.model, seed=0)
+    values: dict[str, Any] = {"env": {"name": args.env, "args": args.env_args}}
+    given = {name: getattr(args, name) for name in ("tasks", "max_tokens", "max_model_len")}
+    config = build_eval_config(values, str(args.model), given)
+    run_dir.config.write_text(dump_toml(config))
+
+    raised: dict[str, BaseException] = {}
+    player = partial(TrialPlayer, raised=raised)
+    played = play_evaluation(
+        env, config, media=run_dir.media, split="train", max_concurrent=1, player_kind=player
+    )
+    traces = [one.trace for one in played]
+    write_traces(run_dir.eval_traces("try"), traces)
+    EventLog(run_dir.metrics, "try").write("eval", name="try", **EvalSummary(traces).event_values)
+    summarize(run_dir)
+
+    store = MediaStore(run_dir.media)
+    renderer = load_renderer(args.model, store)
+    num_problems = print_trial(env, traces, raised, store, renderer, args.max_model_len)
+    print(f"look at it: sightline view {run_dir.path}")
+    return 1 if num_problems else 0

@@ -1,0 +1,137 @@
+"""Scores a model on an environment's held-out tasks: `sightline eval`, and `evaluate` in Python."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from sightline.config import RunFile, validate_config
+from sightline.envs import Environment, load_environment
+from sightline.errors import ConfigError
+from sightline.launch.processes import temporary_server
+from sightline.media import MediaStore
+from sightline.rollout.chat_sources import ChatSource, OpenAIChats, build_policy_chats
+from sightline.rollout.evaluation import EvalSummary, build_eval_request, play_tasks
+from sightline.rollout.openai_chat import OpenAIClient
+from sightline.rollout.player import PlayedRollout, RolloutPlayer
+
+_TAKEN = {
+    "eval": ("tasks", "temperature"),
+    "rollout": ("max_tokens", "max_turns", "timeout_s"),
+    "inference": ("max_model_len", "device"),
+    "run": ("seed",),
+    "model": ("dtype",),
+}
+SECTION_OF = {name: section for section, names in _TAKEN.items() for name in names}
+"""The settings of a run file that an evaluation takes by their bare names, with their sections."""
+
+
+def evaluate(
+    env: Environment | type[Environment] | str,
+    model: str | Path,
+    *,
+    tasks: int = 256,
+    **options: Any,
+) -> EvalSummary:
+    """What `model`, a checkpoint or the url of an OpenAI endpoint, earns on held-out tasks.
+
+    The environment is played in this process, so that it may be defined anywhere, in a notebook
+    too. `options` are settings of a run file (temperature, max_tokens, max_turns, max_model_len,
+    timeout_s, seed, device, dtype), and the keyword arguments of `play_evaluation`.
+    """
+    if isinstance(env, str):
+        env = load_environment(env, {})
+    env = env() if isinstance(env, type) else env
+    is_url = str(model).startswith(("http://", "https://"))
+    settings = {name: options.pop(name) for name in SECTION_OF.keys() & options.keys()}
+    settings["tasks"] = tasks
+    values: dict[str, Any] = {"env": {"name": env.name}}
+    config = build_eval_config(values, "" if is_url else str(model), settings)
+    played = play_evaluation(env, config, endpoint=str(model) if is_url else "", **options)
+    return EvalSummary([one.trace for one in played])
+
+
+def build_eval_config(values: dict[str, Any], checkpoint: str, settings: dict[str, Any]) -> RunFile:
+    """The settings of an evaluation: `values` of a run file, with `settings` in their places."""
+    values.setdefault("model", {})["path"] = checkpoint
+    inference = values.setdefault("inference", {})
+    # What is served here is a server of ours, whatever the run asked.
+    inference["engine"] = "vllm" if inference.get("engine") == "vllm" else "torch"
+    for name, value in settings.items():
+        values.setdefault(SECTION_OF[name], {})[name] = value
+    config = validate_config(RunFile, values, "evaluation")
+    if config.eval.tasks < 1:
+        raise ConfigError(f"tasks = {config.eval.tasks}", "take 1 or more")
+    return config
+
+
+def play_evaluation(
+    env: Environment,
+    config: RunFile,
+    *,
+    endpoint: str = "",
+    model_name: str = "",
+    api_key: str = "none",
+    media: str | Path | None = None,
+    split: str = "eval",
+    max_concurrent: int = 32,
+    threads: int = 1,
+    player_kind: Callable[..., RolloutPlayer] = RolloutPlayer,
+) -> list[PlayedRollout]:
+    """Plays `[eval] tasks` of the split as a run evaluates: the same player, seeds and limits.
+
+    Asks `endpoint`, or serves the checkpoint of `config` meanwhile, with so many `threads`. `media`
+    keeps the images, which an endpoint that reads it too is sent by reference.
+    """
+    if max_concurrent < 1:
+        raise ConfigError(f"max_concurrent = {max_concurrent}", "take 1 or more")
+
+    async def play_all() -> list[PlayedRollout]:
+        seed, temperature = config.run.seed, config.eval.temperature
+        player = player_kind(env, chats, config.rollout.timeout_s)
+        try:
+            if isinstance(chats, OpenAIChats):
+                await chats.client.choose_model()
+            return await play_tasks(
+                lambda task: player.play(build_eval_request(task, split, seed, temperature)),
+                range(config.eval.tasks),
+                max_concurrent,
+            )
+        finally:
+            await player.close()
+
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="sightline-eval-"))
+        store = MediaStore(Path(media or scratch))
+        chats: ChatSource
+        if endpoint:
+            url = endpoint.rstrip("/")
+            url += "" if urlsplit(url).path else "/v1"
+            chats = OpenAIChats(
+                store=store,
+                max_tokens=config.rollout.max_tokens,
+                max_turns=config.rollout.max_turns,
+                client=OpenAIClient(url, model_name, api_key),
+                shares_store=media is not None,
+            )
+        else:
+            server = temporary_server(
+                Path(config.model.path), store.root, _list_server_options(config), threads
+            )
+            chats = build_policy_chats(config, [stack.enter_context(server)], store)
+        # In a thread, for the event loop of a notebook is taken.
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        return pool.submit(asyncio.run, play_all()).result()
+
+
+def _list_server_options(config: RunFile) -> list[str]:
+    served = ("engine", "python", "device", "max_num_seqs", "max_model_len", "prefill_chunk_tokens")
+    options = {name: getattr(config.inference, name) for name in served}
+    options |= {"dtype": config.model.dtype, **config.model.overrides()}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]

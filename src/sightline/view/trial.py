@@ -1,0 +1,148 @@
+"""What is wrong with an environment: read from the rollouts of `sightline try`, in words."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import shutil
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sightline
+from sightline.envs import Environment, Task
+from sightline.errors import SightlineError
+from sightline.media import MediaRef, MediaStore
+from sightline.message import put_images
+from sightline.render import Renderer
+from sightline.rollout.model_chat import ModelChat
+from sightline.rollout.player import RolloutPlayer
+from sightline.trace import Trace
+from sightline.view.terminal_image import draw_image
+from sightline.view.transcript import format_transcript
+from sightline.wire.control import RolloutRequest
+
+
+@dataclass
+class TrialPlayer(RolloutPlayer):
+    """A player that keeps, by the ids of rollouts, what their environments raised."""
+
+    raised: dict[str, BaseException] = field(default_factory=dict)
+
+    async def _run_user_code(self, request: RolloutRequest, chat: ModelChat) -> Any:
+        try:
+            return await super()._run_user_code(request, chat)
+        except Exception as error:  # user code
+            self.raised[request.rollout_id] = error
+            raise
+
+
+def print_trial(
+    env: Environment,
+    traces: Sequence[Trace],
+    raised: Mapping[str, BaseException],
+    store: MediaStore,
+    renderer: Renderer,
+    max_model_len: int,
+) -> int:
+    """Prints every rollout with what is wrong with it; the number of problems."""
+    num_problems = 0
+    for trace in traces:
+        print_trace(trace, store)
+        of_task = find_problems(env, trace, raised)
+        shown = find_demonstration_problems(env, trace.task, store, renderer, max_model_len)
+        for what, found in (("task", of_task), ("demonstration", shown)):
+            for problem in found:
+                print(f"problem in {what} {trace.task}: {problem}\n", flush=True)
+                num_problems += 1
+    print(f"tasks: {len(traces)}, problems: {num_problems}")
+    return num_problems
+
+
+def print_trace(trace: Trace, store: MediaStore) -> None:
+    """The conversation, with pictures where the output is a terminal; errors are told apart."""
+
+    def draw(ref: MediaRef) -> list[str]:
+        return draw_image(store.image(ref))
+
+    width = shutil.get_terminal_size().columns
+    pictures = draw if sys.stdout.isatty() else None
+    lines = format_transcript(trace, width, draw=pictures, shows_errors=False)
+    print("\n".join(lines), end="\n\n", flush=True)
+
+
+def find_problems(
+    env: Environment, trace: Trace, raised: Mapping[str, BaseException]
+) -> Iterator[str]:
+    """What is wrong with one rollout and its task; `raised` is by the ids of traces."""
+    played = env.choose_environment(trace.task, trace.split)
+    if trace.error:
+        cause = raised.get(trace.id)
+        yield describe_exception(cause) if cause else trace.error
+    elif trace.limit:
+        yield (
+            f"{trace.limit}\n  fix: smaller images ([model] max_pixels), a window of the history, "
+            "fewer turns, or a larger limit"
+        )
+    elif not trace.turns:
+        yield "the rollout asked the model nothing\n  fix: await chat.send([user(...)])"
+    elif played.shows_images and not trace.num_images_shown:
+        yield (
+            "no image was sent, and shows_images is True\n"
+            "  fix: pass images to user(...), or set shows_images = False"
+        )
+    try:
+        first, second = (played.task(trace.task, trace.split) for _ in range(2))
+    except Exception:  # told already, as what broke the rollout
+        return
+    if _differ(first, second):
+        yield (
+            f"two calls of task() differ: {first} and {second}\n"
+            "  fix: draw it from self.task_rng(index, split): siblings must play the same task"
+        )
+
+
+def _differ(first: Task, second: Task) -> bool:
+    try:
+        return bool(first != second) and pickle.dumps(first) != pickle.dumps(second)
+    except Exception:  # arrays have no one answer, and some data cannot be pickled
+        return False
+
+
+def find_demonstration_problems(
+    env: Environment, index: int, store: MediaStore, renderer: Renderer, max_model_len: int
+) -> Iterator[str]:
+    """What a warm-up would find wrong with a demonstration, where the environment has any."""
+    env = env.choose_environment(index, "sft")
+    if type(env).demonstration is Environment.demonstration:
+        return
+    try:
+        shown = env.demonstration(env.task(index, "sft"), store.put, random.Random(index))
+        rendered = renderer.render(put_images(shown, store.put), env.tools, generation_prompt=False)
+    except Exception as error:  # user code
+        yield describe_exception(error)
+        return
+    if not rendered.trained:
+        yield "nothing that the assistant says\n  fix: end it with assistant(...)"
+    if (size := len(rendered.token_ids)) > max_model_len:
+        yield f"it has {size} tokens, and the limit is {max_model_len}\n  fix: make it shorter"
+
+
+def describe_exception(error: BaseException) -> str:
+    """The error, and below it the lines of the user's own files that led to it."""
+    others = (str(Path(sightline.__file__).parent), sysconfig.get_paths()["stdlib"], "<")
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(others) and "site-packages" not in frame.filename
+    ]
+    told = str(error)
+    if not isinstance(error, SightlineError):
+        told = "".join(traceback.format_exception_only(error)).strip()
+    return "\n".join(
+        [told, *(f"    {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames)]
+    )

@@ -1,0 +1,103 @@
+"""`sightline try` finds the errors of an environment; `sightline init` writes one that is well."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sightline import open_run
+from sightline.cli.main import main
+from sightline.view.terminal_image import draw_image
+
+BAD = """
+import random
+from PIL import Image
+from sightline import Environment, Outcome, Task, assistant, user
+
+FAULTS = ["well", "raises", "random", "nan", "blind", "long", "turns", "silent"]
+
+
+class Bad(Environment):
+    name = "bad"
+
+    def task(self, index, split):
+        fault = FAULTS[index]
+        return Task(index, split, (fault, random.random() if fault == "random" else 0))
+
+    async def rollout(self, task, chat):
+        fault, _ = task.data
+        side = 2000 if fault == "long" else 32
+        if fault == "silent":
+            return 1.0
+        await chat.send([user("?") if fault == "blind" else user(Image.new("RGB", (side, side)))])
+        if fault == "raises":
+            return 1 / 0  # here
+        if fault == "turns":
+            return Outcome(1.0, per_turn=[1.0, 2.0])
+        return {"nan": float("nan")}.get(fault, 1.0)
+
+    def demonstration(self, task, put, rng):
+        return [user("?"), *([assistant("x")] if task.index else [])]
+"""
+PROBLEMS = [
+    "demonstration 0: nothing that the assistant says",
+    "task 1: ZeroDivisionError: division by zero\n    {file}:23 in rollout: return 1 / 0  # here\n",
+    "task 2: two calls of task() differ: Task(2, 'train', ('random', ",
+    "task 3: environment 'bad' returned Outcome(nan)\n  fix: return finite numbers only",
+    "task 4: no image was sent, and shows_images is True",
+    "task 5: the prompt of turn 1 is too long: it has 38",
+    "task 6: 2 per_turn rewards for 1 model calls",
+    "task 7: the rollout asked the model nothing",
+]
+
+
+def test_the_errors_of_an_environment_are_found(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "bad_environment.py"
+    file.write_text(BAD)
+    words = ["try", "bad_environment:Bad", "--model", str(tiny_model), "--tasks", "8"]
+    assert main(words) == 1
+    said = capsys.readouterr().out
+    problems = [one.split("\n\n")[0] for one in said.split("problem in ")[1:]]
+    assert len(problems) == len(PROBLEMS)
+    for found, expected in zip(problems, PROBLEMS, strict=True):
+        assert (found + "\n").startswith(expected.format(file=file)), found
+    assert "[image " in said and "prompt 11, 16 sampled" in said and "\x1b" not in said
+    assert said.rstrip().endswith("look at it: sightline view runs/try-bad-001")
+    run = open_run("runs/try-bad-001")
+    assert len(run.rollouts) == 8 and run.problems == []
+    assert "finished" in run._repr_html_(), "as the dashboard's overview has it"
+
+
+def test_a_terminal_shows_pictures_in_half_blocks() -> None:
+    image = Image.new("RGB", (4, 4), "red")
+    image.paste("blue", (0, 2, 4, 4))
+    red, blue = "\x1b[38;2;255;0;0m\x1b[48;2;255;0;0m▀", "\x1b[38;2;0;0;255m\x1b[48;2;0;0;255m▀"
+    assert draw_image(image) == [red * 4 + "\x1b[0m", blue * 4 + "\x1b[0m"]
+    lines = draw_image(Image.new("RGB", (1000, 300)))
+    assert len(lines) == 5 and all(line.count("▀") == 32 for line in lines)
+
+
+def test_a_new_project_passes_its_own_test_and_a_folder_is_not_overwritten(
+    tmp_path: Path, capsys: Any
+) -> None:
+    assert main(["init", str(tmp_path / "shapes")]) == 0
+    files = {"README.md", "environment.py", "rl.toml", "test_environment.py", "warmup.toml"}
+    assert {path.name for path in (tmp_path / "shapes").iterdir()} == files
+    assert 'name = "shapes"' in (tmp_path / "shapes" / "environment.py").read_text()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=tmp_path / "shapes", capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
+    assert main(["init", str(tmp_path / "shapes")]) == 2
+    assert main(["init", str(tmp_path / "no name")]) == 2
+    assert "shapes exists" in capsys.readouterr().err
