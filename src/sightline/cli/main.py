@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-import sightline.cli as commands_package
+import sightline.cli
+import sightline.view.commands
 from sightline.errors import ConfigError, SightlineError
 
 EXIT_REFUSED = 2
@@ -127,15 +128,18 @@ def build_parser(words: Sequence[str] = ()) -> Parser:
     names = list_commands()
     wanted = next((word for word in words if not word.startswith("-")), None)
     for name in [wanted] if wanted in names else names:
-        module = importlib.import_module(f"{commands_package.__name__}.{name}")
-        add_command(name, module, subparsers)
+        add_command(name, importlib.import_module(names[name]), subparsers)
     return parser
 
 
-def list_commands() -> list[str]:
-    """The names of the command files."""
-    found = sorted(module.name for module in pkgutil.iter_modules(commands_package.__path__))
-    return [name for name in found if name not in NOT_COMMANDS]
+def list_commands() -> dict[str, str]:
+    """The commands by their names, each with its module."""
+    found = {
+        module.name: f"{package.__name__}.{module.name}"
+        for package in (sightline.cli, sightline.view.commands)
+        for module in pkgutil.iter_modules(package.__path__)
+    }
+    return {name: found[name] for name in sorted(found) if name not in NOT_COMMANDS}
 
 
 def add_command(name: str, module: ModuleType, subparsers: Any) -> None:
