@@ -1,4 +1,4 @@
-"""What the documentation site changes of a page: links to files outside docs/ become their names."""
+"""What the site changes of a page: links to files outside docs/ become their names."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def main() -> int:
         print(f"{version} can be released")
         return 0
     git(ROOT, "tag", "--annotate", f"v{version}", "--message", f"Sightline {version}")
-    print(f"tagged v{version}; dist/ holds what to upload; push the tag with `git push origin v{version}`")
+    print(f"tagged v{version}: `git push origin v{version}`; dist/ holds what to upload")
     return 0
 
 
