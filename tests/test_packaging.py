@@ -121,4 +121,5 @@ def test_the_workflow_runs_what_ci_runs() -> None:
     targets = [
         one for group in re.findall(r"target: \[(.*)\]", workflow) for one in group.split(", ")
     ]
-    assert stages and sorted(targets) == sorted(stages[1].split())
+    # A bare Debian tree is built by debootstrap, as root.
+    assert stages and set(targets) == set(stages[1].split()) - {"test-bare"}

@@ -191,6 +191,11 @@ def test_every_page_has_one_place_on_the_site() -> None:
     assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
+def test_the_site_asks_for_nothing_elsewhere() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert "\n  font: false\n" in settings and "://" not in settings
+
+
 def test_every_benchmark_has_a_smallest_size() -> None:
     named = [words[2] for words in bench_small.read_commands() if words[1] == "bench"]
     assert sorted([*named, "trl"]) == sorted(BENCHMARKS)
