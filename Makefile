@@ -6,7 +6,6 @@ FUZZ ?= 10000
 KILLS ?= 5
 DEMO ?= runs/color_codeword-001
 DEMO_ARGS ?=
-TRL_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -179,9 +178,9 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt $(UV) $(wildcard tests/v
 	@touch $@
 
 bench-trl: $(STAMP) .venv-trl/.installed ## the demo's training step beside TRL's
-	$(BIN)/sightline bench trl --python .venv-trl/bin/python $(TRL_ARGS)
+	$(BIN)/sightline bench trl --python .venv-trl/bin/python
 
-bench-small: $(STAMP) ## every benchmark in its smallest size (docs/benchmarks.md), about two minutes
+bench-small: $(STAMP) .venv-trl/.installed ## every benchmark in its smallest size (docs/benchmarks.md), about two minutes
 	$(BIN)/python tests/bench_small.py
 
 # torchvision without its dependencies, which would bring a torch for CUDA.

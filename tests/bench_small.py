@@ -42,6 +42,7 @@ def main() -> int:
     began = time.monotonic()
     first, *others = read_commands()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        Path(folder, ".venv-trl").symlink_to(ROOT / ".venv-trl")
         passed = [run_command(first, folder)]
         passed += pool.map(lambda words: run_command(words, folder), others)
     print(f"{time.monotonic() - began:6.1f} s  in all; failed: {passed.count(False)}")
