@@ -361,6 +361,7 @@ def test_each_command_is_explained() -> None:
 
 PATCHED = {
     "gpu/test_attention_gpu.py": "shapes that earlier tests have counted",
+    "gpu/test_step_gpu.py": "packs as large as cuDNN is worth its plans for",
     "unit/bench/test_lag.py": "minutes of training",
     "unit/bench/test_rollout.py": "minutes of measuring",
     "unit/compute/test_attention_cudnn.py": "a kernel that only a GPU has",

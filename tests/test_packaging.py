@@ -106,7 +106,7 @@ def test_ci_runs_targets_that_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     stages = re.search(r"^stages=\((.*?)\)$", (ROOT / ".ci" / "run").read_text(), re.M | re.S)
     assert stages
-    assert {"check", "test", "test-wheel"} <= set(stages[1].split())
+    assert {"check", "test-bare", "test-wheel"} <= set(stages[1].split())
     assert [name for name in stages[1].split() if f"\n{name}:" not in makefile] == []
 
 
@@ -121,5 +121,7 @@ def test_the_workflow_runs_what_ci_runs() -> None:
     targets = [
         one for group in re.findall(r"target: \[(.*)\]", workflow) for one in group.split(", ")
     ]
-    # A bare Debian tree is built by debootstrap, as root.
-    assert stages and set(targets) == set(stages[1].split()) - {"test-bare"}
+    assert stages
+    # A bare Debian tree is built by debootstrap, as root: the workflow runs its tests alone.
+    wanted = {"test" if name == "test-bare" else name for name in stages[1].split()}
+    assert set(targets) == wanted

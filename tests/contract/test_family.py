@@ -22,14 +22,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from sampling import num_examples
 
 from sightline import FamilyError, FingerprintMismatch, MediaRefused, Misaligned
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import family_names
 from sightline.wire import Slot
 
-thousand = settings(max_examples=1000, deadline=None)
-many = settings(max_examples=200, deadline=None)
+thousand = settings(max_examples=num_examples(1000, 200), deadline=None)
+many = settings(max_examples=num_examples(200, 60), deadline=None)
 sides = st.integers(1, 3000)
 
 

@@ -21,14 +21,15 @@ from typing import Any
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sampling import num_examples
 
 from sightline.message import assistant, system, user
 from sightline.render import Bridged, Refused
 from sightline.wire.item import check_slots
 
-many = settings(max_examples=300, deadline=None)
-hundred = settings(max_examples=100, deadline=None)
-some = settings(max_examples=60, deadline=None)
+many = settings(max_examples=num_examples(300, 60), deadline=None)
+hundred = settings(max_examples=num_examples(100, 40), deadline=None)
+some = settings(max_examples=num_examples(60, 30), deadline=None)
 
 # Letters whole and with combining accents, blanks and newlines that merge, quotes, an emoji.
 # Without ">" no text spells an added token: there we differ from the template on purpose.

@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.repeats < 1:
         raise ConfigError(f"--repeats {args.repeats}", "take a step or more")
+    if args.points is not None and args.points < 2:
+        raise ConfigError(f"--points {args.points}", "take 2 or more: they are compared")
     console = Console(width=120)
     for what in args.what:
         with work_folder(None) as folder:

@@ -78,7 +78,8 @@ def _attend_sequences(
     # Not x[0], whose backward pass would fill and copy.
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, pad_values(v, k)))
     heads = (q.shape[1], k.shape[1])
-    if attend_cudnn and is_cudnn_usable(heads, q.shape[-1], causal, q.device, q.dtype):
+    # Not `if attend_cudnn`: the truth of a method breaks the graph of the compiler.
+    if attend_cudnn is not None and is_cudnn_usable(heads, q.shape[-1], causal, q.device, q.dtype):
         out = attend_cudnn(q, k, v, scaling)
     else:
         out = attend_varlen(q, k, v, scaling, ends, longest, causal)

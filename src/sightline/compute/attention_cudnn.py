@@ -112,13 +112,12 @@ class PaddedRows:
         tokens, is_real = (np.concatenate([pair[i].flatten() for pair in padded]) for i in (0, 1))
         places = np.empty(ends[-1], dtype=np.int64)
         places[tokens[is_real]] = np.flatnonzero(is_real)
-        self._places, self._tokens, self._unused, self._none = (
-            copy_to_device(index, device)
-            for index in (places, tokens, np.flatnonzero(~is_real), places[:0])
+        self._places, self._tokens, self._unused = (
+            copy_to_device(index, device) for index in (places, tokens, np.flatnonzero(~is_real))
         )
 
     def attend(self, q: TokenQueries, k: TokenKeys, v: TokenKeys, scaling: float) -> TokenQueries:
-        index = (self._tokens, self._places, self._none)
+        index = (self._tokens, self._places, None)
         qs, ks, vs = (_split(_MoveTokens.apply(x, *index), self._sizes) for x in (q, k, v))
         parts = [
             attend_equal_rows(q, k, v, scaling, rows, causal=True)
@@ -144,7 +143,7 @@ class _MoveTokens(torch.autograd.Function):
         x: Float[Tensor, "tokens heads width"],
         index: Int[Tensor, " moved"],
         back: Int[Tensor, " tokens"],
-        unused: Int[Tensor, " unused"],
+        unused: Int[Tensor, " unused"] | None,
     ) -> Float[Tensor, "moved heads width"]:
         ctx.save_for_backward(back, unused)
         return x.index_select(0, index)
@@ -152,7 +151,8 @@ class _MoveTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         back, unused = ctx.saved_tensors
-        return grads[0].index_select(0, back).index_fill_(0, unused, 0), None, None, None
+        found = grads[0].index_select(0, back)
+        return found if unused is None else found.index_fill_(0, unused, 0), None, None, None
 
 
 def build_padded_rows(

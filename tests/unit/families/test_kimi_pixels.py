@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from sampling import num_examples
 
 from sightline import FamilyError, MediaStore
 from sightline.families.kimi_k25.settings import ProcessorSettings, read_processor_settings
@@ -55,7 +56,7 @@ def patches_of(image: Image.Image, store: MediaStore, family: KimiK25Family = FA
     return family.patches(image, family.item(store.put(image)))
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=num_examples(1000, 200), deadline=None)
 @given(width=st.integers(1, 9000), height=st.integers(1, 9000))
 def test_layout_is_the_documented_one(width: int, height: int) -> None:
     layout = FAMILY.layout(width, height)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
+from sampling import num_examples
 
 from sightline import MediaRef, MediaRefused, MediaStore
 from sightline.families.qwen_vl.settings import ProcessorSettings
@@ -179,7 +180,7 @@ def test_layout_of_the_worked_sizes(
     assert (layout.height, layout.width) == (grid[1] * settings.patch, grid[2] * settings.patch)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=num_examples(1000, 200), deadline=None)
 @given(
     width=st.integers(1, 8000),
     height=st.integers(1, 8000),

@@ -27,6 +27,8 @@ from sightline.trainer.build import build_learner
 from sightline.trainer.feed import BatchPreparer
 from sightline.wire.sample import Batch, Sample
 
+pytestmark = pytest.mark.ranks
+
 STEPS = 4
 
 
