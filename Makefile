@@ -216,7 +216,7 @@ format: $(STAMP) ## format the code and sort its imports
 	$(BIN)/ruff check --fix .
 
 screenshots: $(STAMP) web ## docs/screens, of a run of the demo (DEMO=runs/color_codeword-001) and a synthetic one
-	$(BIN)/python docs/screenshots.py $(DEMO) build/many/synthetic-001
+	PYTHONPATH=examples/mini_browser $(BIN)/python docs/screenshots.py $(DEMO) build/many/synthetic-001
 
 docs: $(STAMP) ## write the pages of docs/ that are made from the code
 	$(BIN)/sightline config schema > docs/settings.md

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chromium import get_chromium
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-from sightline.envs.chromium import get_chromium
 
 from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 

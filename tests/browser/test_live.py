@@ -20,7 +20,7 @@ def test_a_live_run_updates_without_a_reload(page: Page, serve: Serve, tmp_path:
     page.goto(f"{address}/rollouts")
     page.evaluate("window.untouched = true")
     expect(page.locator(".pager").first).to_contain_text("40 rollouts")
-    expect(page.locator(".state").first).to_contain_text("live")
+    expect(page.locator(".state").first).to_contain_text("running")
     run.write_step()
     expect(page.locator(".pager").first).to_contain_text("60 rollouts")
     expect(page.locator("tbody tr").first).to_contain_text("3")

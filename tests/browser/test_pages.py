@@ -32,11 +32,11 @@ def test_the_overview_draws_every_number_and_zooms(page: Page, small: str) -> No
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + 40, steps=8)
     page.mouse.up()
-    expect(page).to_have_url(re.compile(r"steps=\d+-\d+"))
+    expect(page).to_have_url(re.compile(r"zoom=\d+-\d+"))
     page.locator("input[type=range]").fill("5")
     expect(page).to_have_url(re.compile(r"smooth=5"))
     page.locator(".u-over").first.dblclick()
-    expect(page).not_to_have_url(re.compile(r"steps="))
+    expect(page).not_to_have_url(re.compile(r"zoom="))
 
 
 def test_rollouts_are_filtered_and_a_link_shows_the_same(page: Page, small: str) -> None:

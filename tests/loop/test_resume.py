@@ -27,6 +27,7 @@ def test_a_killed_run_says_who_died_and_resumes(home: Path, victim: str) -> None
     assert f"{victim} was killed by SIGKILL" in said
     assert "--resume" in said
     assert not live_processes(job.run_dir), "one death ends all"
+    assert summary(job.run_dir)["outcome"] == "failed"
 
     before = ledger(job.run_dir)
     done = sightline("rl", "--plain", "--resume", job.run_dir.path, cwd=home)
@@ -61,6 +62,7 @@ def test_sigterm_ends_in_order_and_the_run_goes_on_later(home: Path) -> None:
     assert job.process.returncode == 0, said
     found = summary(job.run_dir)
     assert found["stopped_by"] and found["reward_final"] is None
+    assert found["outcome"] == "stopped"
     assert (job.run_dir.report / "index.html").is_file()
     stopped_at = ledger(job.run_dir)[-1][0]
     assert (job.run_dir.checkpoints / f"step_{stopped_at:06d}").is_dir()
@@ -71,3 +73,4 @@ def test_sigterm_ends_in_order_and_the_run_goes_on_later(home: Path) -> None:
     sightline("rl", "--plain", "--resume", job.run_dir.path, cwd=home)
     assert [step for step, _ in ledger(job.run_dir)] == list(range(1, STEPS + 1))
     assert summary(job.run_dir)["reward_final"] is not None
+    assert summary(job.run_dir)["outcome"] == "finished"

@@ -2,7 +2,7 @@
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import { short } from "./formatting.js";
+import { clock, duration, short } from "./formatting.js";
 
 const sync = uPlot.sync("steps");
 
@@ -28,6 +28,14 @@ export function smoothed(values, window) {
   });
 }
 
+/** Few places between the ends, on whole numbers. */
+function wholeNumbers(u, axis, low, high, increment) {
+  const stride = Math.max(1, Math.round(increment));
+  const found = [];
+  for (let at = Math.ceil(low / stride) * stride; at <= high; at += stride) found.push(at);
+  return found;
+}
+
 /** Powers of ten, few enough to read. */
 function decades(u, axis, low, high) {
   const first = Math.ceil(Math.log10(low));
@@ -38,18 +46,27 @@ function decades(u, axis, low, high) {
   return found.length ? found : [low, high];
 }
 
+const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800];
+
+/** What the x-axis may be: how a place on it reads, and between which numbers its lines may lie. */
+export const AXES = {
+  step: { title: "step", format: short, at: (x) => `step ${x}` },
+  time: { title: "wall clock", format: clock, at: duration, incrs: SECONDS },
+  tokens: { title: "tokens", format: short, at: (x) => `${short(x)} tokens` },
+};
+
 /**
- * `series`: {label, colour, values, dash, faint, points}; `x`: the steps, ascending.
- * `range` and `onZoom` hold the part of the steps that is shown.
+ * `series`: {label, colour, values, dash, faint, points}; `x`: the places on `axis`, ascending.
+ * `range` and `onZoom` hold the part of the axis that is shown.
  */
-export function Chart({ title, note, x, series, log, fromZero, range, onZoom, height = 168, theme }) {
+export function Chart({ title, note, x, axis: axisName = "step", series, log, fromZero, range, onZoom, height = 168, theme }) {
   const place = useRef(null);
   const legend = useRef(null);
   const plot = useRef(null);
   const latest = useRef({});
   latest.current = { x, series, onZoom };
   const shape = JSON.stringify([
-    series.map((one) => [one.label, one.colour, one.dash, one.faint, one.points]), log, fromZero, theme,
+    series.map((one) => [one.label, one.colour, one.dash, one.faint, one.points]), log, fromZero, theme, axisName,
   ]);
 
   const data = () => {
@@ -81,7 +98,7 @@ export function Chart({ title, note, x, series, log, fromZero, range, onZoom, he
     if (index !== null && index !== undefined) {
       const item = document.createElement("span");
       item.className = "at";
-      item.textContent = `step ${steps[index]}`;
+      item.textContent = AXES[axisName].at(steps[index]);
       legend.current.append(item);
     }
   };
@@ -107,10 +124,13 @@ export function Chart({ title, note, x, series, log, fromZero, range, onZoom, he
         },
         scales: {
           x: { time: false },
-          y: log ? { distr: 3 } : fromZero ? { range: (u, low, high) => uPlot.rangeNum(Math.min(0, low ?? 0), Math.max(high ?? 1, 1e-9), 0.08, true) } : {},
+          y: log ? { distr: 3 } : fromZero ? { range: (u, low, high) => uPlot.rangeNum(Math.min(0, low ?? 0), high > 0 ? high : 1, 0.08, true) } : {},
         },
         axes: [
-          { ...axis, size: 26, space: 48 },
+          {
+            ...axis, size: 26, space: 56, values: (u, ticks) => ticks.map((v) => AXES[axisName].format(v)),
+            ...(AXES[axisName].incrs ? { incrs: AXES[axisName].incrs } : { splits: wholeNumbers }),
+          },
           { ...axis, size: 52, space: 26, ...(log ? { splits: decades, filter: (u, ticks) => ticks } : {}), values: (u, ticks) => ticks.map((v) => (v === null ? "" : short(v))) },
         ],
         series: [

@@ -25,12 +25,25 @@ export function bytes(value) {
   return value === null || value === undefined ? NOTHING : `${count(value)}B`;
 }
 
+/** Three digits at any size: 3e-5, 0.0123, 1.4, 12.5k, 2.4M. */
 export function short(value) {
   if (value === null || value === undefined) return NOTHING;
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size < 1e-3 || size >= 1e6) return value.toExponential(1);
-  return size < 1000 ? String(Number(value.toPrecision(3))) : value.toFixed(0);
+  if (size < 1e-3 || size >= 1e12) return value.toExponential(1).replace(".0e", "e").replace("e+", "e");
+  for (const [bound, letter] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+    if (size >= bound * 0.9995) return `${Number((value / bound).toPrecision(3))}${letter}`;
+  }
+  return String(Number(value.toPrecision(3)));
+}
+
+/** A time on an axis: 30 s, 5 min, 1:30 h. */
+export function clock(seconds) {
+  if (seconds < 60) return `${Math.round(seconds)} s`;
+  if (seconds < 3600) return `${seconds % 60 ? duration(seconds) : seconds / 60} min`;
+  const minutes = Math.round(seconds / 60);
+  const rest = minutes % 60;
+  return `${Math.floor(minutes / 60)}${rest ? `:${String(rest).padStart(2, "0")}` : ""} h`;
 }
 
 export function fixed(value, digits = 2) {

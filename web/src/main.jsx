@@ -12,8 +12,8 @@ import { ProcessesPage } from "./pages/processes.jsx";
 import { RolloutPage } from "./pages/rollout.jsx";
 import { RolloutsPage } from "./pages/rollouts.jsx";
 import { SettingsPage } from "./pages/settings.jsx";
-import { State } from "./parts.jsx";
-import { fixed, whole } from "./formatting.js";
+import { State, Tags } from "./parts.jsx";
+import { fixed, whole, words } from "./formatting.js";
 import "./style.css";
 
 const PAGES = [
@@ -64,12 +64,42 @@ function chosen(runs, query) {
   if (known.length) return known;
   const one = runs.find((run) => run.key === query.get("run"));
   if (one) return [one];
-  const best = [...runs].sort((a, b) => (b.state === "live") - (a.state === "live") || b.last - a.last);
-  const withSteps = best.filter((run) => run.step > 0);
-  return (withSteps.length ? withSteps : best).slice(0, 1);
+  const best = [...runs].sort((a, b) => (b.state === "running") - (a.state === "running") || b.last - a.last);
+  return best.slice(0, 1);
+}
+
+/** Whether every word of a search stands somewhere in what is known of a run. */
+function matches(run, search) {
+  const known = [run.key, run.path, run.env, run.model, run.state, run.end.problem, run.notes].join("\n").toLowerCase();
+  return search.toLowerCase().split(/\s+/).every((word) => known.includes(word));
+}
+
+function RunLine({ run, place, toggle }) {
+  return (
+    <li>
+      <label title={run.path}>
+        <input type="checkbox" checked={place >= 0} onChange={() => toggle(run.key)} />
+        <i style={{ background: place >= 0 ? runColour(place) : "var(--line)" }} />
+        <span>
+          <b>{run.key}</b>
+          <small>
+            {run.steps_total ? `${run.step}/${run.steps_total}` : "no steps"}
+            {run.reward !== null ? ` · ${fixed(run.reward)}` : ""}
+          </small>
+          <State state={run.state} />
+          {run.state === "failed" && <small class="cause" title={run.end.problem}>{run.end.cause}</small>}
+          {run.alerts.map((one) => <small key={one.kind} class="cause" title={one.text}>⚠ {words(one.kind)}</small>)}
+          {run.tags.length > 0 && <span class="tags"><Tags list={run.tags} /></span>}
+        </span>
+      </label>
+    </li>
+  );
 }
 
 function Sidebar({ runs, shown, page, live, theme }) {
+  const [search, setSearch] = useState("");
+  const [open, setOpen] = useState(false);
+  const listed = runs.filter((run) => matches(run, search));
   const toggle = (key) => {
     const keys = shown.map((run) => run.key);
     const wanted = keys.includes(key) ? keys.filter((one) => one !== key) : [...keys, key];
@@ -85,28 +115,26 @@ function Sidebar({ runs, shown, page, live, theme }) {
           </Link>
         ))}
       </nav>
-      <h2>Runs</h2>
-      <ul class="runs">
-        {runs.map((run) => {
-          const place = shown.findIndex((one) => one.key === run.key);
-          return (
-            <li key={run.key}>
-              <label title={run.path}>
-                <input type="checkbox" checked={place >= 0} onChange={() => toggle(run.key)} />
-                <i style={{ background: place >= 0 ? runColour(place) : "var(--line)" }} />
-                <span>
-                  <b>{run.key}</b>
-                  <small>
-                    {run.steps_total ? `${run.step}/${run.steps_total}` : "no steps"}
-                    {run.reward !== null ? ` · ${fixed(run.reward)}` : ""}
-                  </small>
-                  <State state={run.state} />
-                </span>
-              </label>
-            </li>
-          );
-        })}
-      </ul>
+      <h2>
+        Runs
+        <button class="unfold" aria-expanded={open} onClick={() => setOpen(!open)}>
+          {shown.length === 1 ? shown[0].key : `${shown.length} of ${runs.length}`} {open ? "▴" : "▾"}
+        </button>
+      </h2>
+      <div class={`run-list ${open ? "open" : ""}`}>
+        {runs.length > 1 && (
+          <input
+            type="search" placeholder="name, tag, note, state" aria-label="search runs" value={search}
+            onInput={(event) => setSearch(event.target.value)}
+          />
+        )}
+        <ul class="runs">
+          {listed.map((run) => (
+            <RunLine key={run.key} run={run} place={shown.findIndex((one) => one.key === run.key)} toggle={toggle} />
+          ))}
+        </ul>
+        {!listed.length && <p class="soft">no run is like that</p>}
+      </div>
       <footer>
         <span class={live.connected ? "on" : "off"}>{live.connected ? "up to date" : "no connection"}</span>
         <button onClick={theme.next} title="light, dark, or as the system (t)">{theme.theme}</button>
@@ -131,7 +159,7 @@ function useFrameKeys(theme, setHelp) {
       else if (event.key === "?") setHelp((open) => !open);
       else if (event.key === "t") theme.next();
       else if (event.key === "/") {
-        const search = document.querySelector("input[type=search]");
+        const search = document.querySelector("main input[type=search]") ?? document.querySelector("input[type=search]");
         if (search) {
           event.preventDefault();
           search.focus();

@@ -1,6 +1,6 @@
 // Small things that several pages show.
 import { useState } from "preact/hooks";
-import { Link, change } from "./address.jsx";
+import { Link, change, href } from "./address.jsx";
 import { short, whole, words } from "./formatting.js";
 
 export function Verdict({ name }) {
@@ -9,7 +9,7 @@ export function Verdict({ name }) {
 }
 
 export function State({ state, phase }) {
-  return <span class={`state s-${state}`}>{state === "live" && phase ? `live · ${phase}` : state}</span>;
+  return <span class={`state s-${state}`}>{state === "running" && phase ? `running · ${phase}` : state}</span>;
 }
 
 /** A number with a bar behind it, from `low` to `high`. */
@@ -67,6 +67,36 @@ export function Problems({ list }) {
 
 export function Failed({ error }) {
   return error ? <p class="failed" role="alert">{error.message}</p> : null;
+}
+
+/** Why a run failed, was stopped or is over, in its own words. */
+export function End({ run }) {
+  if (!run.end.problem) return null;
+  const title = {
+    failed: "This run failed", stopped: "Stopped by a signal", silent: "No sign of life", finished: "Finished: the goal is reached",
+  }[run.state] ?? run.state;
+  const { problem, cause, fix } = run.end;
+  return (
+    <div class={`end e-${run.state}`} role={run.state === "failed" ? "alert" : undefined}>
+      <b>{title}</b>
+      {problem !== "a signal" && <p>{cause}</p>}
+      {problem.trim() !== cause && <details><summary>all of it</summary><pre>{problem}</pre></details>}
+      {fix && <p class="fix">{fix}</p>}
+      {run.state === "failed" && <p><Link to={href("processes", { run: run.key })}>processes and logs</Link></p>}
+    </div>
+  );
+}
+
+const ALERTS = { blind: "Blind", diverges: "Diverges", collapses: "Collapses", no_signal: "Nothing to learn from" };
+
+export function Alerts({ list }) {
+  return list.map((one) => (
+    <p key={one.kind} class={`alert a-${one.kind}`} role="alert"><b>{ALERTS[one.kind] ?? one.kind}</b> {one.text}</p>
+  ));
+}
+
+export function Tags({ list }) {
+  return list.map((tag) => <span key={tag} class="tag">{tag}</span>);
 }
 
 export function Fact({ name, children, title }) {

@@ -166,6 +166,10 @@ def _run(
         call_view(view.update)
         call_view(view.close)
     stopped_by = failure.problem if failure else "a signal" if was_stopped else ""
+    # A second signal ends the processes by an error, and is a signal all the same.
+    was_stopped = was_stopped or (failure is not None and signals.count > 1)
+    outcome = "stopped" if was_stopped else "failed" if failure else "finished"
+    events.write("end", outcome=outcome, problem=stopped_by, fix=failure.fix if failure else "")
     try:
         job.print_outcome(file, run_dir, stopped_by)
     except Exception as error:  # a view may fail, and never fails a run

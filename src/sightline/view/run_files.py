@@ -20,6 +20,8 @@ from sightline.media import MediaStore
 from sightline.render import Tokenizer
 from sightline.run.run_dir import RunDir
 
+MAX_NOTE_CHARS = 20_000
+
 
 def is_run(path: Path) -> bool:
     return (path / "config.toml").is_file() or (path / "metrics.jsonl").is_file()
@@ -44,6 +46,14 @@ class RunFiles:
         """`config.toml` as the run wrote it, in the names of its own version."""
         try:
             return self.run_dir.config.read_text(errors="replace")
+        except OSError:
+            return ""
+
+    @property
+    def notes(self) -> str:
+        """What a person wrote about the run."""
+        try:
+            return self.run_dir.notes.read_text(errors="replace")[:MAX_NOTE_CHARS]
         except OSError:
             return ""
 

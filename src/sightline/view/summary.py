@@ -53,6 +53,8 @@ def build_summary(events: Iterable[Event], **extra: Any) -> dict[str, Any]:
         summary["goal"] = goals[-1].values | {"step": goals[-1].step}
     if failures := _count_failures(events, evals):
         summary["failures"] = failures
+    if events and events[-1].kind == "end":
+        summary["outcome"] = events[-1].values.get("outcome")
     for name, values in (("eval_start", start), ("eval_final", final)):
         if parts := numbers_of(values, "parts"):
             summary[name] = parts

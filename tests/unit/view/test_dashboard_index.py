@@ -256,7 +256,7 @@ def test_a_page_hears_that_a_run_has_ended_and_that_a_log_grew(run_dir: RunDir) 
         view.refresh()
         return view.revision != before
 
-    assert view.state == "live" and not moved()
+    assert view.state == "running" and not moved()
     run_dir.logs.mkdir(exist_ok=True)
     (run_dir.logs / "trainer.log").write_text("stuck for 300 s in step 3\n")
     assert moved() and not moved()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,6 +134,22 @@ def test_a_log_is_read_from_its_end(client: TestClient) -> None:
     assert before["end"] == tail["start"] and before["text"].startswith("first\n")
 
 
+def test_settings_come_with_their_defaults(client: TestClient) -> None:
+    found = client.get("/api/settings?run=synthetic").json()
+    assert found["settings"]["trainer"]["lr"] == 1e-6 and found["defaults"]["trainer.lr"] == 1e-5
+    assert found["defaults"]["model.path"] is None  # it has none, and is always chosen
+
+
+def test_groups_and_failures_are_answered(client: TestClient) -> None:
+    groups = client.get("/api/groups?run=synthetic&limit=3").json()
+    assert len(groups["rows"]) == 3 and groups["rows"][0]["rollouts"] > 1
+    failures = client.get("/api/failures?run=synthetic").json()
+    assert sum(one["num"] for one in failures["errors"]) == sum(
+        row["verdict"] == "broken"
+        for row in client.get("/api/rollouts?run=synthetic&limit=200").json()["rows"]
+    )
+
+
 def test_prometheus_scrapes_the_newest_numbers(client: TestClient) -> None:
     text = client.get("/metrics").text
     assert 'sightline_run_step{run="synthetic"} 2\n' in text
@@ -179,6 +196,16 @@ def test_bound_elsewhere_a_token_is_needed(run_dir: RunDir) -> None:
     cookie = opened.headers["set-cookie"].lower()
     assert "httponly" in cookie and "samesite=strict" in cookie
     assert client.get("/api/runs").status_code == 200
+    runs.close()
+
+
+def test_a_run_that_is_removed_does_not_end_the_others(run_dir: RunDir, tmp_path: Path) -> None:
+    shutil.copytree(run_dir.path, tmp_path / "gone")
+    runs = RunCollection([run_dir.path, tmp_path])
+    client = TestClient(build_app(runs), base_url="http://127.0.0.1")
+    shutil.rmtree(tmp_path / "gone")
+    runs.discover()
+    assert [run["key"] for run in client.get("/api/runs").json()] == ["synthetic"]
     runs.close()
 
 

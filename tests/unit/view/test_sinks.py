@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
+import struct
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.config import LoggingConfig
 from sightline.errors import ConfigError
-from sightline.run import RunDir
+from sightline.run import EventLog, RunDir
 from sightline.view.events import by_step, read_events
 from sightline.view.sinks import RolloutRow, Sink
 from sightline.view.sinks.feed import (
@@ -28,6 +31,7 @@ from sightline.view.sinks.feed import (
 )
 from sightline.view.sinks.process import SinkProcess
 from sightline.view.sinks.protocol import check_sinks
+from sightline.wire.file import append_line
 
 
 @pytest.fixture
@@ -105,16 +109,42 @@ def test_one_sink_that_fails_or_blocks_costs_itself(run_dir: RunDir) -> None:
     blocking.free.set()
 
 
-def test_a_sink_that_is_too_slow_loses_its_oldest_entries() -> None:
+def test_a_sink_that_is_too_slow_loses_its_oldest_entries(tmp_path: Path) -> None:
     blocking = Blocking()
-    feeder = SinkFeeder("slow", lambda: blocking)
+    feeder = SinkFeeder("slow", lambda: blocking, tmp_path / "delivered")
     began = time.monotonic()
     for step in range(3 * QUEUE_SIZE):
-        feeder.enqueue((step, {"x": 1.0}))
+        feeder.enqueue((f"step {step}", step, {"x": 1.0}))
     assert feeder.lost >= 2 * QUEUE_SIZE - 1
     assert time.monotonic() - began < 60
     blocking.free.set()
     assert feeder.finish(60)
+
+
+def test_feeding_again_adds_only_what_is_new(run_dir: RunDir) -> None:
+    first, again, failing = Kept(), Kept(), Failing()
+    feed_sinks(run_dir, {"kept": lambda: first, "failing": lambda: failing}, 2, lambda: True)
+    append_line(run_dir.metrics, run_dir.metrics.read_bytes().splitlines()[-2])  # a replayed step
+    events = EventLog(run_dir.metrics, "orchestrator")
+    events.write("step", 5, reward=0.5)
+    events.write("eval", 5, name="final", reward=0.6)
+    (feeder,) = feed_sinks(run_dir, {"kept": lambda: again}, 2, lambda: True)
+    assert len(first.given) == 8 and feeder.num_before == 10  # eight rows, two tables
+    assert again.given == [(5, {"reward": 0.5}), (5, {"eval.reward": 0.6})] and not again.tables
+    # What a sink failed at it is given again.
+    mended = Kept()
+    feed_sinks(run_dir, {"failing": lambda: mended}, 0, lambda: True)
+    assert len(mended.given) == 10
+
+
+def test_two_processes_do_not_feed_one_sink(run_dir: RunDir) -> None:
+    log = run_dir.sinks / "kept" / "delivered"
+    kept, blocking = Kept(), Blocking()
+    holder = SinkFeeder("kept", lambda: blocking, log)
+    (second,) = feed_sinks(run_dir, {"kept": lambda: kept}, 0, lambda: True)
+    assert "another process feeds it" in second.problem and not kept.given
+    blocking.free.set()
+    assert holder.finish(60)
 
 
 def test_an_unknown_sink_is_refused_by_name() -> None:
@@ -138,6 +168,7 @@ def feed(run_dir: RunDir, name: str, tmp_path: Path, *options: str, fails: bool 
 def test_tensorboard_reads_numbers_images_and_the_table(run_dir: RunDir, tmp_path: Path) -> None:
     feed(run_dir, "tensorboard", tmp_path)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     found = EventAccumulator(str(run_dir.sinks / "tensorboard"))
     found.Reload()
@@ -146,14 +177,55 @@ def test_tensorboard_reads_numbers_images_and_the_table(run_dir: RunDir, tmp_pat
     assert rewards == pytest.approx({s: e.values["reward"] for s, e in steps.items()})
     assert found.Images("samples/0/0")[0].encoded_image_string.startswith(b"\x89PNG")
     assert any("samples/table" in tag for tag in found.Tags()["tensors"])
+    (settings,) = found.PluginTagToContent("hparams").values()
+    hparams = HParamsPluginData.FromString(settings).session_start_info.hparams
+    assert hparams["trainer.lr"].number_value == 1e-6
+    # To feed it again adds nothing.
+    feed(run_dir, "tensorboard", tmp_path)
+    found = EventAccumulator(str(run_dir.sinks / "tensorboard"))
+    found.Reload()
+    assert [scalar.step for scalar in found.Scalars("reward")] == [1, 2, 3, 4]
+
+
+def read_wandb(run_dir: RunDir) -> list[Any]:
+    """Every record of the run's offline files: a log of blocks, as LevelDB writes it."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    records, whole = [], b""
+    for file in sorted((run_dir.sinks / "wandb").glob("offline-run-*/*.wandb")):
+        data, at = file.read_bytes(), 7  # past the header of the file
+        while at + 7 <= len(data):
+            if (left := 32768 - at % 32768) < 7:
+                at += left
+                continue
+            _, size, kind = struct.unpack_from("<IHB", data, at)
+            whole += data[at + 7 : at + 7 + size]
+            at += 7 + size
+            if kind in (1, 4):  # whole, or the last part
+                records.append(Record.FromString(whole))
+                whole = b""
+    return records
 
 
 @pytest.mark.browser
 def test_wandb_keeps_an_offline_run(run_dir: RunDir, tmp_path: Path) -> None:
     feed(run_dir, "wandb", tmp_path, "--offline")
     (folder,) = (run_dir.sinks / "wandb").glob("offline-run-*")
-    (log,) = folder.glob("*.wandb")
-    assert log.stat().st_size > 1000
+    # To feed it again adds nothing.
+    feed(run_dir, "wandb", tmp_path, "--offline")
+    records = read_wandb(run_dir)
+    (run_id,) = {record.run.run_id for record in records if record.run.run_id}
+    assert run_id.startswith("run-001-") and len(run_id) > len("run-001-")
+    config = next(record.run.config.update for record in records if record.run.config.update)
+    settings = {item.key: json.loads(item.value_json) for item in config}
+    assert settings["trainer"] == {"lr": 1e-6}
+    rewards = [
+        item.value_json
+        for record in records
+        for item in record.history.item
+        if "reward" in (item.key, *item.nested_key)
+    ]
+    assert len(rewards) == 4
     pictures = list((folder / "files" / "media" / "images").rglob("*.png"))
     assert NUM_SAMPLES <= len(pictures) <= 2 * NUM_SAMPLES * NUM_THUMBNAILS
     tables = sorted((folder / "files" / "media" / "table").rglob("samples_*.json"))
@@ -165,14 +237,24 @@ def test_wandb_keeps_an_offline_run(run_dir: RunDir, tmp_path: Path) -> None:
 
 @pytest.mark.browser
 def test_trackio_keeps_the_numbers(run_dir: RunDir, tmp_path: Path) -> None:
+    other = RunDir(tmp_path / "elsewhere" / run_dir.path.name)
+    shutil.copytree(run_dir.path, other.path)
     feed(run_dir, "trackio", tmp_path)
+    feed(run_dir, "trackio", tmp_path)  # adds nothing
+    feed(other, "trackio", tmp_path)
     (database,) = (tmp_path / "trackio").rglob("sightline*.db")
     with sqlite3.connect(database) as connection:
-        rows = connection.execute("SELECT step, metrics FROM metrics").fetchall()
+        rows = connection.execute("SELECT run_name, step, metrics FROM metrics").fetchall()
+        configs = connection.execute("SELECT config FROM configs").fetchall()
     connection.close()
-    assert {step for step, text in rows if '"reward"' in str(text)} == {1, 2, 3, 4}
+    names = {name for name, _, _ in rows}
+    assert len(names) == 2 and all(name.startswith("run-001-") for name in names)
+    for wanted in names:
+        steps = [s for name, s, text in rows if name == wanted and "reward" in json.loads(text)]
+        assert sorted(steps) == [1, 2, 3, 4]
+    assert len(configs) == 2 and all('"trainer"' in str(text) for (text,) in configs)
     pictures = list((tmp_path / "trackio").rglob("*.png"))
-    assert NUM_SAMPLES <= len(pictures) <= 2 * NUM_SAMPLES * NUM_THUMBNAILS
+    assert 2 * NUM_SAMPLES <= len(pictures) <= 4 * NUM_SAMPLES * NUM_THUMBNAILS
 
 
 @pytest.mark.browser

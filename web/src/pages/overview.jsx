@@ -1,82 +1,118 @@
 // The numbers of one run, or of several beside one another.
 import { useMemo } from "preact/hooks";
-import { change } from "../address.jsx";
-import { Chart, runColour, smoothed } from "../chart.jsx";
-import { useMetrics } from "../data.js";
-import { Fact, Link, Problems, State, Verdict } from "../parts.jsx";
-import { ago, count, duration, fixed, short, whole, words } from "../formatting.js";
-import { href } from "../address.jsx";
+import { change, href } from "../address.jsx";
+import { AXES, Chart, runColour, smoothed } from "../chart.jsx";
+import { useAnswer, useMetrics } from "../data.js";
+import { Alerts, End, Fact, Link, Problems, State, Tags, Verdict } from "../parts.jsx";
+import { ago, count, duration, fixed, plural, short, whole, words } from "../formatting.js";
 import { probeWords } from "./mismatch.jsx";
+import { rolloutHref } from "./rollouts.jsx";
 
 /** Charts: title, the columns they show, and how. A counter is shown by its growth in each step. */
 const CHARTS = [
   { title: "Reward", columns: { reward: "reward" }, evals: true, wide: true },
+  { title: "Loss", columns: { loss: "training", "sft_eval.loss": "held out" }, onePoints: "sft_eval.loss" },
   { title: "Parts of the reward", prefix: "parts." },
-  { title: "Loss", columns: { loss: "loss" } },
-  { title: "Mismatch KL", note: "sampler to trainer", columns: { mismatch_kl: "own version", lag_kl: "older" }, log: true },
+  { title: "Spread of the reward", note: "standard deviation", columns: { reward_std: "all rollouts", reward_group_std: "within groups" }, fromZero: true },
+  { title: "No signal", note: "share of groups", columns: { no_signal_rate: "no signal" }, fromZero: true },
   { title: "Entropy", note: "nats a token", columns: { entropy: "entropy" }, fromZero: true },
+  { title: "Answer length", note: "tokens", columns: { answer_tokens_mean: "mean", answer_tokens_max: "greatest" }, fromZero: true },
+  { title: "Turns", columns: { turns_mean: "mean" }, fromZero: true },
+  { title: "Broken and truncated", note: "rollouts a step", columns: { broken: "broken", truncated: "truncated" }, fromZero: true, unlessZero: true },
+  { title: "Mismatch KL", note: "sampler to trainer", columns: { mismatch_kl: "own version", lag_kl: "older" }, log: true },
+  { title: "Gradient norm", columns: { grad_norm: "norm" }, fromZero: true },
+  { title: "Learning rate", columns: { lr: "model", vision_lr: "vision tower" }, fromZero: true },
   { title: "Lag", note: "versions", columns: { lag_mean: "mean", lag_max: "greatest" }, fromZero: true },
   { title: "Throughput", note: "sampled tokens a second", columns: { tokens_per_s: "tokens" }, fromZero: true },
+  { title: "GPU memory", note: "GB", columns: { gpu_peak_gb: "greatest of a step" }, fromZero: true },
   { title: "Verdicts", note: "rollouts a step", prefix: "verdicts.", counter: true, fromZero: true },
   { title: "Bytes by wire", note: "a step", prefix: "wire.", only: /bytes/, counter: true, fromZero: true },
-  { title: "Bad media", note: "so far", columns: { bad_media: "bad" }, fromZero: true },
-  { title: "Gradient norm", columns: { grad_norm: "norm" }, fromZero: true },
+  { title: "Bad media", note: "so far", columns: { bad_media: "bad" }, fromZero: true, unlessZero: true },
   { title: "Clipped", note: "share of tokens", columns: { clip_fraction: "clipped" }, fromZero: true },
   { title: "KL to the reference", columns: { kl_ref: "KL" }, fromZero: true },
   { title: "Seconds a step", columns: { seconds: "whole" }, prefix: "seconds.", fromZero: true },
   { title: "Blindness probe", note: "KL when images are exchanged", columns: { exchanged_kl: "exchanged", same_kl: "the same" }, log: true },
   { title: "Rewards by environment", prefix: "envs.", only: /reward$/ },
 ];
+const NO_METRICS = new Set(["elapsed_s", "eta_s", "steps_total", "version"]);
+const isIn = (chart, name) => name in (chart.columns ?? {}) || (chart.prefix && name.startsWith(chart.prefix));
 
-function columnOf(known, steps, name, counter) {
+function allNames(metrics) {
+  const found = new Set();
+  for (const known of Object.values(metrics)) {
+    for (const row of known.rows.values()) for (const name of Object.keys(row)) found.add(name);
+  }
+  return [...found].sort();
+}
+
+/** A chart for every number that has none, those of one table together. */
+function otherCharts(names) {
+  const tables = new Map();
+  for (const name of names) {
+    if (NO_METRICS.has(name) || CHARTS.some((chart) => isIn(chart, name))) continue;
+    const [table] = name.split(".");
+    tables.set(table, { ...tables.get(table), [name]: words(name.includes(".") ? name.slice(table.length + 1) : name) });
+  }
+  return [...tables].map(([table, columns]) => ({ title: words(table), columns }));
+}
+
+/** Where each step of a run lies on the axis. */
+function placesOf(known, axis) {
+  const places = new Map([[0, 0]]);
+  let tokens = 0;
+  for (const step of known?.steps ?? []) {
+    const row = known.rows.get(step);
+    tokens = row.tokens_sampled_total ?? tokens + (row.tokens_sampled ?? row.trained_tokens ?? 0);
+    places.set(step, axis === "step" ? step : axis === "time" ? row.elapsed_s ?? 0 : tokens);
+  }
+  return places;
+}
+
+/** The values of a column at each of `x`. */
+function columnOf(known, places, x, name, counter) {
+  const at = new Map();
   let before = 0;
-  return steps.map((step) => {
-    const value = known.rows.get(step)?.[name];
-    if (value === undefined) return null;
-    if (!counter) return value;
+  for (const step of known.steps) {
+    const value = known.rows.get(step)[name];
+    if (value === undefined) continue;
     const grown = value - before;
     before = value;
-    return grown < 0 ? value : grown;
-  });
+    at.set(places.get(step), counter && grown >= 0 ? grown : value);
+  }
+  return x.map((one) => at.get(one) ?? null);
 }
 
-function namesOf(chart, metrics) {
+function labelsOf(chart, names) {
   const found = { ...chart.columns };
-  if (chart.prefix) {
-    for (const known of Object.values(metrics)) {
-      for (const row of known.rows.values()) {
-        for (const name of Object.keys(row)) {
-          if (name.startsWith(chart.prefix) && (!chart.only || chart.only.test(name))) {
-            found[name] = words(name.slice(chart.prefix.length).replace(/_bytes$|\.reward$/, ""));
-          }
-        }
-      }
+  for (const name of names) {
+    if (chart.prefix && name.startsWith(chart.prefix) && (!chart.only || chart.only.test(name))) {
+      found[name] = words(name.slice(chart.prefix.length).replace(/_bytes$|\.reward$/, ""));
     }
   }
-  return found;
+  return Object.entries(found);
 }
 
-function seriesOf(chart, shown, metrics, steps, window) {
-  const names = Object.entries(namesOf(chart, metrics));
+function seriesOf(chart, shown, metrics, names, places, x, window) {
+  const labels = labelsOf(chart, names);
   const several = shown.length > 1;
   const series = [];
   shown.forEach((run, place) => {
     const known = metrics[run.key];
     if (!known) return;
-    names.forEach(([name, label], which) => {
-      const values = columnOf(known, steps, name, chart.counter);
-      if (values.every((value) => value === null)) return;
+    labels.forEach(([name, label], which) => {
+      const values = columnOf(known, places[run.key], x, name, chart.counter);
+      if (values.every((value) => value === null || (chart.unlessZero && value === 0))) return;
       const colour = runColour(several ? place : which);
-      const title = several ? (names.length > 1 ? `${run.key} ${label}` : run.key) : label;
-      const dash = several && which > 0;
-      if (window > 1) series.push({ label: `${title} raw`, colour, values, faint: true });
-      series.push({ label: title, colour, values: smoothed(values, window), dash });
+      const title = several ? (labels.length > 1 ? `${run.key} ${label}` : run.key) : label;
+      const points = chart.onePoints === name;
+      if (window > 1 && !points) series.push({ label: `${title} raw`, colour, values, faint: true });
+      series.push({ label: title, colour, values: points ? values : smoothed(values, window), dash: several && which > 0, points });
     });
     if (chart.evals && run.evals.length) {
-      const at = new Map(run.evals.map((one) => [one.step, one.reward]));
+      const at = new Map(run.evals.map((one) => [places[run.key].get(one.step), one.reward]));
       series.push({
         label: several ? `${run.key} held out` : "held out", points: true,
-        colour: runColour(several ? place : 1), values: steps.map((step) => at.get(step) ?? null),
+        colour: runColour(several ? place : 1), values: x.map((one) => at.get(one) ?? null),
       });
     }
   });
@@ -86,20 +122,33 @@ function seriesOf(chart, shown, metrics, steps, window) {
 export function OverviewPage({ shown, query, revisions, theme }) {
   const metrics = useMetrics(shown.map((run) => run.key), revisions);
   const window = Number(query.get("smooth") || 1);
-  const zoom = /^(\d+)-(\d+)$/.exec(query.get("steps") || "");
+  const axis = query.get("axis") in AXES ? query.get("axis") : "step";
+  const zoom = /^(\d+)-(\d+)$/.exec(query.get("zoom") || "");
   const range = zoom ? [Number(zoom[1]), Number(zoom[2])] : null;
-  const steps = useMemo(() => {
+  const more = query.get("more") !== null;
+  const { names, places, x } = useMemo(() => {
+    const found = Object.fromEntries(shown.map((run) => [run.key, placesOf(metrics[run.key], axis)]));
     const all = new Set();
-    for (const run of shown) for (const step of metrics[run.key]?.steps ?? []) all.add(step);
-    for (const run of shown) for (const one of run.evals) all.add(one.step);
-    return [...all].sort((a, b) => a - b);
-  }, [metrics, shown.map((run) => run.key).join()]);
-  const onZoom = (wanted) => change({ steps: wanted ? wanted.join("-") : null });
+    for (const run of shown) {
+      for (const step of metrics[run.key]?.steps ?? []) all.add(found[run.key].get(step));
+      for (const one of run.evals) if (found[run.key].has(one.step)) all.add(found[run.key].get(one.step));
+    }
+    return { names: allNames(metrics), places: found, x: [...all].sort((a, b) => a - b) };
+  }, [metrics, shown.map((run) => run.key).join(), axis]);
+  const others = otherCharts(names);
+  const charts = [...CHARTS, ...(more ? others : [])]
+    .map((chart) => ({ ...chart, series: seriesOf(chart, shown, metrics, names, places, x, window) }))
+    .filter((chart) => chart.series.length);
+  const onZoom = (wanted) => change({ zoom: wanted ? wanted.join("-") : null });
+  const read = shown.every((run) => metrics[run.key]);
   return (
     <>
       <header class="head">
         <h1>{shown.length > 1 ? `${shown.length} runs` : shown[0].key}</h1>
         <div class="tools">
+          <select aria-label="x-axis" value={axis} onChange={(event) => change({ axis: event.target.value === "step" ? null : event.target.value, zoom: null })}>
+            {Object.entries(AXES).map(([name, { title }]) => <option key={name} value={name}>by {title}</option>)}
+          </select>
           <label>
             smoothing{" "}
             <input
@@ -109,43 +158,57 @@ export function OverviewPage({ shown, query, revisions, theme }) {
             <output>{window > 1 ? `${window} steps` : "none"}</output>
           </label>
           {range
-            ? <button onClick={() => onZoom(null)}>steps {range[0]} to {range[1]} ✕</button>
-            : <small>drag over a chart to zoom</small>}
+            ? <button onClick={() => onZoom(null)}>{AXES[axis].at(range[0])} to {AXES[axis].format(range[1])} ✕</button>
+            : <small class="hint">drag over a chart to zoom</small>}
         </div>
       </header>
-      {shown.map((run) => <Summary key={run.key} run={run} titled={shown.length > 1} />)}
+      {shown.map((run) => <Summary key={run.key} run={run} titled={shown.length > 1} revision={revisions[run.key]} />)}
       <section class="charts">
-        {CHARTS.map((chart) => {
-          const series = seriesOf(chart, shown, metrics, steps, window);
-          if (!series.length) return null;
-          return (
-            <div key={chart.title} class={chart.wide ? "wide" : ""}>
-              <Chart
-                title={chart.title} note={chart.note} x={steps} series={series} log={chart.log} theme={theme}
-                fromZero={chart.fromZero} range={range} onZoom={onZoom} height={chart.wide ? 220 : 160}
-              />
-            </div>
-          );
-        })}
+        {charts.map((chart) => (
+          <div key={chart.title} class={chart.wide ? "wide" : ""}>
+            <Chart
+              title={chart.title} note={chart.note} x={x} axis={axis} series={chart.series} log={chart.log} theme={theme}
+              fromZero={chart.fromZero} range={range} onZoom={onZoom} height={chart.wide ? 220 : 160}
+            />
+          </div>
+        ))}
       </section>
+      {read && !charts.length && <p class="empty">{shown.map(emptyWords).join(" ")}</p>}
+      {others.length > 0 && (
+        <button onClick={() => change({ more: more ? null : "1" })}>
+          {more ? "fewer charts" : `${plural(others.length, "more chart")}: every other number`}
+        </button>
+      )}
     </>
   );
 }
 
-function Summary({ run, titled }) {
+function emptyWords(run) {
+  if (run.state === "running") return `No step is trained yet: the run is ${run.phase || "starting"}.`;
+  if (run.state === "finished") return "The run wrote no numbers of its steps.";
+  return `The run ${{ failed: "failed", stopped: "was stopped", silent: "fell silent" }[run.state]} before a step was trained, so there is nothing to draw.`;
+}
+
+function Summary({ run, titled, revision }) {
   const evals = Object.fromEntries(run.evals.map((one) => [one.name, one]));
   const final = evals.final;
+  const isRunning = run.state === "running";
+  const has = (value) => value !== null && value !== undefined;
   return (
     <section class="summary">
       {titled && <h2>{run.key}</h2>}
+      <End run={run} />
+      <Alerts list={run.alerts} />
       <dl class="facts">
         <Fact name="state">
           <State state={run.state} phase={run.phase} />
-          {run.state !== "live" && run.last ? <small>{ago(Date.now() / 1000 - run.last)}</small> : null}
+          {!isRunning && run.last ? <small>{ago(Date.now() / 1000 - run.last)}</small> : null}
         </Fact>
-        <Fact name="step">{run.step}<small>of {run.steps_total ?? "?"}</small></Fact>
-        {run.state === "live" && <Fact name="left">{duration(run.eta_s)}</Fact>}
-        <Fact name="reward">{fixed(run.reward, 3)}</Fact>
+        <Fact name="step">{run.step}{run.steps_total ? <small>of {run.steps_total}</small> : null}</Fact>
+        {run.elapsed_s > 0 && <Fact name="took" title="without pauses">{duration(run.elapsed_s)}</Fact>}
+        {isRunning && has(run.eta_s) && <Fact name="left">{duration(run.eta_s)}</Fact>}
+        {has(run.reward) && <Fact name="reward">{fixed(run.reward, 3)}</Fact>}
+        {has(run.loss) && <Fact name="loss">{short(run.loss)}</Fact>}
         {evals.start && (
           <Fact name="held out" title="before and after training">
             {fixed(evals.start.reward, 3)}{final ? ` → ${fixed(final.reward, 3)}` : ""}
@@ -154,19 +217,59 @@ function Summary({ run, titled }) {
         {final?.swapped !== undefined && (
           <Fact name="images exchanged" title="the same tasks with the images of another">{fixed(final.swapped, 3)}</Fact>
         )}
-        <Fact name="mismatch KL" title="of the newest step that measured it">
-          <Link to={href("mismatch", { run: run.key })}>{short(run.mismatch_kl)}</Link>
-        </Fact>
-        <Fact name="tokens a second">{count(run.tokens_per_s)}</Fact>
+        {has(run.mismatch_kl) && (
+          <Fact name="mismatch KL" title="of the newest step that measured it">
+            <Link to={href("mismatch", { run: run.key })}>{short(run.mismatch_kl)}</Link>
+          </Fact>
+        )}
+        {has(run.tokens_per_s) && <Fact name="tokens a second">{count(run.tokens_per_s)}</Fact>}
         <Fact name="rollouts"><Link to={href("rollouts", { run: run.key })}>{whole(run.rollouts)}</Link></Fact>
         <Fact name="images"><Link to={href("images", { run: run.key })}>{whole(run.images)}</Link></Fact>
-        <Fact name="bad media"><span class={run.bad_media ? "bad" : ""}>{whole(run.bad_media)}</span></Fact>
-        {Object.entries(run.dropped).map(([reason, number]) => (
+        {run.bad_media > 0 && <Fact name="bad media"><span class="bad">{whole(run.bad_media)}</span></Fact>}
+        {["broken", "truncated"].map((name) => run[name] > 0 && (
+          <Fact key={name} name={name} title="rollouts, in steps and evaluations"><span class="bad">{whole(run[name])}</span></Fact>
+        ))}
+        {!run.broken && !run.truncated && Object.entries(run.dropped).map(([reason, number]) => (
           <Fact key={reason} name="dropped"><span class="bad">{number}</span> <Verdict name={reason} /></Fact>
         ))}
       </dl>
-      {run.probe && <p class={`probe ${run.probe.is_blind ? "bad" : ""}`}>{probeWords(run.probe)}</p>}
+      <Exceptions run={run} revision={revision} />
+      {run.probe && !run.probe.is_blind && <p class="probe">{probeWords(run.probe)}</p>}
+      <Notes run={run} />
       <Problems list={run.problems} />
     </section>
   );
+}
+
+/** Distinct exceptions of rollouts, by their last line. */
+function Exceptions({ run, revision }) {
+  const { answer } = useAnswer("failures", { run: run.key }, [revision]);
+  if (!answer?.errors.length) return null;
+  return (
+    <details class="exceptions" open={answer.errors.length < 6}>
+      <summary>{plural(answer.errors.length, "distinct exception")} of rollouts</summary>
+      <div class="scroll">
+        <table class="rollouts settings">
+          <thead><tr><th class="num">rollouts</th><th>exception</th><th class="num">steps</th><th>one of them</th></tr></thead>
+          <tbody>
+            {answer.errors.map((one) => (
+              <tr key={one.error}>
+                <td class="num"><Link to={href("rollouts", { run: run.key, error: one.error })}>{whole(one.num)}</Link></td>
+                <td class="exception"><code>{one.error}</code></td>
+                <td class="num">{one.first_step === null ? "–" : one.first_step === one.last_step ? one.first_step : `${one.first_step}–${one.last_step}`}</td>
+                <td><Link to={rolloutHref(run.key, one)}>{one.trace_id}</Link></td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </details>
+  );
+}
+
+function Notes({ run }) {
+  if (!run.notes.trim()) return null;
+  const parts = run.notes.trim().split(/(#[^\s#]+)/);
+  const tagOf = (part) => run.tags.find((tag) => part === `#${tag}`);
+  return <p class="notes">{parts.map((part) => (tagOf(part) ? <Tags list={[tagOf(part)]} /> : part))}</p>;
 }

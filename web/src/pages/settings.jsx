@@ -1,4 +1,4 @@
-// The settings of runs, and where they differ.
+// The settings of runs: what was chosen first, then what is as by default; and where runs differ.
 import { useEffect, useState } from "preact/hooks";
 import { change } from "../address.jsx";
 import { runColour } from "../chart.jsx";
@@ -17,18 +17,21 @@ export function SettingsPage({ shown, query }) {
   useEffect(() => {
     let current = true;
     Promise.all(shown.map(async (run) => {
-      const { settings: found } = await ask("settings", { run: run.key }).catch(() => ({ settings: {} }));
-      return [run.key, Object.fromEntries(flat(found))];
+      const found = await ask("settings", { run: run.key }).catch(() => ({ settings: {}, defaults: {} }));
+      return [run.key, { values: Object.fromEntries(flat(found.settings)), defaults: Object.fromEntries(flat(found.defaults)) }];
     })).then((pairs) => current && set(Object.fromEntries(pairs)));
     return () => { current = false; };
   }, [keys]);
   const only = query.get("only") !== null;
   const search = (query.get("text") ?? "").toLowerCase();
-  const names = [...new Set(Object.values(settings).flatMap(Object.keys))].sort();
+  const names = [...new Set(Object.values(settings).flatMap((one) => Object.keys(one.values)))].sort();
   const rows = names.map((name) => {
-    const values = shown.map((run) => settings[run.key]?.[name]);
-    return { name, values, differs: new Set(values).size > 1 };
-  });
+    const values = shown.map((run) => settings[run.key]?.values[name]);
+    const defaults = shown.map((run) => settings[run.key]?.defaults[name] ?? "null");
+    const chosen = values.some((value, i) => value !== undefined && value !== defaults[i]);
+    return { name, values, chosen, usual: defaults[0], differs: new Set(values).size > 1 };
+  }).sort((a, b) => b.chosen - a.chosen);
+  const chosen = rows.filter((row) => row.chosen).length;
   const differing = rows.filter((row) => row.differs).length;
   const visible = rows.filter((row) => (!only || row.differs) && (!search || row.name.includes(search) || row.values.some((v) => v?.toLowerCase().includes(search))));
   return (
@@ -40,15 +43,16 @@ export function SettingsPage({ shown, query }) {
           <label><input type="checkbox" checked={only} onChange={(event) => change({ only: event.target.checked ? "1" : null })} /> only differences</label>
         </div>
       </header>
-      <p class="words">{shown.length > 1 ? `${differing} of ${names.length} settings differ between ${shown.length} runs.` : `${names.length} settings. Choose a second run on the left to see where they differ.`}</p>
+      <p class="words">{shown.length > 1 ? `${differing} of ${names.length} settings differ between ${shown.length} runs.` : `${chosen} of ${names.length} settings are not as by default, and stand first. Choose a second run to see where they differ.`}</p>
       <div class="scroll">
         <table class="rollouts settings">
-          <thead><tr><th>setting</th>{shown.map((run, i) => <th key={run.key}><i class="dot" style={{ background: runColour(i) }} />{run.key}</th>)}</tr></thead>
+          <thead><tr><th>setting</th>{shown.map((run, i) => <th key={run.key}><i class="dot" style={{ background: runColour(i) }} />{run.key}</th>)}<th>default</th></tr></thead>
           <tbody>
             {visible.map((row) => (
-              <tr key={row.name} class={row.differs ? "differs" : ""}>
+              <tr key={row.name} class={`${row.differs ? "differs" : ""} ${row.chosen ? "chosen" : "usual"}`}>
                 <th><small>{row.name.slice(0, row.name.lastIndexOf(".") + 1)}</small>{row.name.slice(row.name.lastIndexOf(".") + 1)}</th>
                 {row.values.map((value, i) => <td key={i}><code>{value ?? "–"}</code></td>)}
+                <td class="soft">{row.chosen && row.usual !== "null" ? <code>{row.usual}</code> : ""}</td>
               </tr>
             ))}
           </tbody>

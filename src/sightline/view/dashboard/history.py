@@ -14,6 +14,7 @@ STEP_EVENT_KINDS = ("step", "train", "probe", "sft", "sft_eval")
 """The kinds of event that give one row of numbers a step."""
 NOTE_KINDS = (
     "state", "lost", "dropped", "sink", "totals", "bad_media", "checkpoint_refused", "eval_skipped",
+    "goal", "end",
 )  # fmt: skip
 """The kinds of event that say what happened, beside the numbers."""
 _MOST_NOTES = 200
@@ -34,6 +35,15 @@ class MetricsHistory:
         self.phase = ""
         self.probe: Event | None = None
         """The newest event of the probe that exchanges images."""
+        self.goal: Event | None = None
+        """The event of the goal that ended the run."""
+        self.end: Event | None = None
+        """How the run ended; None for one that has gone on since."""
+        self.active_s = 0.0
+        """Wall time in which the run was alive."""
+        self._was_start = False
+        self.not_finite: dict[str, int] = {}
+        """The newest step whose loss, or norm of the gradient, was not a finite number, by name."""
 
     def problems(self, is_live: bool) -> list[str]:
         """What of the file is no event. While a run is live its last line may be half written."""
@@ -52,6 +62,8 @@ class MetricsHistory:
         return bool(events)
 
     def _add_event(self, event: Event) -> None:
+        self._count_time(event)
+        self.end = event if event.kind == "end" else None
         self.first_time = self.first_time or event.time
         self.last_time = max(self.last_time, event.time)
         self.last_seen[event.process] = event.time
@@ -59,7 +71,11 @@ class MetricsHistory:
             key = (event.kind, event.step)
             # Its loss has the name that the loss of a training step has.
             prefix = "sft_eval." if event.kind == "sft_eval" else ""
-            self.rows[key] = flatten_numbers(event.values, prefix)
+            row = flatten_numbers(event.values, prefix) | {"elapsed_s": self.active_s}
+            self.rows[key] = row
+            for name in ("loss", "grad_norm"):  # JSON knows no infinity: it is written as null
+                if event.kind in ("train", "sft") and event.values.get(name, 0.0) is None:
+                    self.not_finite[name] = event.step
             self._changes.append(key)
             if event.kind == "probe":
                 self.probe = event
@@ -72,9 +88,34 @@ class MetricsHistory:
                 self.phase = str(event.values.get("phase", ""))
             if event.kind == "totals":
                 self.phase = "finished"
+            if event.kind == "goal" and event.values.get("is_reached"):
+                self.goal = event
             if event.kind == "dropped":
                 self.dropped[str(event.values.get("reason", ""))] += 1
             self.notes = [*self.notes[-_MOST_NOTES + 1 :], event]
+
+    def _count_time(self, event: Event) -> None:
+        """Adds the time since the last event, unless it is the pause before a resume."""
+        is_start = event.kind == "state" and event.values.get("phase") == "starting"
+        if self.first_time and not (is_start and not self._was_start):
+            self.active_s += max(0.0, event.time - self.last_time)
+        self._was_start = is_start
+
+    @property
+    def num_rows(self) -> int:
+        """Grows with every row that is new or has changed."""
+        return len(self._changes)
+
+    def column(self, kind: str, name: str) -> list[tuple[int, float]]:
+        """Step and value wherever a kind of event has this number."""
+        found = [(s, row[name]) for (k, s), row in self.rows.items() if k == kind and name in row]
+        return sorted(found)
+
+    def count_failures(self) -> dict[str, float]:
+        """How many rollouts broke or were cut short, in steps and in evaluations."""
+        rows = [row for (kind, _), row in self.rows.items() if kind == "step"]
+        rows += [flatten_numbers(values) for values in self.evals]
+        return {n: sum(row.get(n, 0.0) for row in rows) for n in ("broken", "truncated")}
 
     @property
     def last_step(self) -> int:

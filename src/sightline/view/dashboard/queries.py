@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from typing import Any
 
 from pydantic import BaseModel
@@ -18,6 +19,15 @@ SORT_ORDERS = {
     "mismatch": "kl DESC, id ASC",
     "longest": "tokens DESC, id ASC",
 }
+GROUP_ORDERS = {
+    "newest": "step DESC, id ASC",
+    "oldest": "step ASC, id ASC",
+    "reward_high": "reward DESC, id ASC",
+    "reward_low": "reward IS NULL, reward ASC, id ASC",
+    "spread": "max(reward) - min(reward) DESC, id ASC",
+    "longest": "tokens DESC, id ASC",
+}
+MAX_ERRORS = 20
 _COLUMNS = (
     "file", "number", "trace_id", "group_id", "env", "task", "split", "step", "reward", "rewards",
     "verdict", "error", "turns", "branches", "tokens", "sampled", "images", "lag", "seconds",
@@ -37,6 +47,8 @@ class RolloutFilter(BaseModel, frozen=True, extra="forbid"):
     split: str = ""
     group: str = ""
     file: str = ""
+    error: str = ""
+    """The last line of what broke the rollout, or cut it short."""
     text: str = ""
     """A text to look for in messages, in tool calls and in the name of the rollout."""
     image: str = ""
@@ -56,6 +68,7 @@ class RolloutFilter(BaseModel, frozen=True, extra="forbid"):
             ("split", "=", self.split or None),
             ("group_id", "=", self.group or None),
             ("file", "=", self.file or None),
+            ("error", "=", self.error or None),
         ):
             if value is not None:
                 clauses.append(f"{column} {sign} ?")
@@ -97,12 +110,63 @@ def list_rollouts(
 
 
 def _build_row(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
+    found = {name: row[name] for name in _COLUMNS}
+    found["rewards"] = json.loads(row["rewards"])
+    found["thumbs"] = _thumbs(connection, row)
+    return found
+
+
+def _thumbs(connection: sqlite3.Connection, row: sqlite3.Row) -> list[str]:
+    """Digests of the first images of a rollout."""
     shown = connection.execute(
         "SELECT digest FROM shows WHERE rollout = ? ORDER BY node, place LIMIT 4", (row["id"],)
     )
-    found = {name: row[name] for name in _COLUMNS}
-    found["rewards"] = json.loads(row["rewards"])
-    found["thumbs"] = [image["digest"] for image in shown]
+    return [image["digest"] for image in shown]
+
+
+def list_groups(
+    connection: sqlite3.Connection, wanted: RolloutFilter, offset: int, limit: int
+) -> dict[str, Any]:
+    """A page of groups, each with what its rollouts earned and what became of them."""
+    where, values = wanted.where()
+    grouped = f"FROM rollouts {where} GROUP BY group_id, file"
+    total = connection.execute(f"SELECT count(*) FROM (SELECT 1 {grouped})", values).fetchone()[0]
+    order = GROUP_ORDERS.get(wanted.sort, GROUP_ORDERS["newest"])
+    # Which groups first, out of an index; what they hold only for those of the page.
+    page = connection.execute(
+        "SELECT group_id, file, step, min(id) AS id, avg(reward) AS reward, avg(tokens) AS tokens"
+        f" {grouped} ORDER BY {order} LIMIT ? OFFSET ?",
+        [*values, max(1, min(limit, MAX_ROWS)), max(0, offset)],
+    ).fetchall()
+    inside = f"{where} AND" if where else "WHERE"
+    found = []
+    for group in page:
+        row = connection.execute(
+            "SELECT env, task, split, count(*) AS rollouts, min(reward) AS low,"
+            " max(reward) AS high, avg(turns) AS turns, group_concat(verdict) AS verdicts"
+            f" FROM rollouts {inside} group_id = ? AND file = ?",
+            [*values, group["group_id"], group["file"]],
+        ).fetchone()
+        verdicts = dict(Counter(str(row["verdicts"]).split(",")))
+        thumbs = _thumbs(connection, group)
+        found.append({**dict(group), **dict(row), "verdicts": verdicts, "thumbs": thumbs})
+    return {"total": total, "offset": offset, "rows": found}
+
+
+def list_errors(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+    """Distinct exceptions by their last line, the most frequent first, each with one rollout."""
+    rows = connection.execute(
+        "SELECT error, count(*) AS num, min(step) AS first_step, max(id) AS newest,"
+        " max(step) AS last_step FROM rollouts WHERE error != '' GROUP BY error"
+        " ORDER BY num DESC, error LIMIT ?",
+        (MAX_ERRORS,),
+    ).fetchall()
+    found = []
+    for row in rows:
+        example = connection.execute(
+            "SELECT file, number, trace_id, verdict FROM rollouts WHERE id = ?", (row["newest"],)
+        ).fetchone()
+        found.append({**dict(row), **dict(example)})
     return found
 
 

@@ -30,13 +30,16 @@ class RunCollection:
             raise ConfigError("no run to show", "name at least one run directory")
 
     def discover(self) -> bool:
-        """Looks for runs that have appeared; whether there are any."""
+        """Looks for runs that have appeared, and lets go of those that were removed; whether there
+        are new ones."""
         found = [
             run
             for path in self._given
             for run in ([path] if is_run(path) else sorted(p for p in path.iterdir() if is_run(p)))
         ]
         with self._lock:
+            for path in [path for path in self._views if not path.is_dir()]:
+                self._views.pop(path).close()
             new = [path for path in dict.fromkeys(found) if path not in self._views]
             for path in new:
                 self._views[path] = RunView(self._key(path), RunDir(path))

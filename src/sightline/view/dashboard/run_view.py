@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 from sightline.run.run_dir import RunDir
 from sightline.view.dashboard import queries
+from sightline.view.dashboard.alerts import Alert, find_alerts
 from sightline.view.dashboard.history import MetricsHistory
 from sightline.view.dashboard.index import RefreshResult, RolloutIndex
+from sightline.view.events import find_number
+from sightline.view.formatting import fixed
 from sightline.view.run_files import RunFiles
 
 SILENT_AFTER_S = 120.0
 """A run that has not finished, and has written nothing for so long, is shown as silent."""
 _FILES_PER_REFRESH = 8
 IMAGES_PER_REFRESH = 5000
+_TAG = re.compile(r"(?<![\w#])#(\w(?:[\w./=-]*\w)?)")
 
 
 class RunView(RunFiles):
@@ -37,6 +42,7 @@ class RunView(RunFiles):
         """Trace files that the index has yet to read."""
         self._last_signature: tuple[Any, ...] = ()
         self._present: set[str] = set()
+        self._alerts: tuple[int, list[Alert]] = (-1, [])
         self.missing: dict[str, None] = {}
         """Digests of images that something shows and no store holds, in the order of looking."""
 
@@ -55,7 +61,7 @@ class RunView(RunFiles):
         # What the run says without an event: that it ended, and how.
         before, self._last_signature = (
             self._last_signature,
-            (self.state, _log_sizes(self.run_dir.logs)),
+            (self.state, self.notes, _log_sizes(self.run_dir.logs)),
         )
         if changed or self._last_signature != before:
             self.revision += 1
@@ -87,15 +93,18 @@ class RunView(RunFiles):
 
     @property
     def state(self) -> str:
-        """live, finished, stopped or silent."""
+        """running, finished, stopped (by a signal), failed or silent."""
+        if self.history.end is not None:
+            return str(self.history.end.values.get("outcome"))
         summary = self.find_summary()
-        if summary is not None:
-            return "stopped" if summary.get("stopped_by") else "finished"
+        if summary is not None:  # of a run of an earlier version, which wrote no event at its end
+            cause = summary.get("stopped_by")
+            return "finished" if not cause else "stopped" if cause == "a signal" else "failed"
         sft = self.history.newest("sft")
         if sft and self.history.last_step >= sft.get("steps_total", math.inf):
             return "finished"
         if time.time() - self._last_write_time() < SILENT_AFTER_S:
-            return "live"
+            return "running"
         return "silent"
 
     def _last_write_time(self) -> float:
@@ -104,11 +113,46 @@ class RunView(RunFiles):
         except OSError:
             return 0.0
 
+    def describe_end(self) -> dict[str, str]:
+        """Why the run is where it is, and what to do; empty texts while it runs."""
+        state, end, problem, fix = self.state, self.history.end, "", ""
+        if state in ("failed", "stopped"):
+            values = end.values if end is not None else {}
+            problem = values.get("problem") or (self.find_summary() or {}).get("stopped_by", "")
+            fix = values.get("fix", "")
+        elif state == "silent":
+            problem = (
+                "nothing was written for minutes, and no end: its launcher was killed, or hangs"
+            )
+        elif state == "finished" and (goal := self.history.goal) is not None:
+            held_out = find_number(goal.values, "held_out")
+            confirmed = f", and held-out tasks {fixed(held_out, 3)}" if held_out is not None else ""
+            problem = (
+                f"[run] stop_at = {goal.values.get('stop_at')} was reached at step {goal.step}: "
+                f"training earned {fixed(find_number(goal.values, 'reward'), 3)}{confirmed}"
+            )
+        if state in ("stopped", "silent") and self.history.last_step and not fix:
+            command = "sft" if "sft" in self.settings else "rl"
+            fix = f"go on with `sightline {command} --resume {self.run_dir.path}`"
+        return {"problem": str(problem), "cause": _join_ends(str(problem)), "fix": str(fix)}
+
+    def _num_steps(self) -> int | None:
+        """The steps that the run was to train for, as its settings say."""
+        table = self.settings.get("run")
+        steps = table.get("steps") if isinstance(table, dict) else None
+        return steps if isinstance(steps, int) else None
+
+    def alerts(self) -> list[Alert]:
+        """What should make a person look, of the rows so far."""
+        if self._alerts[0] != self.history.num_rows:
+            self._alerts = (self.history.num_rows, find_alerts(self.history))
+        return self._alerts[1]
+
     def problems(self) -> list[str]:
         found = [] if self.settings else ["config.toml is missing, empty, or cannot be read"]
         if not self.run_dir.metrics.is_file():
             found.append("metrics.jsonl is missing")
-        found += self.history.problems(self.state == "live")
+        found += self.history.problems(self.state == "running")
         with self.index.connect_readonly() as connection:
             found += queries.list_problems(connection)
         if self.missing:
@@ -123,15 +167,21 @@ class RunView(RunFiles):
         with self.index.connect_readonly() as connection:
             num = connection.execute("SELECT count(*) FROM rollouts").fetchone()[0]
             shown = connection.execute("SELECT count(*) FROM images").fetchone()[0]
-        probe = self.history.probe
+        probe, notes = self.history.probe, self.notes
         return {
             "key": self.key,
             "path": str(self.run_dir.path),
             "revision": self.revision,
             "state": self.state,
             "phase": self.history.phase,
+            "end": self.describe_end(),
+            "alerts": self.alerts(),
+            "notes": notes,
+            "tags": list(dict.fromkeys(_TAG.findall(notes))),
             "step": self.history.last_step,
-            "steps_total": newest.get("steps_total"),
+            "steps_total": newest.get("steps_total") or self._num_steps(),
+            "loss": newest.get("loss"),
+            "elapsed_s": self.history.active_s,
             "eta_s": newest.get("eta_s"),
             "reward": newest.get("reward"),
             "mismatch_kl": trained.get("mismatch_kl"),
@@ -144,10 +194,21 @@ class RunView(RunFiles):
             "files_left": self.files_left,
             "evals": self.history.evals,
             "dropped": dict(self.history.dropped),
+            **self.history.count_failures(),
             "probe": None if probe is None else {"step": probe.step, **probe.values},
             "env": self.get_setting("env", "name"),
+            "model": self.get_setting("model", "path"),
             "problems": self.problems(),
         }
+
+
+def _join_ends(problem: str) -> str:
+    """A problem on one line: what it begins with, and the exception that a traceback ends with."""
+    lines = [line.strip() for line in problem.splitlines() if line.strip()]
+    if len(lines) < 2:
+        return problem.strip()
+    begin = lines[0].removesuffix("Traceback (most recent call last):").rstrip(" :")
+    return f"{begin}: {lines[-1]}" if begin else lines[-1]
 
 
 def _log_sizes(folder: Path) -> tuple[tuple[str, int], ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-VERSION = 1
+VERSION = 3
 
 TABLES = """
 CREATE TABLE files (
@@ -44,7 +44,8 @@ CREATE UNIQUE INDEX rollouts_place ON rollouts (file, number);
 CREATE INDEX rollouts_step ON rollouts (step, id);
 CREATE INDEX rollouts_verdict ON rollouts (verdict, step);
 CREATE INDEX rollouts_reward ON rollouts (reward, id);
-CREATE INDEX rollouts_group ON rollouts (group_id);
+CREATE INDEX rollouts_group ON rollouts (group_id, file, step, reward, tokens);
+CREATE INDEX rollouts_error ON rollouts (error) WHERE error != '';
 CREATE TABLE texts (id INTEGER PRIMARY KEY, digest BLOB NOT NULL UNIQUE, text TEXT NOT NULL);
 CREATE TABLE says (
     text INTEGER NOT NULL, rollout INTEGER NOT NULL, PRIMARY KEY (text, rollout)

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 
+from sightline.config import RunFile, SftFile, iter_settings
 from sightline.errors import MediaError, MediaMissing, SightlineError
 from sightline.media.ref import is_digest
 from sightline.view.dashboard import processes, queries, rollout_page, thumbnails
@@ -53,6 +54,8 @@ def build_app(runs: RunCollection, token: str | None = None) -> FastAPI:
         ("/api/metrics", dashboard.metrics),
         ("/api/facets", dashboard.facets),
         ("/api/rollouts", dashboard.rollouts),
+        ("/api/groups", dashboard.groups),
+        ("/api/failures", dashboard.failures),
         ("/api/rollout", dashboard.rollout),
         ("/api/tokens", dashboard.tokens),
         ("/api/mismatch", dashboard.mismatch),
@@ -167,6 +170,17 @@ class Dashboard:
             found = queries.list_rollouts(connection, wanted, wanted.offset, wanted.limit)
         return _json_response(found)
 
+    def groups(self, wanted: Annotated[RolloutQuery, Query()]) -> Response:
+        with self._run(wanted.run).index.connect_readonly() as connection:
+            found = queries.list_groups(connection, wanted, wanted.offset, wanted.limit)
+        return _json_response(found)
+
+    def failures(self, run: str) -> Response:
+        view = self._run(run)
+        with view.index.connect_readonly() as connection:
+            errors = queries.list_errors(connection)
+        return _json_response({**view.history.count_failures(), "errors": errors})
+
     def rollout(self, run: str, file: str, number: int) -> Response:
         view = self._run(run)
         found = rollout_page.describe_rollout(view, file, number)
@@ -224,7 +238,24 @@ class Dashboard:
 
     def settings(self, run: str) -> Response:
         view = self._run(run)
-        return _json_response({"text": view.settings_text, "settings": view.settings})
+        return _json_response(
+            {
+                "text": view.settings_text,
+                "settings": view.settings,
+                "defaults": list_defaults(view.settings),
+            }
+        )
+
+
+def list_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """Dotted name and value of each setting that has a default, of the kind of run that this is."""
+    kind = SftFile if "sft" in settings else RunFile
+    return {
+        f"{section}.{name}": None
+        if field.is_required()
+        else field.get_default(call_default_factory=True)
+        for section, name, field in iter_settings(kind)
+    }
 
 
 def _check_digest(text: str) -> str:

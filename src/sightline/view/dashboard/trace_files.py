@@ -93,7 +93,7 @@ def build_row(record: TraceRecord, file: str, verdict: str | None) -> dict[str, 
         "reward": trace.reward,
         "rewards": json.dumps(trace.rewards),
         "verdict": verdict or (BROKEN if trace.error else UNKNOWN),
-        "error": trace.error_kind or trace.error[:200],
+        "error": _find_cause(trace),
         "turns": len(turns),
         "branches": len(trace.branches()),
         "tokens": trace.num_tokens,
@@ -103,6 +103,14 @@ def build_row(record: TraceRecord, file: str, verdict: str | None) -> dict[str, 
         "seconds": trace.ended - trace.started if trace.ended > trace.started > 0 else None,
         "answer": _answer(turns[-1].message) if turns else "",
     }
+
+
+def _find_cause(trace: Trace) -> str:
+    """The last line of what broke a rollout or cut it short, which names the exception."""
+    lines = [line.strip() for line in (trace.error or trace.limit).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[-1].startswith("fix: "):
+        lines.pop()
+    return lines[-1][:MAX_ANSWER_CHARS] if lines else trace.error_kind
 
 
 def _answer(message: Message) -> str:

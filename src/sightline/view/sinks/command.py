@@ -33,11 +33,16 @@ def feed_run(
         if stop.is_set() or not follow:
             return True
         view.history.read()
-        return view.state != "live"
+        return view.state != "running"
 
     factories = build_sink_factories(names, run_dir, offline)
     feeders = feed_sinks(run_dir, factories, samples_every, is_over)
     for feeder in feeders:
+        if feeder.num_before:
+            print(
+                f"{feeder.name} had {feeder.num_before} entries of this run already; they are sent "
+                f"again when {feeder.log_path} is removed"
+            )
         lost = f", {feeder.lost} entries lost" if feeder.lost else ""
         print(f"{STATUS_PREFIX}{feeder.name}: {feeder.problem or STATUS_OK}{lost}", flush=True)
     # Threads of a sink that hangs are left where they are.

@@ -7,23 +7,28 @@ reading never waits for a sink: a full queue loses its oldest entry, which is co
 
 from __future__ import annotations
 
+import fcntl
 import importlib
+import os
 import queue
+import secrets
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from sightline.errors import MediaError, SightlineError
+from sightline.errors import ConfigError, MediaError, SightlineError
 from sightline.media import MediaStore
 from sightline.run.run_dir import RunDir
 from sightline.view.dashboard import thumbnails, trace_files
 from sightline.view.dashboard.history import STEP_EVENT_KINDS, flatten_numbers
 from sightline.view.events import EventTail
 from sightline.view.run_files import RunFiles
-from sightline.view.sinks.protocol import CLOSE_TIMEOUT_S, RolloutRow, Sink, Thumbnail
+from sightline.view.sinks.protocol import CLOSE_TIMEOUT_S, RolloutRow, RunIdentity, Sink, Thumbnail
 from sightline.view.verdicts import read_verdicts
+from sightline.wire.file import read_lines, write_atomic
 
 QUEUE_SIZE = 1000
 NUM_SAMPLES = 8
@@ -34,7 +39,38 @@ THUMBNAIL_SIDE = 192
 MAX_CHARS = 2000
 POLL_INTERVAL_S = 1.0
 
-SinkEntry = tuple[int, dict[str, float] | list[RolloutRow]]
+SinkEntry = tuple[str, int, dict[str, float] | list[RolloutRow]]
+"""What it is, of the same name whenever the run is read; its step; and what a sink is given."""
+
+
+class DeliveryLog:
+    """What a sink has taken of a run, kept beside it: to feed it again adds only what is new."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises where another process feeds the sink."""
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._file)
+            raise ConfigError(
+                f"another process feeds it, and holds {path}", "wait for its end"
+            ) from None
+        self._start = os.fstat(self._file).st_size
+        self.names = {line.decode(errors="replace") for line in read_lines(path)}
+        self.num_before = len(self.names)
+
+    def add(self, name: str) -> None:
+        os.write(self._file, name.encode() + b"\n")
+
+    def forget(self) -> None:
+        """Takes back what was added since it was opened."""
+        os.ftruncate(self._file, self._start)
+
+    def close(self) -> None:
+        os.close(self._file)
 
 
 @dataclass
@@ -43,16 +79,35 @@ class SinkFeeder:
 
     name: str
     build: Callable[[], Sink]
+    log_path: Path
+    """Where its delivery log is."""
     entries: queue.Queue[SinkEntry | None] = field(default_factory=lambda: queue.Queue(QUEUE_SIZE))
     lost: int = 0
     """Entries that a slow sink did not take in time, or failed at."""
     problem: str = ""
 
     def __post_init__(self) -> None:
+        self._log: DeliveryLog | None = None
+        try:
+            self._log = DeliveryLog(self.log_path)
+        except ConfigError as error:
+            self.problem = error.problem
+        except OSError as error:
+            self.problem = str(error)
+        self._seen = self._log.names if self._log else set()
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"sink-{self.name}")
         self._thread.start()
 
+    @property
+    def num_before(self) -> int:
+        """Entries that the sink had taken before, and was not given again."""
+        return self._log.num_before if self._log else 0
+
     def enqueue(self, entry: SinkEntry) -> None:
+        """Lets the sink have an entry, unless it has had one of this name."""
+        if entry[0] in self._seen:
+            return
+        self._seen.add(entry[0])
         while True:
             try:
                 self.entries.put_nowait(entry)
@@ -75,46 +130,69 @@ class SinkFeeder:
 
     def _run(self) -> None:
         try:
-            sink = self.build()
-        except Exception as error:  # a library of others, which may raise anything
-            traceback.print_exc()
-            self.problem = f"{type(error).__name__}: {error}"
-            sink = None
+            self._feed(self._build())
+        finally:
+            if self._log is not None:
+                self._log.close()
+
+    def _feed(self, sink: Sink | None) -> None:
         while (entry := self.entries.get()) is not None:
-            if sink is None:
+            if sink is None or self._log is None:
                 self.lost += 1
                 continue
-            step, what = entry
+            name, step, what = entry
             try:
                 if isinstance(what, dict):
                     sink.numbers(step, what)
                 else:
                     sink.samples(step, what)
+                self._log.add(name)
             except Exception as error:  # a sink may fail, and costs only itself
                 self.lost += 1
                 self.problem = f"{type(error).__name__}: {error}"
-        if sink is not None:
+        if sink is not None and self._log is not None:
             try:
                 sink.close()
             except Exception as error:  # a sink may fail, and costs only itself
                 self.problem = f"{type(error).__name__}: {error}"
+                self._log.forget()  # which of it was kept nobody can say
+
+    def _build(self) -> Sink | None:
+        if self._log is None:
+            return None
+        try:
+            return self.build()
+        except Exception as error:  # a library of others, which may raise anything
+            traceback.print_exc()
+            self.problem = f"{type(error).__name__}: {error}"
+            return None
 
 
 def build_sink_factories(
     names: Sequence[str], run_dir: RunDir, offline: bool
 ) -> dict[str, Callable[[], Sink]]:
     folder = run_dir.sinks
+    folder.mkdir(exist_ok=True)
+    name = run_dir.path.resolve().name
+    identity = RunIdentity(name, _get_run_id(folder), RunFiles(run_dir).settings)
 
-    def builder(name: str) -> Callable[[], Sink]:
+    def builder(sink: str) -> Callable[[], Sink]:
         def build() -> Sink:
-            folder.mkdir(exist_ok=True)
-            module = importlib.import_module(f"sightline.view.sinks.{name}")
-            made: Sink = module.build(folder, run_dir.path.resolve().name, offline)
+            module = importlib.import_module(f"sightline.view.sinks.{sink}")
+            made: Sink = module.build(folder, identity, offline)
             return made
 
         return build
 
-    return {name: builder(name) for name in names}
+    return {sink: builder(sink) for sink in names}
+
+
+def _get_run_id(folder: Path) -> str:
+    """Made when the run is first fed, and kept in its folder of sinks."""
+    path = folder / "run_id"
+    if not path.is_file():
+        write_atomic(path, secrets.token_hex(4).encode())
+    return path.read_text().strip()
 
 
 def feed_sinks(
@@ -125,7 +203,9 @@ def feed_sinks(
     close_timeout_s: float = CLOSE_TIMEOUT_S,
 ) -> list[SinkFeeder]:
     """Feeds the sinks until the run is over and all of its lines are read."""
-    feeders = [SinkFeeder(name, build) for name, build in sinks.items()]
+    feeders = [
+        SinkFeeder(name, build, run_dir.sinks / name / "delivered") for name, build in sinks.items()
+    ]
     tail = EventTail(run_dir.metrics)
     store = RunFiles(run_dir).open_store()
     while True:
@@ -134,12 +214,13 @@ def feed_sinks(
         for event in tail.read():
             if event.kind in STEP_EVENT_KINDS or event.kind == "eval":
                 prefix = f"{event.kind}." if event.kind in ("eval", "probe", "sft_eval") else ""
+                name = f"{event.kind} {event.step} {event.values.get('name', '')}".rstrip()
                 for feeder in feeders:
-                    feeder.enqueue((event.step, flatten_numbers(event.values, prefix)))
+                    feeder.enqueue((name, event.step, flatten_numbers(event.values, prefix)))
             if event.kind == "step" and samples_every and event.step % samples_every == 0:
                 found = build_sample_table(run_dir, store, event.step)
                 for feeder in feeders:
-                    feeder.enqueue((event.step, found))
+                    feeder.enqueue((f"samples {event.step}", event.step, found))
         if over:
             break
         time.sleep(POLL_INTERVAL_S)

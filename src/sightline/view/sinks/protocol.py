@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from sightline.errors import ConfigError
 
@@ -15,6 +15,22 @@ CLOSE_TIMEOUT_S = 20.0
 """How long a sink may take to finish once the run is over."""
 STATUS_PREFIX, STATUS_OK = "sink ", "fed"
 """The last lines of the process that feeds sinks: `sink NAME: fed`, or what went wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """Which run a sink is fed with."""
+
+    name: str
+    """The name of its folder, which runs in other places may share."""
+    id: str
+    """Its own among all runs, and the same whenever it is fed."""
+    settings: dict[str, Any]
+    """Sections of the run file."""
+
+    @property
+    def unique_name(self) -> str:
+        return f"{self.name}-{self.id}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from sightline.view.sinks.protocol import RolloutRow
+from sightline.view.sinks.protocol import RolloutRow, RunIdentity
 
 _STRING = 7  # DT_STRING of its protocol
 
 
 class TensorBoard:
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, run: RunIdentity) -> None:
         self._writer = EventFileWriter(str(folder / "tensorboard"), flush_secs=5)
+        settings = hparams_pb(_flatten(run.settings), trial_id=run.unique_name)
+        self._writer.add_event(Event(wall_time=time.time(), summary=settings))
 
     def _write(self, step: int, values: list[Summary.Value]) -> None:
         event = Event(step=step, wall_time=time.time(), summary=Summary(value=values))
         self._writer.add_event(event)
+        self._writer.flush()  # what counts as delivered outlasts a kill
 
     def numbers(self, step: int, values: dict[str, float]) -> None:
         self._write(
@@ -50,6 +56,18 @@ class TensorBoard:
         self._writer.close()
 
 
+def _flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, bool | float | str]:
+    """The settings by dotted names; what is no number and no text is spelled out."""
+    found: dict[str, bool | float | str] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            found |= _flatten(value, f"{prefix}{name}.")
+        else:
+            is_plain = isinstance(value, bool | int | float | str)
+            found[f"{prefix}{name}"] = value if is_plain else json.dumps(value, default=str)
+    return found
+
+
 def _cell(text: str) -> str:
     """The text in a code span, where neither Markdown nor HTML means anything."""
     plain = text.replace("`", "'").replace("|", "¦").replace("\n", " ")
@@ -66,5 +84,5 @@ def _text(tag: str, text: str) -> Summary.Value:
     return Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=data), tensor=tensor)
 
 
-def build(folder: Path, name: str, offline: bool) -> TensorBoard:
-    return TensorBoard(folder, name)
+def build(folder: Path, run: RunIdentity, offline: bool) -> TensorBoard:
+    return TensorBoard(folder, run)

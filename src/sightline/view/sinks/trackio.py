@@ -7,17 +7,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from sightline.view.sinks.protocol import RolloutRow
+from sightline.view.sinks.protocol import RolloutRow, RunIdentity
 
 
 class Trackio:
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, run: RunIdentity) -> None:
         import trackio
 
         self._trackio: Any = trackio
         self._lost = ""
         self._hear_warnings()
-        trackio.init(project="sightline", name=name, resume="allow")
+        # It finds a run again by its name alone.
+        trackio.init(project="sightline", name=run.unique_name, config=run.settings, resume="allow")
 
     def _hear_warnings(self) -> None:
         """What it cannot keep it only warns of, from a thread of its own."""
@@ -57,5 +58,5 @@ class Trackio:
             raise OSError(self._lost)
 
 
-def build(folder: Path, name: str, offline: bool) -> Trackio:
-    return Trackio(folder, name)
+def build(folder: Path, run: RunIdentity, offline: bool) -> Trackio:
+    return Trackio(folder, run)

@@ -6,18 +6,19 @@ import io
 from pathlib import Path
 from typing import Any
 
-from sightline.view.sinks.protocol import RolloutRow
+from sightline.view.sinks.protocol import RolloutRow, RunIdentity
 
 
 class Wandb:
-    def __init__(self, folder: Path, name: str, offline: bool) -> None:
+    def __init__(self, folder: Path, run: RunIdentity, offline: bool) -> None:
         import wandb
 
         self._wandb: Any = wandb
         self._run: Any = wandb.init(
             project="sightline",
-            name=name,
-            id=name,
+            name=run.name,
+            id=run.unique_name,
+            config=run.settings,
             resume="allow",
             dir=str(folder),
             mode="offline" if offline else "online",
@@ -46,5 +47,5 @@ class Wandb:
         self._run.finish()
 
 
-def build(folder: Path, name: str, offline: bool) -> Wandb:
-    return Wandb(folder, name, offline)
+def build(folder: Path, run: RunIdentity, offline: bool) -> Wandb:
+    return Wandb(folder, run, offline)

@@ -1,0 +1,105 @@
+"""What should make a person look at a run: it goes blind, diverges, collapses, or learns nothing.
+
+Each alert is one sentence with its numbers. A rule looks at means over the last steps, so that one
+odd step raises none; what is over, because the run has recovered, is not shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, pstdev
+
+from sightline.view.dashboard.history import MetricsHistory
+from sightline.view.formatting import percent, short
+
+WINDOW = 10
+"""Steps of a mean."""
+FALLEN = 0.5
+"""A reward below this fraction of its best has collapsed."""
+NEAR_BEST = 0.9
+"""A policy that earns this fraction of its best may be sure of its answers."""
+NO_ENTROPY = 0.01
+"""Nats a token, below which sampling hardly varies."""
+NO_SIGNAL = 0.95
+"""Share of groups without signal from which on next to nothing is learned."""
+EXPLODED = 20.0
+"""Times its median that a norm of the gradient may be."""
+RISEN = 2.0
+"""Times its best that a supervised loss may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    kind: str
+    """blind, diverges, collapses or no_signal."""
+    text: str
+
+
+def find_alerts(history: MetricsHistory) -> list[Alert]:
+    found = [_blind(history), _diverges(history), _collapses(history), _learns_nothing(history)]
+    return [alert for alert in found if alert is not None]
+
+
+def _blind(history: MetricsHistory) -> Alert | None:
+    probe = history.probe
+    if probe is None or not probe.values.get("is_blind"):
+        return None
+    words = probe.values.get("words") or "exchanging its images changes nothing"
+    return Alert("blind", f"The model does not look (step {probe.step}): {words}")
+
+
+def _diverges(history: MetricsHistory) -> Alert | None:
+    for name, step in history.not_finite.items():
+        return Alert("diverges", f"{name} is not a finite number at step {step}.")
+    norms = [value for _, value in history.column("train", "grad_norm")]
+    if len(norms) > WINDOW and (usual := median(norms[:-3])) > 0:
+        now = fmean(norms[-3:])
+        if now > EXPLODED * usual:
+            text = f"The norm of the gradient is {short(now)}, and was {short(usual)} before."
+            return Alert("diverges", text)
+    losses = _means([value for _, value in history.column("sft", "loss")])
+    if losses and losses[-1] > RISEN * min(losses) > 0:
+        text = f"The loss is {short(losses[-1])}, and was {short(min(losses))} at its best."
+        return Alert("diverges", text)
+    return None
+
+
+def _collapses(history: MetricsHistory) -> Alert | None:
+    column = history.column("step", "reward")
+    rewards = [value for _, value in column]
+    means = _means(rewards)
+    if not means:
+        return None
+    best, now = max(means), means[-1]
+    noise = pstdev(rewards[-WINDOW:]) / math.sqrt(WINDOW)
+    if best > 0 and now < FALLEN * best and best - now > 3 * noise:
+        at = column[means.index(best) + WINDOW - 1][0]
+        text = f"The reward has fallen to {short(now)} from {short(best)} around step {at}."
+        return Alert("collapses", text)
+    entropies = _means([value for _, value in history.column("train", "entropy")])
+    if entropies and entropies[-1] < NO_ENTROPY and now < NEAR_BEST * max(rewards):
+        text = (
+            f"The entropy is {short(entropies[-1])} nats a token, so siblings hardly differ, while "
+            f"the reward is {short(now)} and was {short(max(rewards))} at its best."
+        )
+        return Alert("collapses", text)
+    return None
+
+
+def _learns_nothing(history: MetricsHistory) -> Alert | None:
+    rates = _means([value for _, value in history.column("step", "no_signal_rate")])
+    if not rates or rates[-1] < NO_SIGNAL or history.goal is not None:
+        return None
+    now = _means([value for _, value in history.column("step", "reward")])[-1]
+    text = (
+        f"{percent(rates[-1])} of the groups have no signal: all siblings earn the same, "
+        f"{short(now)} on average. The tasks are mastered, too hard, or all answers are alike."
+    )
+    return Alert("no_signal", text)
+
+
+def _means(values: Sequence[float]) -> list[float]:
+    """Means over WINDOW values, the newest last; none where there are fewer."""
+    return [fmean(values[i - WINDOW : i]) for i in range(WINDOW, len(values) + 1)]
