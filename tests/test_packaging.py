@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import sightline
+from sightline.cli.main import EXTRA_OF_PACKAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "sightline-rl"
@@ -54,14 +58,28 @@ def test_whatever_is_installed_is_called_sightline_rl() -> None:
     """`sightline` on the registry is a package of somebody else."""
     assert PROJECT["name"] == NAME
     stranger = re.compile(r"(pip install[^\n]*['\" ]sightline(?!-rl)\b|\bsightline\[\w)")
-    breaches = [
-        f"{path.relative_to(ROOT)}: {found[0]}"
-        for folder in ("src", "docs", "examples", "tests", ".")
-        for path in ((ROOT / folder).rglob("*") if folder != "." else ROOT.iterdir())
-        if path.suffix in {".py", ".md", ".toml", ".ipynb"} and path != Path(__file__).resolve()
-        for found in stranger.finditer(path.read_text())
-    ]
+    breaches, extras = [], set()
+    for path in shipped_texts():
+        text = path.read_text()
+        breaches += [f"{path.relative_to(ROOT)}: {hit[0]}" for hit in stranger.finditer(text)]
+        extras |= {
+            name for hit in re.findall(rf"{NAME}\[([\w,]+)\]", text) for name in hit.split(",")
+        }
     assert breaches == []
+    named = extras | set(EXTRA_OF_PACKAGE.values())
+    assert sorted(named - set(PROJECT["optional-dependencies"])) == []
+
+
+def shipped_texts() -> Iterator[Path]:
+    """Every file of the checkout in which somebody could read what to install."""
+    suffixes = {".py", ".md", ".toml", ".ipynb", ".yml", ".yaml", ".cff", ".ts", ".tsx"}
+    for path in [ROOT / "Makefile", *ROOT.iterdir()]:
+        if path.is_file() and (path.suffix in suffixes or path.name == "Makefile"):
+            yield path
+    for folder in ("src", "docs", "examples", "tests", "tools", "web/src", ".github", ".ci"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in suffixes and path != Path(__file__).resolve():
+                yield path
 
 
 def test_the_base_brings_neither_torch_nor_transformers() -> None:
@@ -88,5 +106,22 @@ def test_ci_runs_targets_that_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     stages = re.search(r"^stages=\((.*?)\)$", (ROOT / ".ci" / "run").read_text(), re.M | re.S)
     assert stages
-    assert {"check", "test", "test-wheel"} <= set(stages[1].split())
+    assert {"check", "test-bare", "test-wheel"} <= set(stages[1].split())
     assert [name for name in stages[1].split() if f"\n{name}:" not in makefile] == []
+
+
+def test_the_citation_names_the_version() -> None:
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {sightline.__version__}\n" in citation
+
+
+def test_the_workflow_runs_what_ci_runs() -> None:
+    stages = re.search(r"^stages=\((.*?)\)$", (ROOT / ".ci" / "run").read_text(), re.M | re.S)
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    targets = [
+        one for group in re.findall(r"target: \[(.*)\]", workflow) for one in group.split(", ")
+    ]
+    assert stages
+    # A bare Debian tree is built by debootstrap, as root: the workflow runs its tests alone.
+    wanted = {"test" if name == "test-bare" else name for name in stages[1].split()}
+    assert set(targets) == wanted

@@ -1,19 +1,41 @@
-"""The pages of docs/ name files, settings and anchors that exist."""
+"""The pages of docs/ name files, settings, commands and messages that exist.
+
+Blocks that a CPU can run are run: environments by tests/unit/envs/test_docs.py, algorithms by
+tests/unit/algo/test_docs.py, a notebook by tests/unit/view/test_notebook.py, the smallest
+benchmarks by `make bench-small`, all others here. The rest is parsed, and the run files that it
+names are loaded.
+"""
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+import shlex
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import bench_small
+import command_page
 import pytest
+from PIL import Image
 
-from sightline import config
+from sightline import MediaStore, config
+from sightline.bench import BENCHMARKS
+from sightline.cli import main as cli
+from sightline.config.load import apply_overrides, load_config, validate_config
 from sightline.config.renamed import RENAMED
+from sightline.families import load_renderer
+from sightline.trace import PolicySpan
 
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src" / "sightline"
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted(
+    [*(ROOT / "docs").glob("*.md")]
+    + [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
+)
 NAMES = [page.name for page in PAGES]
 KEYS = {
     (section, name)
@@ -61,14 +83,150 @@ def test_settings_that_are_named_exist(page: Path) -> None:
     assert [key for key in old if "_" in key and re.search(rf"`{key}\b", text)] == []
 
 
+def blocks(page: Path, *kinds: str) -> list[str]:
+    """The code blocks of a page; a kind of "" has no name behind its fence."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    return [text for kind, text in found if kind in kinds]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_the_distribution_and_its_extras_exist(page: Path) -> None:
-    text = page.read_text()
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert not re.search(r"pip install [^`\n]*\bsightline(?!-rl)|\bsightline\[", text)
-    named = re.findall(rf"{project['name']}\[([\w,]+)\]", text)
-    extras = {extra for group in named for extra in group.split(",")}
-    assert sorted(extras - set(project["optional-dependencies"])) == []
+def test_python_and_json_blocks_parse(page: Path) -> None:
+    for text in blocks(page, "python"):
+        ast.parse(text)
+    for text in blocks(page, "json"):
+        json.loads(text)
+
+
+def read_commands(page: Path) -> Iterator[tuple[Path, list[str]]]:
+    """The words of every command of a page, with the folder that it is given in."""
+    for text in blocks(page, "sh", ""):
+        folder = ROOT
+        for line in text.replace("\\\n", " ").splitlines():
+            command = re.match(r"(?:[A-Z_]+=\S+ |torchrun .* -m )?((?:sightline|make|cd) .*)", line)
+            if not command:
+                continue
+            words = shlex.split(command[1], comments=True)
+            if words[0] == "cd":
+                folder = folder / words[1]
+            else:
+                yield folder, words
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_are_understood_and_their_run_files_load(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for folder, words in read_commands(page):
+        if words[0] == "make":
+            named = {word for word in words[1:] if "=" not in word}
+            assert named and named <= targets, words
+            continue
+        args = cli.parse([word for word in words[1:] if word != "..."])
+        overrides = getattr(args, "overrides", [])
+        if words[1] in ("rl", "sft") and args.file and (folder / args.file).is_file():
+            kind = config.RunFile if words[1] == "rl" else config.SftFile
+            load_config(kind, folder / args.file, overrides)
+        elif overrides:
+            values: dict[str, Any] = {}
+            apply_overrides(values, overrides)
+            validate_config(config.RunFile, complete(values), page.name)
+
+
+def complete(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a block, with those that a run file must have."""
+    given = {"model": {"path": "models/tiny"}}
+    if "sft" in values or "data" in values:
+        given["sft"] = {"output_dir": "models/out"}
+        values = {name: keys for name, keys in values.items() if name != "env"}
+        given.update({} if "data" in values else {"data": {"path": "talks.jsonl"}})
+    elif "env" not in values:
+        given["env"] = {"name": "color_codeword"}
+    return {name: {**given.get(name, {}), **values.get(name, {})} for name in {**given, **values}}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_settings_of_a_page_load(page: Path) -> None:
+    for text in blocks(page, "toml"):
+        values = tomllib.loads(text)
+        if not values.keys() <= {section for section, _ in KEYS}:
+            continue  # no run file
+        whole = complete(values)
+        kind = config.SftFile if "sft" in whole else config.RunFile
+        validate_config(kind, whole, page.name)
+
+
+def test_the_store_of_the_docs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (40, 30)).save("page.png")
+    (text,) = blocks(ROOT / "docs" / "media.md", "python")
+    names: dict[str, Any] = {}
+    exec(compile(text, "media.md", "exec"), names)
+    assert names["store"].image(names["ref"]).size == (40, 30)
+
+
+def test_the_trace_of_the_docs_grows(tiny_model: Path, store: MediaStore) -> None:
+    renderer = load_renderer(tiny_model, store)
+    names: dict[str, Any] = {
+        "renderer": renderer,
+        "ref": store.put(Image.new("RGB", (32, 32))),
+        "completion_ids": [41, renderer.stop_token_ids[0]],
+        "logprobs": [-0.1, -0.2],
+        "versions": (PolicySpan(version=0, epoch=0, start=0, stop=2),),
+        "finish_reason": "stop",
+        "pixel_digests": ["0" * 32],
+    }
+    text = blocks(ROOT / "docs" / "traces.md", "python")[0]
+    exec(compile(text, "traces.md", "exec"), names)
+    assert (
+        names["turn"].prompt_ids[: len(names["node"].token_ids)] and len(names["trace"].turns) == 1
+    )
+
+
+def test_the_page_of_the_commands_is_that_of_the_parsers() -> None:
+    assert command_page.PAGE.read_text() == command_page.describe(), "run `make docs`"
+
+
+def test_every_page_has_one_place_on_the_site() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    named = re.findall(r": (\w+\.md)$", nav, re.M)
+    assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_the_site_asks_for_nothing_elsewhere() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert "\n  font: false\n" in settings and "://" not in settings
+
+
+def test_every_benchmark_has_a_smallest_size() -> None:
+    named = [words[2] for words in bench_small.read_commands() if words[1] == "bench"]
+    assert sorted(named) == sorted(BENCHMARKS)
+    assert bench_small.read_commands()[0][1:3] == ["model", "tiny"]
+
+
+def read_messages() -> set[str]:
+    """The texts of src, with `…` in place of each value."""
+    found = set()
+    for path in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "…" for p in node.values]
+                found.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_the_messages_of_troubleshooting_are_those_that_people_see() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    told = [row.partition(" | ")[0] for row in re.findall(r"^\| (`.*)$", page, re.M)]
+    messages = [text for row in told for text in re.findall(r"`([^`]+)`", row)]
+    assert len(messages) > 40
+    known = "\0".join(read_messages())
+    patterns = {
+        text: "[^\0]*?".join(re.escape(part) for part in text.split("…") if part)
+        for text in messages
+    }
+    unknown = [text for text, words in patterns.items() if not re.search(words, known)]
+    assert unknown == []
 
 
 @pytest.mark.parametrize("title", ["An image, from", "A sampled token, from"])

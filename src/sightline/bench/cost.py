@@ -57,13 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size", default="tiny", help="of the new one: tiny or 2b")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument(
-        "--scale", type=int, default=1, help="multiplies texts and images; default: %(default)s"
+        "--scale", type=float, default=1.0, help="multiplies texts and images; default: %(default)s"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    if min(args.repeats, args.threads, args.scale) < 1:
-        raise ConfigError("--repeats, --threads and --scale", "take 1 or more")
+    if min(args.repeats, args.threads) < 1 or args.scale <= 0:
+        raise ConfigError("--repeats, --threads or --scale", "take 1 or more; a scale above 0")
     set_threads(args.threads)
     with work_folder(None) as folder:
         model = args.model or write_tiny(folder / "model", args.size)
@@ -182,6 +182,7 @@ def _tokens_only() -> CostModel:
     return CostModel(token=1.0, patch=1.0)
 
 
-def _scaled(numbers: tuple[int, ...], scale: int) -> tuple[int, ...]:
+def _scaled(numbers: tuple[int, ...], scale: float) -> tuple[int, ...]:
     samples, text, answer, images, side, group = numbers
-    return samples, text * scale, answer * scale, images, side * scale, group
+    text, answer = (max(1, round(number * scale)) for number in (text, answer))
+    return samples, text, answer, images, max(16, round(side * scale)), group

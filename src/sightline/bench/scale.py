@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "each, beside the peak of memory. Every point has processes of its own."
     )
     parser.add_argument("--what", nargs="+", choices=ALL, default=ALL, help="default: all")
+    parser.add_argument("--points", type=int, help="so many of an axis, the smallest; default: all")
     parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
     parser.add_argument("--plot", type=Path, help="write SVG charts into this folder")
@@ -75,13 +76,15 @@ def run(args: argparse.Namespace) -> int:
 
     if args.repeats < 1:
         raise ConfigError(f"--repeats {args.repeats}", "take a step or more")
+    if args.points is not None and args.points < 2:
+        raise ConfigError(f"--points {args.points}", "take 2 or more: they are compared")
     console = Console(width=120)
     for what in args.what:
         with work_folder(None) as folder:
             model = args.model or write_tiny(folder / "model")
             lines = [
                 Line(at, shape.samples, measure(model, folder / str(at), shape, ranks, args))
-                for at, shape, ranks in points(what)
+                for at, shape, ranks in points(what)[: args.points]
             ]
         console.print(make_table(what, lines))
         console.print(closing_line(what, lines), highlight=False, soft_wrap=True)

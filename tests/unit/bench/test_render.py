@@ -25,11 +25,21 @@ def test_turns_must_be_played(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--turns 0" in capsys.readouterr().err
 
 
+def test_the_tokenizer_of_another_checkpoint_is_taken(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--turns", "1", "--width", "96", "--height", "64", "--tokenizer", str(tiny_model)]
+    assert main(["bench", "render", *words]) == 0
+    assert main(["bench", "render", *words, "--model", str(tiny_model)]) == 2
+    assert "a model has its own tokenizer" in capsys.readouterr().err
+
+
 def test_both_sides_stand_in_the_table_and_in_the_closing_lines() -> None:
     ours = [Turn(1e-4, 300 * (i + 1), 100 * (i + 1), 1e-3) for i in range(20)]
     theirs = [Turn(0.1, 30_000_000 * (i + 1), 100 * (i + 1)) for i in range(20)]
     assert shown_turns(20) == [1, 2, 5, 10, 20]
     assert make_table(ours, theirs).row_count == 5
     assert make_table(ours, []).row_count == 5
-    assert "1000 times ours" in closing_lines(ours, theirs)[1]
+    told = "\n".join(closing_lines(ours, theirs))
+    assert "1000 times our bridge" in told and "91 times our put and bridge" in told
     assert "second half over first half 1.00" in closing_lines(ours, [])[0]

@@ -1,4 +1,4 @@
-"""The environments of docs/environments.md are played as they stand there."""
+"""The environments of the docs are played as they stand there."""
 
 from __future__ import annotations
 
@@ -18,13 +18,27 @@ from sightline.media import MediaStore
 from sightline.trace import Trace
 from sightline.wire.control import RolloutRequest
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "environments.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "environments.md"
 
 
-def environment(number: int, *args: Any) -> Environment:
-    names: dict[str, Any] = {"__name__": "docs"}
-    exec(compile(BLOCKS[number], f"{PAGE.name}:{number}", "exec"), names)
+def read_blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+BLOCKS = read_blocks(PAGE)
+
+
+async def my_agent(client: Any, task: str) -> int:
+    """What docs/environments.md leaves to its reader."""
+    asked = [{"role": "user", "content": task}]
+    answer = await client.chat.completions.create(model="policy", messages=asked)
+    return len(answer.choices[0].message.content)
+
+
+def environment(number: int, *args: Any, page: Path = PAGE) -> Environment:
+    names: dict[str, Any] = {"__name__": "docs", "my_agent": my_agent}
+    exec(compile(read_blocks(page)[number], f"{page.name}:{number}", "exec"), names)
     (made,) = [
         value for value in names.values()
         if isinstance(value, type) and issubclass(value, Environment) and value is not Environment
@@ -35,17 +49,30 @@ def environment(number: int, *args: Any) -> Environment:
 def play(env: Environment, model: Path, store: MediaStore) -> Trace:
     async def main() -> Trace:
         async with playing(env, load_renderer(model, store), store) as player:
-            return (await player.play(RolloutRequest("r", "g", 3, "train", 1, 1.0))).trace
+            trace = (await player.play(RolloutRequest("r", "g", 3, "train", 1, 1.0))).trace
+            await player.close()
+            return trace
 
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(
+    "page, number, turns",
+    [
+        ("docs/environments.md", 0, 1),
+        ("docs/environments.md", 1, 1),
+        ("docs/environments.md", 3, 1),
+        ("docs/your_task.md", 0, 1),
+        ("docs/your_agent.md", 0, 3),
+        ("README.md", 0, 1),
+        ("README.md", 1, 1),
+    ],
+)
 def test_the_environments_of_the_docs_play(
-    number: int, tiny_model: Path, store: MediaStore
+    page: str, number: int, turns: int, tiny_model: Path, store: MediaStore
 ) -> None:
-    trace = play(environment(number), tiny_model, store)
-    assert not trace.error and trace.reward in (0.0, 1.0) and len(trace.turns) == 1
+    trace = play(environment(number, page=ROOT / page), tiny_model, store)
+    assert not trace.error and trace.reward in (0.0, 1.0) and len(trace.turns) == turns
 
 
 def test_the_first_environment_is_about_25_lines() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,6 +68,15 @@ def test_what_a_notebook_shows_is_escaped_and_has_pictures(run_dir: RunDir) -> N
     harm = user("<script>x</script>")
     found.trace.nodes[0] = replace(found.trace.nodes[0], message=harm)
     assert "<script>" not in found._repr_html_()
+
+
+def test_the_notebook_of_the_docs_runs(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "samples.md").read_text()
+    (text,) = re.findall(r"```python\n(import sightline\n.*?)```", page, re.S)
+    monkeypatch.chdir(run_dir.path.parents[1])
+    names: dict[str, Any] = {}
+    exec(compile(text, "samples.md", "exec"), names)
+    assert len(names["best"].tokens) and len(names["run"].metrics) == 3
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

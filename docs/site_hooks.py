@@ -1,0 +1,13 @@
+"""What the site changes of a page: links to files outside docs/ become their names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]+\)")
+"""A link to a source file, which a checkout has and the site does not."""
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return OUTSIDE.sub(r"\1", markdown)

@@ -1,0 +1,103 @@
+"""Writes docs/commands.md from the parsers of the commands: `make docs` runs it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from sightline.cli.main import build_parser
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
+HEAD = """# Commands
+
+Made by `make docs` from the parsers. `sightline COMMAND --help` prints the same in a terminal, and
+`--debug`, which every command takes, shows the traceback of an error. Settings are overridden as
+`section.key=value` behind a run file: [settings](settings.md).
+"""
+HIDDEN = {"process"}
+"""Commands that the launcher calls, and people do not."""
+
+
+def describe() -> str:
+    parser = build_parser()
+    summaries = {
+        action.dest: action.help or ""
+        for group in find_subparsers(parser)
+        for action in group._choices_actions
+    }
+    commands = {
+        name: one
+        for group in find_subparsers(parser)
+        for name, one in group.choices.items()
+        if name not in HIDDEN
+    }
+    rows = [f"| [`{name}`](#sightline-{name}) | {summaries[name]} |" for name in commands]
+    text = [HEAD, "\n".join(["| command | does |", "|---|---|", *rows]) + "\n"]
+    for name, command in commands.items():
+        text.extend(describe_command(f"sightline {name}", command, summaries[name], 2))
+    return "\n".join(text)
+
+
+def describe_command(
+    name: str, parser: argparse.ArgumentParser, summary: str, level: int
+) -> Iterator[str]:
+    yield f"{'#' * level} {name}\n"
+    if words := flow(parser.description or "") or flow(summary):
+        yield escape(words[0].upper() + words[1:].rstrip(".")) + ".\n"
+    rows = [row for row in map(describe_argument, parser._actions) if row]
+    if rows:
+        yield "\n".join(["| argument | default | meaning |", "|---|---|---|", *rows]) + "\n"
+    for group in find_subparsers(parser):
+        helps = {action.dest: action.help or "" for action in group._choices_actions}
+        if name == "sightline bench":  # whose parsers import torch before they know their options
+            yield "| benchmark | measures |\n|---|---|"
+            yield "\n".join(f"| `{action}` | {told} |" for action, told in helps.items()) + "\n"
+            yield "Their options: `sightline bench NAME --help`; smallest and documented sizes: "
+            yield "[benchmarks](benchmarks.md).\n"
+            continue
+        for action, child in group.choices.items():
+            yield from describe_command(f"{name} {action}", child, helps.get(action, ""), level + 1)
+
+
+def describe_argument(action: argparse.Action) -> str:
+    """A row of the table; empty for what every command has, and for the commands themselves."""
+    hidden = isinstance(action, argparse._HelpAction | argparse._SubParsersAction)
+    if hidden or "--debug" in action.option_strings or action.help == argparse.SUPPRESS:
+        return ""
+    value = "" if action.nargs == 0 else format_value(action)
+    shown = ", ".join(action.option_strings) or value
+    if action.option_strings and value:
+        shown += f" {value}"
+    default = "" if action.nargs == 0 or action.default in (None, [], ()) else str(action.default)
+    default = "" if default == argparse.SUPPRESS else default
+    told = flow(re.sub(r"[;,]? ?\(?default:? ?%\(default\)s\)?", "", action.help or ""))
+    told = told % {"default": default, "prog": "sightline"} if "%" in told else told
+    default = f"`{default}`" if default else ""
+    return f"| `{shown.replace('|', chr(92) + '|')}` | {default} | {escape(told)} |"
+
+
+def format_value(action: argparse.Action) -> str:
+    choices = " or ".join(map(str, action.choices)) if action.choices else ""
+    name = action.metavar or choices or action.dest.upper()
+    name = name if isinstance(name, str) else " ".join(name)
+    return f"{name}..." if action.nargs in ("*", "+") else name
+
+
+def find_subparsers(parser: argparse.ArgumentParser) -> list[argparse._SubParsersAction]:
+    return [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+
+
+def flow(text: str) -> str:
+    return " ".join(text.split())
+
+
+def escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(describe())
+    print(PAGE, file=sys.stderr)
