@@ -25,7 +25,12 @@ from PIL import Image
 from sightline import MediaStore, config
 from sightline.bench import BENCHMARKS
 from sightline.cli import main as cli
-from sightline.config.load import apply_overrides, load_config, validate_config
+from sightline.config.load import (
+    apply_overrides,
+    expand_overrides,
+    load_config,
+    validate_config,
+)
 from sightline.config.renamed import RENAMED
 from sightline.families import load_renderer
 from sightline.trace import PolicySpan
@@ -125,9 +130,10 @@ def test_commands_are_understood_and_their_run_files_load(page: Path) -> None:
         if words[1] in ("rl", "sft") and args.file and (folder / args.file).is_file():
             kind = config.RunFile if words[1] == "rl" else config.SftFile
             load_config(kind, folder / args.file, overrides)
-        elif overrides:
+            continue
+        for combination in expand_overrides(overrides) if overrides else ():
             values: dict[str, Any] = {}
-            apply_overrides(values, overrides)
+            apply_overrides(values, combination)
             validate_config(config.RunFile, complete(values), page.name)
 
 
