@@ -56,7 +56,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-@pytest.mark.parametrize("path", FILES, ids=NAMES)
+# The environment of the mini browser asks for Chromium.
+MARKED = [
+    pytest.param(path, marks=[pytest.mark.browser] if path.parent.name == "mini_browser" else [])
+    for path in FILES
+]
+
+
+@pytest.mark.parametrize("path", MARKED, ids=NAMES)
 def test_an_example_loads_and_its_settings_go_together(path: Path) -> None:
     file = config.load_config(detect_file_kind(path), path)
     assert file == config.validate_config(type(file), config_values(file), str(path))
