@@ -44,12 +44,14 @@ def run(args: argparse.Namespace) -> int:
     run_dir.make()
     if args.model is None:
         args.model = run_dir.path / "model"
+        print("writing a random tiny model", flush=True)
         registry.write_tiny(registry.get_default_family(), args.model, seed=0)
     values: dict[str, Any] = {"env": {"name": args.env, "args": args.env_args}}
     given = {name: getattr(args, name) for name in ("tasks", "max_tokens", "max_model_len")}
     config = build_eval_config(values, str(args.model), given)
     run_dir.config.write_text(dump_toml(config))
 
+    print(f"serving {args.model} and playing {args.tasks} tasks", flush=True)
     raised: dict[str, BaseException] = {}
     player = partial(TrialPlayer, raised=raised)
     played = play_evaluation(

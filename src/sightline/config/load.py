@@ -24,8 +24,19 @@ AnyFile = TypeVar("AnyFile", bound=ConfigSection)
 def load_config(kind: type[AnyFile], path: Path, overrides: Sequence[str] = ()) -> AnyFile:
     """The run file at `path`, with `section.key=value` overrides."""
     values = read_run_file(path)
+    _check_command(kind, values, path)
     apply_overrides(values, overrides)
-    return validate_config(kind, values, str(path))
+    where = f"{path} with {' '.join(overrides)}" if overrides else str(path)
+    return validate_config(kind, values, where)
+
+
+def _check_command(kind: type[AnyFile], values: dict[str, Any], path: Path) -> None:
+    """Refuses the run file of another command."""
+    command = "sft" if "sft" in values else "rl" if "orchestrator" in values else ""
+    if command and (command == "sft") != ("sft" in kind.model_fields):
+        raise ConfigError(
+            f"{path} is a run file of `sightline {command}`", f"`sightline {command} {path}`"
+        )
 
 
 def load_stored_config(kind: type[AnyFile], path: Path, overrides: Sequence[str] = ()) -> AnyFile:
@@ -58,7 +69,7 @@ def apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
         key, equals, text = override.partition("=")
         *sections, name = key.strip().split(".")
         if not equals or not sections:
-            raise ConfigError(f"override {override!r}", "write it as section.key=value")
+            raise ConfigError(f"override {override!r} names no section", "write section.key=value")
         try:
             value = tomllib.loads(f"v = {text}")["v"]
         except tomllib.TOMLDecodeError:
@@ -126,10 +137,12 @@ def load_object(path: str, setting: str) -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{setting} = {path!r}: there is no module {error.name!r}",
-            "check the spelling, and that the folder of the module is on PYTHONPATH, or install it",
+            "check the spelling, and start it in the folder of the module, or set PYTHONPATH",
         ) from error
     if not hasattr(module, name):
+        near = difflib.get_close_matches(name, dir(module), n=1)
         raise ConfigError(
-            f"{setting} = {path!r}: {module_name} has no {name!r}", "check the spelling"
+            f"{setting} = {path!r}: {module_name} has no {name!r}",
+            f"did you mean {near[0]!r}?" if near else "check the spelling",
         )
     return getattr(module, name)

@@ -121,6 +121,11 @@ def play_evaluation(
                 shares_store=media is not None,
             )
         else:
+            if not Path(config.model.path).is_dir():
+                raise ConfigError(
+                    f"{config.model.path!r} is no folder of a checkpoint",
+                    "name one, or the url of an endpoint; `sightline model tiny DIR` writes one",
+                )
             server = temporary_server(
                 Path(config.model.path), store.root, _list_server_options(config), threads
             )

@@ -168,6 +168,7 @@ async def _train(
         last = components.run_state.progress.step
         if components.goal is None or not components.goal.was_reached:
             events.write("state", phase="training")
+            components.observer.start()
             last = await loop.run(components, range(last + 1, config.run.steps + 1))
         await components.policy.wait_for_version(last)
         if background is not None:

@@ -31,6 +31,10 @@ class StepMetrics:
     _recent_s: list[float] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
 
+    def start(self) -> None:
+        """Begins the first step: what came before it is no part of its time."""
+        self._began = time.monotonic()
+
     def on_group(self, step: int, group_verdict: GroupVerdict) -> None:
         for trace, verdict in group_verdict.verdicts:
             if verdict in (BROKEN, TRUNCATED):

@@ -36,6 +36,17 @@ _LIVE_INTERVAL_S = 2.0
 _SMOOTHED_STEPS = 10
 
 
+def import_pandas() -> Any:
+    try:
+        import pandas
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "tables of a run need the package pandas, which is not installed",
+            "pip install 'sightline-rl[notebook]'",
+        ) from error
+    return pandas
+
+
 def open_run(path: str | Path) -> Run:
     """The run in a run directory, live or finished."""
     run_dir = get_run_dir(Path(path))
@@ -71,7 +82,7 @@ class Run:
     @property
     def metrics(self) -> pandas.DataFrame:
         """A row a step; tables of events are columns with dotted names."""
-        import pandas
+        pandas = import_pandas()
 
         found = self._view.history.since(0)
         frame = pandas.DataFrame(found["columns"], index=found["step"], dtype="float64")
@@ -79,14 +90,14 @@ class Run:
 
     @property
     def evals(self) -> pandas.DataFrame:
-        import pandas
+        pandas = import_pandas()
 
         return pandas.DataFrame(self._view.history.evals)
 
     @property
     def rollouts(self) -> pandas.DataFrame:
         """A row a rollout, evaluations included; `trace` takes its `file` and `number`."""
-        import pandas
+        pandas = import_pandas()
 
         with self._view.index.connect_readonly() as connection:
             frame = pandas.read_sql_query(
@@ -97,7 +108,7 @@ class Run:
     @property
     def images(self) -> pandas.DataFrame:
         """A row a distinct image, with how often it was shown."""
-        import pandas
+        pandas = import_pandas()
 
         with self._view.index.connect_readonly() as connection:
             return pandas.read_sql_query(
@@ -109,7 +120,7 @@ class Run:
 
         With `fresh`, of tokens that the trainer's own version sampled.
         """
-        import pandas
+        pandas = import_pandas()
 
         with self._view.index.connect_readonly() as connection:
             found = queries.sum_mismatch(connection, None, None, fresh)["dimensions"]
@@ -223,7 +234,7 @@ class Rollout:
     @property
     def tokens(self) -> pandas.DataFrame:
         """A row a token of every node: sampled or context, and what both sides thought of it."""
-        import pandas
+        pandas = import_pandas()
 
         scored = rollout_page.read_node_scores(self.view, self.row["step"], self.trace)
         frames = []

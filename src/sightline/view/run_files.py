@@ -29,6 +29,8 @@ def is_run(path: Path) -> bool:
 
 def get_run_dir(path: Path) -> RunDir:
     """The run directory at `path`; refuses a folder that holds no run."""
+    if not is_run(path) and is_run(Path("runs") / path):
+        path = Path("runs") / path
     if not is_run(path):
         raise ConfigError(
             f"{path} is no run directory",

@@ -136,6 +136,9 @@ def get_status(run_dir: RunDir) -> RunStatus:
         words = FAILED if stopped_by not in ("", SIGNAL) else STOPPED if stopped_by else FINISHED
         state = str(summary.get("outcome") or words)
     goal = found.get("goal") or {}
+    seconds = active_seconds(events) if events else find_number(found, "seconds")
+    if launcher and events and seconds is not None:
+        seconds += time.time() - events[-1].time
     oldest = next(iter(events or islice(read_events(run_dir.metrics), 1)), None)
     return RunStatus(
         run_dir=run_dir,
@@ -150,7 +153,7 @@ def get_status(run_dir: RunDir) -> RunStatus:
         export_dir=Path(files.get_setting("sft", "output_dir") or run_dir.checkpoints / "final"),
         goal=find_number(goal, "stop_at") if goal.get("is_reached") else None,
         started=oldest.time if oldest else None,
-        seconds=active_seconds(events) if events else find_number(found, "seconds"),
+        seconds=seconds,
         launcher=launcher,
     )
 

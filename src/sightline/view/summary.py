@@ -170,7 +170,7 @@ def headlines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         swapped = formatting.fixed(number("reward_swapped"), 3)
         rows.append(("with swapped images", f"{swapped} after"))
     if summary.get("probe"):
-        rows.append(("images exchanged", str(summary["probe"])))
+        rows.append(("does it look", str(summary["probe"])))
     rows += [
         (
             "steps",

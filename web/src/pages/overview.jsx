@@ -215,7 +215,7 @@ function Summary({ run, titled, revision }) {
           </Fact>
         )}
         {final?.swapped !== undefined && (
-          <Fact name="images exchanged" title="the same tasks with the images of another">{fixed(final.swapped, 3)}</Fact>
+          <Fact name="with swapped images" title="the same tasks with the images of another">{fixed(final.swapped, 3)}</Fact>
         )}
         {has(run.mismatch_kl) && (
           <Fact name="mismatch KL" title="of the newest step that measured it">

@@ -10,7 +10,7 @@ import uvicorn
 from sightline.transport.listen import bind_socket, describe_link
 from sightline.view.dashboard.access import is_loopback, make_token
 from sightline.view.dashboard.run_collection import RunCollection
-from sightline.view.dashboard.server import build_app
+from sightline.view.dashboard.server import NOT_BUILT_MESSAGE, build_app, is_built
 
 
 def serve_dashboard(paths: Sequence[Path], host: str, port: int, token: str | None = None) -> None:
@@ -21,6 +21,8 @@ def serve_dashboard(paths: Sequence[Path], host: str, port: int, token: str | No
     listening.listen(128)
     query = f"/?token={token}" if token else "/"
     print(describe_link(host, listening.getsockname()[1], query), flush=True)
+    if not is_built():
+        print(NOT_BUILT_MESSAGE, flush=True)
     config = uvicorn.Config(
         build_app(runs, token),
         log_level="warning",

@@ -32,6 +32,7 @@ TYPES = {
     ".svg": "image/svg+xml",
 }
 NOT_BUILT_MESSAGE = "The web application is not built. Run `make web`, which needs Node, once."
+STATIC = resources.files("sightline.view.dashboard").joinpath("static")
 CACHE_FOREVER = "private, max-age=31536000, immutable"
 """What is named by its digest never changes."""
 
@@ -42,6 +43,11 @@ class RolloutQuery(queries.RolloutFilter):
     run: str
     offset: int = 0
     limit: int = 50
+
+
+def is_built() -> bool:
+    """Whether the pages of the dashboard are there; wheels have them."""
+    return STATIC.joinpath("index.html").is_file()
 
 
 def build_app(runs: RunCollection, token: str | None = None) -> FastAPI:
@@ -85,8 +91,7 @@ class Dashboard:
         self._runs = runs
         self._thumbs = thumbnails.ThumbnailCache()
         self._watch: RunWatcher | None = None
-        static = resources.files("sightline.view.dashboard").joinpath("static")
-        self._files = {file.name: file for file in static.iterdir()} if static.is_dir() else {}
+        self._files = {file.name: file for file in STATIC.iterdir()} if STATIC.is_dir() else {}
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
