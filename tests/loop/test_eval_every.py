@@ -63,10 +63,10 @@ def test_every_step_is_evaluated_on_its_own_weights(tmp_path: Path) -> None:
         versions = {s.version for t in traces for node in t.turns for s in node.versions}
         assert versions == {step}
         low, high = evals[f"step {step}"]["interval"]
-        assert low <= evals[f"step {step}"]["metric"] <= high
+        assert low <= evals[f"step {step}"]["reward"] <= high
     progress = json.loads(run_dir.progress.read_bytes())
-    measures = {step: evals[f"step {step}"]["metric"] for step in played}
-    measures[STEPS] = evals["final"]["metric"]
+    measures = {step: evals[f"step {step}"]["reward"] for step in played}
+    measures[STEPS] = evals["final"]["reward"]
     assert progress["best_measure"] == max(measures.values())
     best = run_dir.checkpoints / "best"
     assert load_family(best).fingerprint == load_family(tmp_path / "models" / "tiny").fingerprint
