@@ -134,7 +134,8 @@ chaos: $(STAMP) ## SIGKILL at seeded moments of a run on 2 ranks (KILLS=5 SEED=0
 	$(BIN)/python tests/chaos/chaos.py --kills $(KILLS) --seed $(SEED)
 
 test-browser: $(STAMP) web tokenizers ## what needs npm or Chromium: the dashboard, real tokenizers, the mini browser
-	$(BIN)/python -m pytest tests/browser tests/unit tests/contract/test_real_tokenizers.py -m browser
+	$(BIN)/python -m pytest tests/browser
+	$(BIN)/python -m pytest tests/unit tests/contract/test_real_tokenizers.py -m browser
 
 test-torchvision: $(STAMP) $(TORCHVISION) ## pixels and processors beside transformers' own
 	PYTHONPATH=$(TORCHVISION) $(BIN)/python -m pytest tests/processors
