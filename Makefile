@@ -197,7 +197,7 @@ bench-small: $(STAMP) .venv-trl/.installed ## every benchmark in its smallest si
 	@touch $@
 
 smoke: $(STAMP) ## the mini browser task for one step, and what the trainer was sent (needs Chromium)
-	@cd examples/mini_browser && $(CURDIR)/$(BIN)/python -c 'from chromium import get_chromium; get_chromium()' 2>$(CURDIR)/$(VENV)/.smoke || { \
+	@PYTHONPATH=examples/mini_browser $(BIN)/python -c 'from chromium import get_chromium; get_chromium()' 2>$(VENV)/.smoke || { \
 		echo "skipped: $$(tail -2 $(VENV)/.smoke)"; test -z "$${CI:-}"; exit; }; \
 	set -eu; rm -rf $(SMOKE); mkdir -p build; cp -r examples/mini_browser $(SMOKE); cd $(SMOKE); \
 	sightline="$(CURDIR)/$(BIN)/sightline"; set -x; \
