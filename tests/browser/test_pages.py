@@ -214,7 +214,6 @@ def test_bound_elsewhere_the_printed_link_opens_it(
 ) -> None:
     address = serve(small_run, options=("--host", "0.0.0.0"))
     link, token = address.split("?token=")
-    link = link.replace("0.0.0.0", "127.0.0.1")
     refused = page.context.request.get(f"{link}api/runs")
     assert refused.status == 401
     page.goto(f"{link}?token={token}")
