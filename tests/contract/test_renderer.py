@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from sampling import num_examples
 
@@ -345,6 +345,7 @@ def test_bridge_refuses_a_history_that_is_no_single_turn(checkpoint: Any) -> Non
 
 @hundred
 @given(said=assistants())
+@example(said={"role": "assistant", "content": "it is red \n"})
 def test_parse_gives_back_what_render_wrote(checkpoint: Any, said: dict[str, Any]) -> None:
     assume(not said["content"][:1].isspace())
     case, renderer = checkpoint.case, checkpoint.renderer

@@ -73,7 +73,7 @@ export function Failed({ error }) {
 export function End({ run }) {
   if (!run.end.problem) return null;
   const title = {
-    failed: "This run failed", stopped: "Stopped by a signal", silent: "No sign of life", finished: "Finished: the goal is reached",
+    failed: "This run failed", stopped: "Stopped by a signal", finished: "Finished: the goal is reached",
   }[run.state] ?? run.state;
   const { problem, cause, fix } = run.end;
   return (

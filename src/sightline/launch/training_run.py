@@ -145,6 +145,7 @@ def _run(
     look_at_model(run_dir, Path(file.model.path))
     run_dir.make()
     write_atomic(run_dir.config, dump_toml(file).encode())
+    run_dir.summary.unlink(missing_ok=True)  # of the run as it was before this resume
     specs = []
     for spec in job.build_specs(file, run_dir):
         is_trainer = spec.name == job.trainer

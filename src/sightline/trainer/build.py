@@ -165,6 +165,7 @@ def build_conversations(
     done: int = 0,
     watchdog: StallWatchdog | None = None,
     stop: Event | None = None,
+    run_dir: RunDir | None = None,
 ) -> ConversationBatches:
     """The batches of supervised training, from the step after `done`."""
     store, model = materializer.store, config.model
@@ -176,6 +177,7 @@ def build_conversations(
         done,
         watchdog or StallWatchdog(),
         stop or Event(),
+        run_dir,
     )
 
 
@@ -272,7 +274,9 @@ def _build_batches(
         return ShareReader(channel, materializer, learner.family.num_axes, stack, watchdog)
     batches: Iterable[ReadyBatch]
     if isinstance(config, SftFile):
-        batches = build_conversations(config, learner, materializer, resume.step, watchdog, stop)
+        batches = build_conversations(
+            config, learner, materializer, resume.step, watchdog, stop, run_dir
+        )
     else:
         assert orchestrator is not None
         _check_batches(resume, run_dir)

@@ -21,12 +21,16 @@ from sightline.media import MediaStore
 from sightline.message import Message
 from sightline.render import Renderer
 from sightline.render.protocol import Tools
+from sightline.run.run_dir import RunDir
+from sightline.trace import Node, Trace, write_traces
+from sightline.trace.node import int32_array
 from sightline.trainer.bad_media import DroppedSample
 from sightline.trainer.conversations import (
     HELD_OUT,
     TRAIN,
     ConversationSource,
     Demonstrations,
+    TrainingConversation,
     open_conversations,
 )
 from sightline.trainer.feed import BatchPreparer, ReadyBatch
@@ -34,6 +38,9 @@ from sightline.trainer.watchdog import StallWatchdog
 from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.sample import Batch, Sample, Segment
+
+MAX_KEPT = 8
+"""Conversations of a step that are kept for people to look at."""
 
 
 @dataclass
@@ -54,6 +61,8 @@ class ConversationBatches:
     """Watches the thread that iterates: the loop's own is idle while it waits for a batch."""
     stop: Event = field(default_factory=Event)
     """Set by who wants no further step."""
+    run_dir: RunDir | None = None
+    """Where conversations are kept for people to look at: a few of steps 1, 2, 4, 8 and so on."""
 
     def __iter__(self) -> Iterator[ReadyBatch]:
         steps, every = self.config.run.steps, self.config.sft.eval_every
@@ -75,7 +84,8 @@ class ConversationBatches:
 
     def _prepare(self, step: int, indices: Iterable[int], split: str) -> ReadyBatch:
         self.watchdog.enter(f"preparing step {step}")
-        samples, lost = [], []
+        samples, lost, shown = list[Sample](), list[DroppedSample](), list[Trace]()
+        is_kept = self.run_dir is not None and split == TRAIN and step.bit_count() == 1
         for index in indices:
             try:
                 found = self.source.conversation(index, split)
@@ -86,6 +96,10 @@ class ConversationBatches:
                 lost.append(DroppedSample(name, "", type(error).__name__, error.problem))
                 continue
             samples.append(build_sample(found.messages, self.renderer, found.name, found.tools))
+            if is_kept and len(shown) < MAX_KEPT:
+                shown.append(build_trace(found, self.renderer, index))
+        if shown and self.run_dir is not None:
+            write_traces(self.run_dir.traces_of(step), shown)
         ready = self.preparer.prepare(Batch(step, samples), "", lost)
         self.watchdog.idle()
         return ready
@@ -123,3 +137,18 @@ def build_sample(
         items=items,
         slots=[Slot(slot.offset, slot.length, places[slot.item.key]) for slot in rendered.slots],
     )
+
+
+def build_trace(found: TrainingConversation, renderer: Renderer, index: int) -> Trace:
+    """The conversation as the dashboard shows rollouts: nothing of it was sampled."""
+    rendered = renderer.render(found.messages, found.tools, generation_prompt=False)
+    trace = Trace(id=found.name.replace(" ", "-"), env="sft", task=index)
+    for i, (message, span) in enumerate(zip(found.messages, rendered.spans, strict=True)):
+        ids = int32_array(rendered.token_ids[span.start : span.stop])
+        slots = tuple(
+            Slot(slot.offset - span.start, slot.length, slot.item)
+            for slot in rendered.slots
+            if span.start <= slot.offset < span.stop
+        )
+        trace.add(Node(i, i - 1, message, ids, sampled_start=len(ids), slots=slots))
+    return trace

@@ -26,11 +26,14 @@ from sightline.view.events import by_step, find_number, read_events
 from sightline.view.images_in_use import RUN_FOLDERS, collect_digests
 from sightline.view.run_files import RunFiles, is_run
 from sightline.view.summary import active_seconds, build_summary
+from sightline.wire.event import Event
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 SIGNAL = "a signal"
 """What `stopped_by` of a summary says where a person stopped the run."""
-_KILLED = "its launcher was killed, or the machine went down"
+_KILLED = "it wrote no end: its launcher was killed, or the machine went down"
+_SILENT_AFTER_S = 120.0
+"""A run without a lock file (a copy, say) counts as running until it wrote nothing for so long."""
 _NUM_EVENTS = 6
 _COLOURS = {RUNNING: "cyan", FINISHED: "green", STOPPED: "yellow", FAILED: "red"}
 
@@ -111,6 +114,39 @@ class RunStatus:
         return f"sightline {self.command} --resume {self.run_dir.path}"
 
 
+class RunState(NamedTuple):
+    name: str
+    """running, finished, stopped (by a person) or failed."""
+    problem: str = ""
+    """Why a run failed or was stopped."""
+
+
+def find_state(
+    files: RunFiles, launcher: Launcher | None, end: Event | None = None, is_trained: bool = False
+) -> RunState:
+    """What became of a run, for every reader alike.
+
+    `end` is the event of its end, for who has read the events; the summary says the same.
+    `is_trained`: whether the last step of a supervised run was trained.
+    """
+    if launcher is not None:
+        return RunState(RUNNING)
+    if end is not None:
+        return RunState(str(end.values.get("outcome")), str(end.values.get("problem") or ""))
+    if (summary := files.find_summary()) is not None:
+        problem = str(summary.get("stopped_by") or "")
+        # Runs of earlier versions say it in words alone.
+        words = FAILED if problem not in ("", SIGNAL) else STOPPED if problem else FINISHED
+        return RunState(str(summary.get("outcome") or words), problem)
+    if is_trained:  # supervised runs of earlier versions left no summary
+        return RunState(FINISHED)
+    metrics, lock = files.run_dir.metrics, files.run_dir.lock
+    if not lock.exists() and metrics.exists():
+        if time.time() - metrics.stat().st_mtime < _SILENT_AFTER_S:
+            return RunState(RUNNING)
+    return RunState(FAILED, _KILLED)
+
+
 def get_status(run_dir: RunDir) -> RunStatus:
     """How the run stands now."""
     files, launcher = RunFiles(run_dir), find_launcher(run_dir)
@@ -124,17 +160,7 @@ def get_status(run_dir: RunDir) -> RunStatus:
     if sft:
         step = sft[-1].step
         first, last = (find_number(event.values, "loss") for event in (sft[0], sft[-1]))
-    stopped_by = str((summary or {}).get("stopped_by") or "")
-    if launcher:
-        state = RUNNING
-    elif summary is None:
-        # Supervised runs of earlier versions left no summary.
-        state = FINISHED if sft and step == total else FAILED
-        stopped_by = _KILLED
-    else:
-        # Runs of earlier versions say it in words alone.
-        words = FAILED if stopped_by not in ("", SIGNAL) else STOPPED if stopped_by else FINISHED
-        state = str(summary.get("outcome") or words)
+    state = find_state(files, launcher, is_trained=bool(sft) and step == total)
     goal = found.get("goal") or {}
     seconds = active_seconds(events) if events else find_number(found, "seconds")
     if launcher and events and seconds is not None:
@@ -142,8 +168,8 @@ def get_status(run_dir: RunDir) -> RunStatus:
     oldest = next(iter(events or islice(read_events(run_dir.metrics), 1)), None)
     return RunStatus(
         run_dir=run_dir,
-        state=state,
-        cause=stopped_by if state == FAILED else "",
+        state=state.name,
+        cause=state.problem if state.name == FAILED else "",
         command="sft" if "sft" in files.settings else "rl",
         step=step,
         steps_total=int(total or 0),

@@ -18,9 +18,11 @@ from sightline.errors import MediaError, MessageError
 from sightline.media import MediaStore
 from sightline.message import assistant, system, user
 from sightline.run import RunDir
+from sightline.trace import read_traces
 from sightline.trainer import loop, sft
 from sightline.trainer.build import build, build_conversations, build_learner, build_materializer
 from sightline.trainer.learner import Learner
+from sightline.view.dashboard.run_view import RunView
 from sightline.view.events import by_step, read_events
 from sightline.wire.event import Event
 
@@ -105,6 +107,26 @@ def test_only_what_the_assistant_says_is_trained(warmup: SftFile, tmp_path: Path
     assert trained == "A B<|im_end|>C<|im_end|>"
     with pytest.raises(MessageError, match="s: nothing that the assistant says"):
         sft.build_sample([user("red")], batches.renderer, "s")
+
+
+def test_a_few_conversations_are_kept_as_they_are_trained(talks: Path, tiny_model: Path) -> None:
+    config = config_of(tiny_model, talks.parent, data={"path": str(talks)})
+    run_dir = RunDir(talks.parent / "run")
+    run_dir.make()
+    _, batches = conversations(config)
+    batches.run_dir = run_dir
+    list(batches)
+    assert sorted(run_dir.traces.iterdir()) == [run_dir.traces_of(step) for step in (1, 2, 4)]
+    for i, trace in enumerate(read_traces(run_dir.traces_of(2))):
+        found = batches.source.conversation(4 + i, "train")
+        sample = sft.build_sample(found.messages, batches.renderer, found.name, found.tools)
+        path = trace.path(len(trace.nodes) - 1)
+        assert trace.tokens(path) == sample.token_ids.numpy().tolist()
+        assert [slot.item.key for slot in trace.slots(path)] == [sample.items[0].key]
+    view = RunView("run", run_dir)
+    view.refresh_all()
+    assert view.overview()["rollouts"] == 12
+    view.close()
 
 
 def test_the_loss_falls_and_a_checkpoint_is_written(warmup: SftFile, tmp_path: Path) -> None:

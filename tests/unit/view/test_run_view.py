@@ -40,6 +40,7 @@ def test_a_failure_a_signal_and_an_end_are_told_apart_by_data(run_dir: RunDir) -
     assert found["end"]["fix"] == "mend it"
     assert summarize(run_dir, stopped_by=problem)["outcome"] == "failed"
     # A resume takes it back, and a signal is no failure.
+    run_dir.summary.unlink()
     events.write("state", phase="starting")
     assert view_of(run_dir).state == "running"
     events.write("step", 3, reward=0.5)
@@ -64,11 +65,11 @@ def test_runs_of_before_are_told_apart_by_their_summary(
     assert found["state"] == state and found["end"]["problem"] == cause
 
 
-def test_a_run_that_is_silent_says_so(run_dir: RunDir) -> None:
+def test_a_run_that_wrote_no_end_has_failed(run_dir: RunDir) -> None:
     EventLog(run_dir.metrics, "orchestrator").write("step", 1, reward=0.5)
     os.utime(run_dir.metrics, (1.0, 1.0))
     found = view_of(run_dir).overview()
-    assert found["state"] == "silent" and "its launcher was killed" in found["end"]["problem"]
+    assert found["state"] == "failed" and "its launcher was killed" in found["end"]["problem"]
     assert "outcome" not in build_summary([])
 
 

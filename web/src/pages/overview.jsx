@@ -186,7 +186,7 @@ export function OverviewPage({ shown, query, revisions, theme }) {
 function emptyWords(run) {
   if (run.state === "running") return `No step is trained yet: the run is ${run.phase || "starting"}.`;
   if (run.state === "finished") return "The run wrote no numbers of its steps.";
-  return `The run ${{ failed: "failed", stopped: "was stopped", silent: "fell silent" }[run.state]} before a step was trained, so there is nothing to draw.`;
+  return `The run ${{ failed: "failed", stopped: "was stopped" }[run.state]} before a step was trained, so there is nothing to draw.`;
 }
 
 function Summary({ run, titled, revision }) {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from sightline.view.dashboard.index import RefreshResult, RolloutIndex
 from sightline.view.events import find_number
 from sightline.view.formatting import fixed
 from sightline.view.run_files import RunFiles
+from sightline.view.run_status import FAILED, FINISHED, STOPPED, RunState, find_launcher, find_state
 
-SILENT_AFTER_S = 120.0
-"""A run that has not finished, and has written nothing for so long, is shown as silent."""
 _FILES_PER_REFRESH = 8
 IMAGES_PER_REFRESH = 5000
 _TAG = re.compile(r"(?<![\w#])#(\w(?:[\w./=-]*\w)?)")
@@ -93,48 +91,32 @@ class RunView(RunFiles):
 
     @property
     def state(self) -> str:
-        """running, finished, stopped (by a signal), failed or silent."""
-        if self.history.end is not None:
-            return str(self.history.end.values.get("outcome"))
-        summary = self.find_summary()
-        if summary is not None:  # of a run of an earlier version, which wrote no event at its end
-            cause = summary.get("stopped_by")
-            return "finished" if not cause else "stopped" if cause == "a signal" else "failed"
-        sft = self.history.newest("sft")
-        if sft and self.history.last_step >= sft.get("steps_total", math.inf):
-            return "finished"
-        if time.time() - self._last_write_time() < SILENT_AFTER_S:
-            return "running"
-        return "silent"
+        """running, finished, stopped (by a person) or failed."""
+        return self._find_state().name
 
-    def _last_write_time(self) -> float:
-        try:
-            return self.run_dir.metrics.stat().st_mtime
-        except OSError:
-            return 0.0
+    def _find_state(self) -> RunState:
+        sft, end = self.history.newest("sft"), self.history.end
+        is_trained = bool(sft) and self.history.last_step >= sft.get("steps_total", math.inf)
+        # A look takes the lock for a moment: a run that says how it ended needs none.
+        launcher = None if end is not None else find_launcher(self.run_dir)
+        return find_state(self, launcher, end, is_trained)
 
     def describe_end(self) -> dict[str, str]:
         """Why the run is where it is, and what to do; empty texts while it runs."""
-        state, end, problem, fix = self.state, self.history.end, "", ""
-        if state in ("failed", "stopped"):
-            values = end.values if end is not None else {}
-            problem = values.get("problem") or (self.find_summary() or {}).get("stopped_by", "")
-            fix = values.get("fix", "")
-        elif state == "silent":
-            problem = (
-                "nothing was written for minutes, and no end: its launcher was killed, or hangs"
-            )
-        elif state == "finished" and (goal := self.history.goal) is not None:
+        (state, problem), end = self._find_state(), self.history.end
+        fix = str(end.values.get("fix") or "") if end is not None else ""
+        if state == FINISHED and (goal := self.history.goal) is not None:
             held_out = find_number(goal.values, "held_out")
             confirmed = f", and held-out tasks {fixed(held_out, 3)}" if held_out is not None else ""
             problem = (
                 f"[run] stop_at = {goal.values.get('stop_at')} was reached at step {goal.step}: "
                 f"training earned {fixed(find_number(goal.values, 'reward'), 3)}{confirmed}"
             )
-        if state in ("stopped", "silent") and self.history.last_step and not fix:
+        was_cut = state == STOPPED or (state == FAILED and end is None)
+        if was_cut and self.history.last_step and not fix:
             command = "sft" if "sft" in self.settings else "rl"
             fix = f"go on with `sightline {command} --resume {self.run_dir.path}`"
-        return {"problem": str(problem), "cause": _join_ends(str(problem)), "fix": str(fix)}
+        return {"problem": problem, "cause": _join_ends(problem), "fix": fix}
 
     def _num_steps(self) -> int | None:
         """The steps that the run was to train for, as its settings say."""
