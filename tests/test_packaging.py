@@ -46,6 +46,26 @@ def test_the_tested_versions_are_plain() -> None:
         assert re.fullmatch(r"[0-9]+(\.[0-9]+)*(b[0-9]+|\.post[0-9]+)?", version), name
 
 
+def test_the_lock_file_pins_a_training_installation_with_hashes() -> None:
+    """`make lock` writes it."""
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    locked: dict[str, str] = {}
+    hashes: dict[str, int] = {}
+    for line in lines:
+        if "--hash=sha256:" in line:
+            hashes[name] += 1  # noqa: F821
+            continue
+        name, _, version = line.split(" ")[0].partition("==")
+        locked[name], hashes[name] = version, 0
+    assert [name for name, num in hashes.items() if not num] == []
+    versions = constraints()
+    assert {n: v for n, v in locked.items() if versions.get(n, v) != v} == {}
+    extras = PROJECT["optional-dependencies"]
+    wanted = [Requirement(line) for line in (*PROJECT["dependencies"], *extras["train"])]
+    names = {canonicalize_name(found.name) for found in wanted} - {NAME}
+    assert names - locked.keys() == set()
+
+
 def test_the_tested_versions_fit_the_ranges() -> None:
     versions = constraints()
     for found in requirements():
