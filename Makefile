@@ -3,7 +3,7 @@
 PYTHON ?= python3
 SEED ?= 0
 FUZZ ?= 10000
-KILLS ?= 5
+FAULTS ?= 8
 DEMO ?= runs/color_codeword-001
 DEMO_ARGS ?=
 VENV := .venv
@@ -56,11 +56,11 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) web demo demo-vllm tokenizers test full test-bare fuzz fuzz-vllm test-loop test-browser test-ranks chaos test-torchvision test-adapters test-vllm bench-trl bench-small smoke check format docs site screenshots wheel test-wheel release gpu-bundle clean
+.PHONY: help $(VENV) web demo demo-vllm tokenizers test full test-bare fuzz fuzz-vllm test-loop test-browser test-ranks chaos test-torchvision test-adapters test-vllm bench-trl bench-small smoke check format docs site screenshots lock wheel test-wheel release gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
-	@echo "variables: PYTHON=$(PYTHON) SEED=$(SEED) KILLS=$(KILLS)"
+	@echo "variables: PYTHON=$(PYTHON) SEED=$(SEED) FAULTS=$(FAULTS)"
 
 $(VENV): $(STAMP)
 
@@ -113,7 +113,7 @@ test: $(STAMP) ## the quick tests, which need nothing but Python
 # All that CI takes a sample of.
 full: ## every suite, unsampled: all broken families, faults and inputs, 50 kills; takes hours
 	FULL=1 $(MAKE) check test test-torchvision test-adapters test-vllm test-ranks test-loop test-browser smoke test-wheel
-	$(MAKE) chaos KILLS=50
+	$(MAKE) chaos FAULTS=200
 
 test-bare: ## the demo in short and the quick tests on a bare Debian: a chroot, made by debootstrap (needs root)
 	tests/bare/run
@@ -130,8 +130,8 @@ test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
 test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending together; and compiled
 	$(BIN)/python -m pytest tests/ranks tests/unit/trainer/test_compiled.py -n 2 --dist worksteal $(if $(FULL),,-m "not thorough")
 
-chaos: $(STAMP) ## SIGKILL at seeded moments of a run on 2 ranks (KILLS=5 SEED=0)
-	$(BIN)/python tests/chaos/chaos.py --kills $(KILLS) --seed $(SEED)
+chaos: $(STAMP) ## faults of every kind at seeded moments of a run on 2 ranks (FAULTS=8; SEED, else the commit)
+	$(BIN)/python tests/chaos/chaos.py --faults $(FAULTS) $(if $(filter-out file,$(origin SEED)),--seed $(SEED))
 
 test-browser: $(STAMP) web tokenizers ## what needs npm or Chromium: the dashboard, real tokenizers, the mini browser
 	$(BIN)/python -m pytest tests/browser
@@ -231,6 +231,9 @@ $(DOCS_STAMP): pyproject.toml constraints.txt $(UV)
 site: $(DOCS_STAMP) ## the documentation as a site, into build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "read it: $(PYTHON) -m http.server --directory build/site"
+
+lock: $(STAMP) ## requirements.lock anew: every package of a training installation, pinned and with its hashes
+	$(UV) pip compile pyproject.toml --extra train --extra data --universal --generate-hashes --no-header --no-annotate --quiet -c constraints.txt -o requirements.lock
 
 wheel: $(STAMP) web ## build wheel and sdist into dist/
 	rm -rf dist

@@ -3,6 +3,8 @@ so that there is a time in which a checkpoint, or a published version, is half w
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 import time
 from collections.abc import Iterator
@@ -26,3 +28,7 @@ def _slow() -> None:
 
 if "process" in sys.orig_argv and any(word.startswith("trainer") for word in sys.orig_argv):
     _slow()
+
+if os.environ.get("FAKETIME_TIMESTAMP_FILE"):
+    # libfaketime takes a sleep until a moment of the steady clock for one of the wall clock.
+    time.sleep = lambda seconds: select.select([], [], [], max(0.0, seconds)) and None  # type: ignore[assignment,func-returns-value]

@@ -1,0 +1,307 @@
+"""What happens to a run: each fault by its kind, what it hits, and how the run must take it."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+from run_under_test import MAX_S
+from testbeds import FOLDERS, Testbed
+
+WENT_ON, RESUMED = "went on", "ended and resumed"
+RANKS = ("trainer", "trainer-1")
+PROCESSES = ("server", "orchestrator", "worker-0", *RANKS)
+
+
+@dataclass(frozen=True)
+class Survived:
+    outcome: str
+    seconds: float
+    """Until the fault was named, all processes had ended, or the next step was trained."""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Fault:
+    kind: str
+    what: str
+    happen: Callable[[Testbed], Survived]
+    testbed: str = "disk"
+    """The surroundings that the fault needs."""
+
+
+# --- processes
+
+
+def kill(victim: str, moment: str) -> Callable[[Testbed], Survived]:
+    def happen(testbed: Testbed) -> Survived:
+        run = testbed.run
+        await_moment(testbed, moment)
+        os.kill(run.pid_of(victim), signal.SIGKILL)
+        if victim == "worker-0":
+            began = time.monotonic()
+            run.wait_for_step(2)
+            return Survived(WENT_ON, time.monotonic() - began, "replaced")
+        began = time.monotonic()
+        assert run.process is not None
+        code = run.process.wait()
+        gone_s = run.wait_until_gone() + time.monotonic() - began
+        run.expect(code == (-signal.SIGKILL if victim == "launcher" else 2), "its exit code")
+        run.expect(gone_s < MAX_S, f"all processes end within {MAX_S:.0f} s of a failure")
+        if victim != "launcher":
+            run.expect(victim in run.find_cause(), "the cause names who was killed")
+        folder = {"checkpoint": run.run_dir.checkpoints, "publish": run.run_dir.weights}
+        is_half = moment in folder and bool(list(folder[moment].glob(".*.part")))
+        left = f"{run.count_uncovered()} to replay" + ", half written" * is_half
+        return resume(testbed, gone_s, left)
+
+    return happen
+
+
+def await_moment(testbed: Testbed, moment: str) -> None:
+    run = testbed.run
+    if moment == "start":  # of a life of its own
+        run.stop()
+        run.start()
+        time.sleep(run.rng.uniform(0.5, 8.0))
+    elif moment == "step":
+        time.sleep(run.rng.uniform(0.0, 1.5))
+    else:
+        where = run.run_dir.checkpoints if moment == "checkpoint" else run.run_dir.weights
+        run.wait(lambda: any(where.glob(".*.part/*")), f"{moment} begins", 0.001)
+        time.sleep(run.rng.uniform(0.0, 0.1))
+
+
+def restart_machine(testbed: Testbed) -> Survived:
+    time.sleep(testbed.run.rng.uniform(0.0, 1.5))
+    testbed.run.kill_all()
+    return resume(testbed, 0.0, f"{testbed.run.count_uncovered()} to replay")
+
+
+def stop_process(victim: str) -> Callable[[Testbed], Survived]:
+    """The process stands still, is named, and goes on."""
+
+    def happen(testbed: Testbed) -> Survived:
+        run, pid = testbed.run, testbed.run.pid_of(victim)
+        said = len(run.words())
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            while not any(
+                victim in line and "stopped" in line for line in run.words()[said:].splitlines()
+            ):
+                passed = time.monotonic() - began
+                run.expect(passed < MAX_S, f"{victim} is named within {MAX_S:.0f} s")
+                time.sleep(0.05)
+            named_s = time.monotonic() - began
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        run.wait_for_step(2)
+        return Survived(WENT_ON, named_s, "named")
+
+    return happen
+
+
+def slow_down(victim: str) -> Callable[[Testbed], Survived]:
+    """The process gets a fifth of a processor for five seconds."""
+
+    def happen(testbed: Testbed) -> Survived:
+        pid, began = testbed.run.pid_of(victim), time.monotonic()
+        while time.monotonic() - began < 5.0:
+            for number, pause_s in ((signal.SIGSTOP, 0.2), (signal.SIGCONT, 0.05)):
+                os.kill(pid, number)
+                time.sleep(pause_s)
+        began = time.monotonic()
+        testbed.run.wait_for_step(2)
+        return Survived(WENT_ON, time.monotonic() - began)
+
+    return happen
+
+
+# --- disks and files
+
+
+def fill_disk(testbed: Testbed) -> Survived:
+    with testbed.disk.filled():
+        survived = end_with(testbed, "space", "disk")
+    return resume(testbed, survived.seconds, survived.detail)
+
+
+def forbid_writing(folder: str) -> Callable[[Testbed], Survived]:
+    def happen(testbed: Testbed) -> Survived:
+        with testbed.disk.locked(testbed.run.run_dir.path / folder):
+            survived = end_with(testbed, folder)
+        return resume(testbed, survived.seconds, survived.detail)
+
+    return happen
+
+
+def end_with(testbed: Testbed, *words: str) -> Survived:
+    """The run ends, and its cause has one of the words; it resumes when the fault is over."""
+    run, began = testbed.run, time.monotonic()
+    assert run.process is not None
+    code = run.process.wait(120)
+    seconds = time.monotonic() - began
+    run.expect(code == 2, f"its exit code is 2, not {code}")
+    run.expect(run.wait_until_gone() < MAX_S, "all processes end")
+    cause = run.find_cause()
+    run.expect(any(word in cause for word in words), f"the cause has one of {words}: {cause}")
+    return Survived(RESUMED, seconds, cause[:100])
+
+
+FILES = {
+    "run file": "config.toml",
+    "digests of the model": "model.json",
+    "orchestrator's state": "checkpoints/orchestrator.json",
+    "waiting batch": "batches/step_*.msgpack",
+    "tensors of a checkpoint": "checkpoints/step_*/rank_*.safetensors",
+    "manifest of a checkpoint": "checkpoints/step_*/manifest.json",
+    "published weights": "weights/v*/*.safetensors",
+    "manifest of weights": "weights/v*/manifest.json",
+    "history of weights": "weights/history.jsonl",
+    "ledger": "ledger.jsonl",
+    "metrics": "metrics.jsonl",
+    "image": "media/*/*/*",
+    "traces": "traces/step_*.msgpack",
+}
+
+
+def damage(pattern: str, how: str) -> Callable[[Testbed], Survived]:
+    """Damages the newest file of a kind between two lives. Who needs it names it; given back, the
+    run resumes as if nothing had been."""
+
+    def happen(testbed: Testbed) -> Survived:
+        run = testbed.run
+        run.kill_all()
+        run.remember_batches()
+        found = sorted(file for file in run.run_dir.path.glob(pattern) if file.is_file())
+        if not found:
+            return resume(testbed, 0.0, "there is none now")
+        file, copy = found[-1], run.home / "copy"
+        shutil.copy2(file, copy)
+        spoil(file, how, run.rng)
+        before = file.read_bytes() if file.exists() else None
+        run.start()
+        assert run.process is not None
+        first, began = run.last_step(), time.monotonic()
+        while run.process.poll() is None and run.last_step() < first + 2:
+            run.check_patience(began, "a step or an end")
+            time.sleep(0.05)
+        seconds = time.monotonic() - began
+        if run.process.poll() is None:
+            return Survived(WENT_ON, seconds, file.name)
+        run.expect(run.process.poll() == 2, "its exit code")
+        run.expect(run.wait_until_gone() < MAX_S, "all processes end")
+        cause = run.find_cause()
+        names = (file.name, file.parent.name)
+        run.expect(any(name in cause for name in names), f"the cause names {file}: {cause}")
+        if before is not None and file.exists():
+            run.expect(file.read_bytes() == before, "a damaged file stays as it is")
+        shutil.copy2(copy, file)
+        return resume(testbed, seconds, cause[:100])
+
+    return happen
+
+
+def spoil(file: Path, how: str, rng: random.Random) -> None:
+    data = bytearray(file.read_bytes())
+    if how == "deleted":
+        file.unlink()
+        return
+    if how == "torn":
+        data = data[: len(data) // 2]
+    else:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    file.chmod(0o600)
+    file.write_bytes(data)
+
+
+# --- clocks and servers
+
+
+def step_clock(offset: str) -> Callable[[Testbed], Survived]:
+    def happen(testbed: Testbed) -> Survived:
+        testbed.set_clock(offset)
+        began = time.monotonic()
+        testbed.run.wait_for_step(2)
+        return Survived(WENT_ON, time.monotonic() - began)
+
+    return happen
+
+
+def disturb(how: str) -> Callable[[Testbed], Survived]:
+    """The server's connections are cut, or slow: the same answers come in the end."""
+
+    def happen(testbed: Testbed) -> Survived:
+        began = time.monotonic()
+        with testbed.proxy.disturbed(how):
+            testbed.run.wait_for_step(1)
+        testbed.run.wait_for_step(1)
+        return Survived(WENT_ON, time.monotonic() - began)
+
+    return happen
+
+
+def answer_wrongly(how: str) -> Callable[[Testbed], Survived]:
+    """What the server says is impossible: the run ends before it trains on it."""
+
+    def happen(testbed: Testbed) -> Survived:
+        with testbed.proxy.disturbed(how):
+            survived = end_with(testbed, "answer", "weights", "logprob", "server")
+        return resume(testbed, survived.seconds, survived.detail)
+
+    return happen
+
+
+def resume(testbed: Testbed, seconds: float, detail: str) -> Survived:
+    testbed.run.ensure_running()
+    return Survived(RESUMED, seconds, detail)
+
+
+def list_faults() -> Iterator[Fault]:
+    for victim in ("launcher", "server", "orchestrator", *RANKS):
+        for moment in ("step", "start", "checkpoint", "publish"):
+            yield Fault("kill", f"{victim} at {moment}", kill(victim, moment))
+    yield Fault("kill", "worker-0 at step", kill("worker-0", "step"))
+    yield Fault("restart of the machine", "all at once", restart_machine)
+    for victim in PROCESSES:
+        yield Fault("stopped", victim, stop_process(victim))
+        yield Fault("slow", victim, slow_down(victim))
+    yield Fault("disk full", "the run's", fill_disk)
+    for folder in FOLDERS:
+        yield Fault("no permission", folder, forbid_writing(folder))
+    for name, pattern in FILES.items():
+        for how in ("flipped bit", "torn", "deleted"):
+            yield Fault(how, name, damage(pattern, how))
+    for offset in ("+2h", "-2h"):
+        yield Fault("clock", offset, step_clock(offset), testbed="clock")
+    for how in ("cut", "slow answers", "refusals"):
+        yield Fault("connection", how, disturb(how), testbed="proxy")
+    for how in (
+        "garbage", "no choices", "logprob over 0", "too many tokens", "replaced token",
+        "finish reason", "version 999999", "another digest",
+    ):  # fmt: skip
+        yield Fault("wrong answer", how, answer_wrongly(how), testbed="proxy")
+
+
+def deal_faults(
+    rng: random.Random, num: int, kinds: set[str], missing: dict[str, str]
+) -> list[Fault]:
+    """So many faults, kind by kind in turn, so that a few of them are of many kinds."""
+    decks: dict[str, list[Fault]] = {}
+    for fault in list_faults():
+        if fault.kind not in missing and (not kinds or fault.kind in kinds):
+            decks.setdefault(fault.kind, []).append(fault)
+    order = sorted(decks)
+    rng.shuffle(order)
+    for deck in decks.values():
+        rng.shuffle(deck)
+    hands = {kind: cycle(deck) for kind, deck in decks.items()}
+    return [next(hands[kind]) for kind, _ in zip(cycle(order), range(num), strict=False)]

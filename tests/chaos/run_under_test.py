@@ -1,0 +1,233 @@
+"""A run of real processes that faults happen to: started, watched, resumed, and held to account."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from watching import find_child, names_of
+
+from sightline.run import RunDir
+from sightline.view.events import by_step, read_events
+from sightline.wire.sample import digest_batch
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_S = 10.0
+"""Longest time in which a failure ends all processes, or is named."""
+MANY_STEPS = 1_000_000
+PATIENCE_S = 300.0
+RUN_FILE = """
+[run]
+name = "chaos"
+steps = {steps}
+[model]
+path = "tiny"
+[env]
+name = "vowels:Vowels"
+[rollout]
+max_tokens = 6
+workers = 1
+[orchestrator]
+groups_per_step = 2
+group_size = 2
+[trainer]
+ranks = {ranks}
+checkpoint_every = 2
+micro_batch_tokens = 64
+[inference]
+max_num_seqs = 16
+max_model_len = 128
+[media]
+on_bad_image = "stop"
+[eval]
+tasks = 0
+"""
+
+
+class FaultNotSurvived(AssertionError):
+    """A promise that the run did not keep."""
+
+
+@dataclass
+class RunUnderTest:
+    home: Path
+    rng: random.Random
+    ranks: int = 2
+    overrides: tuple[str, ...] = ()
+    """Settings of every life."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Of the environment of every process."""
+    run: str = "runs/chaos-001"
+    seen: dict[int, str] = field(default_factory=dict)
+    """Every step and its batch, from the first time that it was on disk."""
+    process: subprocess.Popen[bytes] | None = None
+    life_began: int = 0
+    """Where the words of this life begin in the output."""
+
+    @property
+    def run_dir(self) -> RunDir:
+        return RunDir(self.home / self.run)
+
+    def prepare(self) -> None:
+        for path in self.home.glob("*") if self.home.is_dir() else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self.home.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "tests" / "loop" / "vowels.py", self.home)
+        (self.home / "run.toml").write_text(RUN_FILE.format(steps=MANY_STEPS, ranks=self.ranks))
+        self.sightline("model", "tiny", "tiny").wait()
+
+    def sightline(self, *words: str) -> subprocess.Popen[bytes]:
+        slow = str(Path(__file__).parent / "slow_disk")
+        path = os.pathsep.join([slow, *filter(None, [os.environ.get("PYTHONPATH")])])
+        with open(self.output, "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "sightline", *words],
+                cwd=self.home, stdout=log, stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": path, **self.variables},
+            )  # fmt: skip
+
+    @property
+    def output(self) -> Path:
+        return self.home.with_name(f"{self.home.name}.log")  # not on the disk that gets full
+
+    # --- lives
+
+    def start(self, *overrides: str) -> None:
+        self.life_began = self.output.stat().st_size if self.output.exists() else 0
+        words = ["--resume", self.run] if self.run_dir.config.is_file() else ["run.toml"]
+        self.process = self.sightline("rl", "--plain", *words, *self.overrides, *overrides)
+
+    def ensure_running(self) -> None:
+        """Starts the run where it is not running, and waits for a step of this life."""
+        if self.process is None or self.process.poll() is not None:
+            self.start()
+        self.wait_for_step()
+
+    def stop(self) -> None:
+        """Ends a life in order."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.expect(self.process.wait(PATIENCE_S) == 0, "a run that is told to ends well")
+
+    def kill_all(self) -> None:
+        """What a power cut does: all processes end at once."""
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGSTOP)  # so that it replaces nobody
+        for name in names_of(self.run):
+            if (pid := find_child(self.process.pid, name)) is not None:
+                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+        self.wait_until_gone()
+
+    def wait_until_gone(self) -> float:
+        """Seconds until nothing of the run is left."""
+        began = time.monotonic()
+        while names_of(self.run):
+            self.check_patience(began, "the end of all processes")
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def pid_of(self, name: str) -> int:
+        assert self.process is not None
+        if name == "launcher":
+            return self.process.pid
+        parent, found = self.process.pid, list[int]()
+
+        def is_there() -> bool:
+            pid = find_child(parent, name)
+            found[:] = [] if pid is None else [pid]
+            return bool(found)
+
+        self.wait(is_there, f"the process {name}")
+        return found[0]
+
+    # --- looking
+
+    def wait_for_step(self, more: int = 1) -> None:
+        first = self.last_step()
+        self.wait(lambda: self.last_step() >= first + more, "a step")
+
+    def wait(self, there: Callable[[], bool], what: str, pause_s: float = 0.05) -> None:
+        began = time.monotonic()
+        while not there():
+            self.remember_batches()
+            is_alive = self.process is not None and self.process.poll() is None
+            self.expect(is_alive, f"the run goes on until {what}")
+            self.check_patience(began, what)
+            time.sleep(pause_s)
+
+    def check_patience(self, since: float, what: str) -> None:
+        self.expect(time.monotonic() - since < PATIENCE_S, f"{what} within {PATIENCE_S:.0f} s")
+
+    def expect(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise FaultNotSurvived(f"not so: {what}\n{self.words()[-3000:]}")
+
+    def last_step(self) -> int:
+        return max(by_step(read_events(self.run_dir.metrics), "train"), default=0)
+
+    def words(self) -> str:
+        """What the launcher said in this life."""
+        with open(self.output, "rb") as file:
+            file.seek(self.life_began)
+            return file.read().decode(errors="replace")
+
+    def find_cause(self) -> str:
+        """Why this life ended: one cause, with what to do about it."""
+        lines = self.words().splitlines()
+        fixes = [i for i, line in enumerate(lines) if line.startswith("  fix: ")]
+        self.expect(len(fixes) == 1, "one cause, and what to do")
+        self.expect("Traceback" not in self.words(), "a cause in words")
+        return lines[fixes[0] - 1]
+
+    # --- the account
+
+    def remember_batches(self) -> None:
+        """Notes every batch at its first sight: it is trained on as it is now, or not at all."""
+        for step, file in self.run_dir.list_batches():
+            if step not in self.seen:
+                try:
+                    self.seen[step] = digest_batch(file.read_bytes())
+                except OSError:
+                    continue
+
+    def ledger(self) -> dict[int, str]:
+        """Each step and its batch, which is the one that it had in every life before."""
+        if not self.run_dir.ledger.is_file():
+            return {}
+        lines = [json.loads(line) for line in self.run_dir.ledger.read_bytes().splitlines()]
+        steps = [line["step"] for line in lines]
+        self.expect(steps == list(range(1, len(lines) + 1)), f"every step once: {steps}")
+        for line in lines:
+            known = self.seen.setdefault(line["step"], line["batch"])
+            self.expect(known == line["batch"], f"step {line['step']} trains on its own batch")
+        return {line["step"]: line["batch"] for line in lines}
+
+    def count_uncovered(self) -> int:
+        """Steps that the next life trains again."""
+        found = sorted(self.run_dir.checkpoints.glob("step_*"))
+        covered = int(found[-1].name.removeprefix("step_")) if found else 0
+        return max(0, max(self.ledger(), default=0) - covered)
+
+    def finish(self) -> int:
+        """Lets the run come to its end, and returns the number of its steps."""
+        self.stop()
+        last = max(self.seen | self.ledger(), default=0) + 2
+        self.start(f"run.steps={last}")
+        assert self.process is not None
+        self.expect(self.process.wait(PATIENCE_S) == 0, "the run comes to its end")
+        self.expect(list(self.ledger()) == list(range(1, last + 1)), "every step once")
+        history = (self.run_dir.weights / "history.jsonl").read_bytes().splitlines()
+        epochs = [json.loads(line)["epoch"] for line in history]
+        self.expect(not any(epochs), "weights that are made again have the same bits")
+        return last
