@@ -71,7 +71,8 @@ def describe_argument(action: argparse.Action) -> str:
     shown = ", ".join(action.option_strings) or value
     if action.option_strings and value:
         shown += f" {value}"
-    default = "" if action.nargs == 0 or action.default in (None, [], ()) else str(action.default)
+    default = "" if action.nargs == 0 or action.default in (None, [], ()) else action.default
+    default = " ".join(map(str, default)) if isinstance(default, list) else str(default)
     default = "" if default == argparse.SUPPRESS else default
     told = flow(re.sub(r"[;,]? ?\(?default:? ?%\(default\)s\)?", "", action.help or ""))
     told = told % {"default": default, "prog": "sightline"} if "%" in told else told

@@ -110,7 +110,7 @@ def user(*parts: str | MediaRef | Image | bytes | Path) -> Message:
     """A user message from texts and images, in order.
 
     An image is a ref, or what `put` takes: a PIL image, bytes or a `pathlib.Path`. Whoever sends
-    the message puts it into the store.
+    the message puts it into the store. A str is text, also where a file has that name.
     """
     for i, part in enumerate(parts):
         if not isinstance(part, str | MediaRef) and not is_image_source(part):
