@@ -186,7 +186,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt $(UV) $(wildcard tests/v
 bench-trl: $(STAMP) .venv-trl/.installed ## the demo's training step beside TRL's
 	$(BIN)/sightline bench trl --python .venv-trl/bin/python
 
-bench-small: $(STAMP) .venv-trl/.installed ## every benchmark in its smallest size (docs/benchmarks.md), about two minutes
+bench-small: $(STAMP) .venv-trl/.installed ## every benchmark in its smallest size (docs/benchmarks.md)
 	$(BIN)/python tests/bench_small.py
 
 # torchvision without its dependencies, which would bring a torch for CUDA.

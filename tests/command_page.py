@@ -1,16 +1,20 @@
-"""Writes docs/commands.md from the parsers of the commands: `make docs` runs it."""
+"""Writes docs/commands.md from the parsers of the commands, and the names of docs/api.md from the
+docstrings: `make docs` runs it."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import sightline
 from sightline.cli.main import build_parser
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "commands.md"
+API_PAGE = PAGE.with_name("api.md")
 HEAD = """# Commands
 
 Made by `make docs` from the parsers. `sightline COMMAND --help` prints the same in a terminal, and
@@ -71,7 +75,8 @@ def describe_argument(action: argparse.Action) -> str:
     shown = ", ".join(action.option_strings) or value
     if action.option_strings and value:
         shown += f" {value}"
-    default = "" if action.nargs == 0 or action.default in (None, [], ()) else str(action.default)
+    default = "" if action.nargs == 0 or action.default in (None, [], ()) else action.default
+    default = " ".join(map(str, default)) if isinstance(default, list) else str(default)
     default = "" if default == argparse.SUPPRESS else default
     told = flow(re.sub(r"[;,]? ?\(?default:? ?%\(default\)s\)?", "", action.help or ""))
     told = told % {"default": default, "prog": "sightline"} if "%" in told else told
@@ -90,6 +95,17 @@ def find_subparsers(parser: argparse.ArgumentParser) -> list[argparse._SubParser
     return [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
 
 
+def describe_names(page: str) -> str:
+    """The page of the Python API with a row for each public name: the head of its docstring."""
+    rows = []
+    for name in sightline.__all__:
+        head = flow((inspect.getdoc(getattr(sightline, name)) or "").partition("\n\n")[0])
+        rows.append(f"| `{name}` | {escape(head)} |")
+    table = "\n".join(["| name | is |", "|---|---|", *rows])
+    head, _, rest = page.partition("\n\n## sightline\n")
+    return f"{head.partition('| name |')[0].rstrip()}\n\n{table}\n\n## sightline\n{rest}"
+
+
 def flow(text: str) -> str:
     return " ".join(text.split())
 
@@ -100,4 +116,5 @@ def escape(text: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(describe())
-    print(PAGE, file=sys.stderr)
+    API_PAGE.write_text(describe_names(API_PAGE.read_text()))
+    print(PAGE, API_PAGE, file=sys.stderr)

@@ -1,7 +1,7 @@
 """Sightline trains vision-language models with reinforcement learning, and shows what they saw.
 
-The public names. Importing this loads neither torch nor transformers; `train`, `evaluate` and
-`open_run` load what they need when they are first used.
+The public names. All but the errors are loaded when they are first used, so that a command starts
+quickly; only `train`, `evaluate` and `open_run` load torch or transformers.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sightline.envs import BlockingChat, Chat, Conversation, Environment, Outcome, Task
 from sightline.errors import (
     ConfigError,
     EngineError,
@@ -25,16 +24,17 @@ from sightline.errors import (
     PixelMismatch,
     SightlineError,
 )
-from sightline.families import load_family, load_renderer
-from sightline.media import MediaRef, MediaStore
-from sightline.message import Message, assistant, system, user
-from sightline.trace import Trace
-from sightline.wire import MediaItem
 
 if TYPE_CHECKING:
+    from sightline.envs import BlockingChat, Chat, Conversation, Environment, Outcome, Task
+    from sightline.families import load_family, load_renderer
     from sightline.launch.evaluate import evaluate
     from sightline.launch.train import train
+    from sightline.media import MediaRef, MediaStore
+    from sightline.message import Message, assistant, system, user
+    from sightline.trace import Trace
     from sightline.view.notebook import open_run
+    from sightline.wire import MediaItem
 
 __version__ = "0.1.0"
 
@@ -74,13 +74,26 @@ __all__ = [
 ]
 
 _LAZY_NAMES = {
-    "evaluate": "sightline.launch.evaluate",
-    "open_run": "sightline.view.notebook",
-    "train": "sightline.launch.train",
+    "envs": ("BlockingChat", "Chat", "Conversation", "Environment", "Outcome", "Task"),
+    "families": ("load_family", "load_renderer"),
+    "launch.evaluate": ("evaluate",),
+    "launch.train": ("train",),
+    "media": ("MediaRef", "MediaStore"),
+    "message": ("Message", "assistant", "system", "user"),
+    "trace": ("Trace",),
+    "view.notebook": ("open_run",),
+    "wire": ("MediaItem",),
 }
+"""The modules below this one, and which public names come from each."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY_NAMES:
-        return getattr(import_module(_LAZY_NAMES[name]), name)
+    for module, names in _LAZY_NAMES.items():
+        if name in names:
+            globals()[name] = found = getattr(import_module(f"{__name__}.{module}"), name)
+            return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -50,6 +50,8 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One message of a conversation: who speaks, texts and images in order, and tool calls."""
+
     role: Role
     content: tuple[Part, ...] = ()
     """No two texts side by side, no empty text."""
@@ -110,7 +112,7 @@ def user(*parts: str | MediaRef | Image | bytes | Path) -> Message:
     """A user message from texts and images, in order.
 
     An image is a ref, or what `put` takes: a PIL image, bytes or a `pathlib.Path`. Whoever sends
-    the message puts it into the store.
+    the message puts it into the store. A str is text, also where a file has that name.
     """
     for i, part in enumerate(parts):
         if not isinstance(part, str | MediaRef) and not is_image_source(part):
@@ -120,10 +122,12 @@ def user(*parts: str | MediaRef | Image | bytes | Path) -> Message:
 
 
 def system(content: str) -> Message:
+    """A system message from a text."""
     return Message(role="system", content=text(content))
 
 
 def assistant(content: str, reasoning: str | None = None) -> Message:
+    """What the assistant says in a demonstration, after its reasoning if it has any."""
     return Message(role="assistant", content=text(content), reasoning=reasoning)
 
 

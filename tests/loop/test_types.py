@@ -81,14 +81,14 @@ def test_a_recurrent_model_warms_up_and_trains(home: Path) -> None:
     sightline("model", "tiny", "models/tiny", "--type", "qwen3_5", cwd=home)
     sightline("sft", "warmup.toml", cwd=home)
     said = play(home, "model.path=models/warm")
-    assert "packing: rows (" in said
-    assert "turns: each prefilled anew (" in said
+    assert "packing: none, one sequence a forward pass, because" in said
+    assert "prefix cache: off, every turn is prefilled whole, because" in said
 
 
 @pytest.mark.parametrize("kind", take_sample(["qwen2_5_vl", "qwen3_vl_thinking"], 1))
 def test_a_model_of_the_type_trains(home: Path, kind: str) -> None:
     write_tiny("qwen_vl", home / "models" / "tiny", seed=0, type=kind)
-    assert "turns: continued (" in play(home)
+    assert "prefix cache: on, " in play(home)
 
 
 def test_a_text_only_model_trains_where_nothing_is_shown(home: Path) -> None:

@@ -21,7 +21,7 @@ from sightline.config import (
     validate_config,
 )
 from sightline.config.load import expand_overrides
-from sightline.config.renamed import RENAMED
+from sightline.config.renamed import OF_OTHER_FRAMEWORKS, RENAMED
 from sightline.errors import ConfigError, ResumeRefused
 
 SMALL = """
@@ -97,6 +97,25 @@ def test_an_unknown_section_is_refused_with_the_nearest_known_one() -> None:
 def test_a_key_like_no_other_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="known here: dir, name, seed, steps"):
         validate_config(RunFile, values(run={"xyzzy": 1}), "run.toml")
+
+
+@pytest.mark.parametrize(("name", "here"), OF_OTHER_FRAMEWORKS.items())
+def test_a_name_of_another_framework_is_refused_with_ours(name: str, here: str) -> None:
+    *sections, key = here.split(".")
+    for section in ("trainer", "rollout"):
+        with pytest.raises(ConfigError, match=rf"unknown key \[{section}\] {name}") as refused:
+            validate_config(RunFile, values(**{section: {name: 1}}), "run.toml")
+        assert refused.value.fix == f"it is [{'.'.join(sections)}] {key} here"
+    found: Any = RunFile.model_validate(values())
+    for section in sections:
+        found = getattr(found, section)
+    assert isinstance(found, dict) or hasattr(found, key)
+
+
+def test_a_name_of_a_section_that_the_file_has_not_is_no_hint() -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate_config(SftFile, {"sft": {"output_dir": "o", "num_generations": 1}}, "run.toml")
+    assert "orchestrator" not in refused.value.fix
 
 
 def test_a_missing_key_is_named() -> None:

@@ -22,6 +22,7 @@ import command_page
 import pytest
 from PIL import Image
 
+import sightline
 from sightline import MediaStore, config
 from sightline.bench import BENCHMARKS
 from sightline.cli import main as cli
@@ -189,6 +190,12 @@ def test_the_trace_of_the_docs_grows(tiny_model: Path, store: MediaStore) -> Non
 
 def test_the_page_of_the_commands_is_that_of_the_parsers() -> None:
     assert command_page.PAGE.read_text() == command_page.describe(), "run `make docs`"
+
+
+def test_the_page_of_the_python_api_lists_every_public_name() -> None:
+    page = command_page.API_PAGE.read_text()
+    assert page == command_page.describe_names(page), "run `make docs`"
+    assert all(re.search(rf"^\| `{name}` \| \S.* \|$", page, re.M) for name in sightline.__all__)
 
 
 def test_every_page_has_one_place_on_the_site() -> None:

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sightline.algo.registry import load_function, try_function
+from sightline.algo.registry import LOSS_NAMES, load_function, try_function
 from sightline.compute.logprobs import BannedIds, Logits, mask_banned
 from sightline.errors import ConfigError
 
@@ -101,7 +101,7 @@ def _clipped(ratios: PerToken, advantages: PerToken, low: float, high: float) ->
     return LossOutput(-torch.minimum(plain, clipped), (clipped < plain).float())
 
 
-LOSSES: dict[str, LossFunction] = {"ppo": ppo, "cispo": cispo, "gspo": gspo, "tis": tis}
+LOSSES: dict[str, LossFunction] = dict(zip(LOSS_NAMES, (ppo, cispo, gspo, tis), strict=True))
 
 
 def exact_kl(log_p: Logits, log_q: Logits, banned: BannedIds) -> PerToken:

@@ -25,6 +25,14 @@ from sightline.message import assistant, user
 from sightline.trace import Node, PolicySpan, Trace
 from sightline.trace.node import float32_array, int32_array
 
+LOSS_NAMES = ("ppo", "cispo", "gspo", "tis")
+"""The built-in losses; the functions are in `losses`, which needs torch."""
+_OTHER_SETTINGS = {
+    "[trainer] loss": ("[orchestrator] advantage", tuple(ADVANTAGES)),
+    "[orchestrator] advantage": ("[trainer] loss", LOSS_NAMES),
+}
+"""For a setting the one that it is taken for, with the built-in names of that."""
+
 
 def load_function(
     setting: str,
@@ -42,8 +50,10 @@ def load_function(
     elif ":" in name:
         function = load_object(name, setting)
     else:
+        other = _OTHER_SETTINGS.get(setting, ("", ()))
+        hint = f"; {name} is a value of {other[0]}" if name in other[1] else ""
         raise ConfigError(
-            f"{setting} = {name!r} is no built-in one",
+            f"{setting} = {name!r} is no built-in one{hint}",
             f"use one of {', '.join(map(repr, built_in))}, or 'module:function' of your own",
         )
     if not callable(function):

@@ -23,6 +23,7 @@ SETTINGS: dict[str, tuple[type, str]] = {
     "max_tokens": (int, "of a turn; default: 64, or as in the run"),
     "max_turns": (int, "of a rollout; default: any number"),
     "max_model_len": (int, "of a sequence; default: 2048"),
+    "max_pixels": (int, "of an image; default: the checkpoint's own bound"),
     "timeout_s": (float, "of one rollout; default: 600"),
     "seed": (int, "default: 0, or as in the run"),
     "device": (str, "of a served checkpoint; default: auto"),

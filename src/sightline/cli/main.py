@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import ast
+import importlib.util
 import os
 import pkgutil
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -118,17 +120,24 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def build_parser(words: Sequence[str] = ()) -> Parser:
-    """The parser; with only the command that `words` begin with, where it is a known one."""
+def build_parser(words: Sequence[str] | None = None) -> Parser:
+    """The parser of every command. Where `words` are given, only the command that they begin with
+    is imported; the list of all commands needs their docstrings alone."""
     from sightline import __version__
 
     parser = Parser(prog="sightline", description="Trains vision-language models with RL.")
     parser.add_argument("--version", action="version", version=f"sightline {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     names = list_commands()
-    wanted = next((word for word in words if not word.startswith("-")), None)
-    for name in [wanted] if wanted in names else names:
-        add_command(name, importlib.import_module(names[name]), subparsers)
+    wanted = next((word for word in words or () if not word.startswith("-")), None)
+    if words is None or wanted in names:
+        for name in [wanted] if wanted in names else names:
+            add_command(name, importlib.import_module(names[name]), subparsers)
+        return parser
+    for name, module in names.items():
+        spec = importlib.util.find_spec(module)
+        source = Path(spec.origin).read_text() if spec and spec.origin else ""
+        subparsers.add_parser(name, help=_find_summary(ast.get_docstring(ast.parse(source))))
     return parser
 
 
@@ -145,12 +154,17 @@ def list_commands() -> dict[str, str]:
 def add_command(name: str, module: ModuleType, subparsers: Any) -> None:
     """Adds the command of `module`, which its docstring explains; its `run` serves, if it has one,
     where no action names its own."""
-    title, _, description = (module.__doc__ or "").partition("\n\n")
-    summary = title.partition(": ")[2].rstrip(".")
+    description = (module.__doc__ or "").partition("\n\n")[2]
+    summary = _find_summary(module.__doc__)
     parser = subparsers.add_parser(name, help=summary, description=description)
     module.add_arguments(parser)
     if hasattr(module, "run"):
         parser.set_defaults(run=module.run)
+
+
+def _find_summary(docstring: str | None) -> str:
+    """What a command does, in the title of its docstring."""
+    return (docstring or "").partition("\n\n")[0].partition(": ")[2].rstrip(".")
 
 
 def find_missing_extra(error: ModuleNotFoundError) -> ConfigError | None:

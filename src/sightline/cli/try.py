@@ -22,18 +22,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", type=int, default=4, help="default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=16, help="of an answer; %(default)s")
     parser.add_argument("--max-model-len", type=int, default=2048, help="default: %(default)s")
+    parser.add_argument(
+        "--max-pixels", type=int, help="of an image; default: the checkpoint's own bound"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from sightline.config import dump_toml
     from sightline.envs import load_environment
-    from sightline.families import load_renderer, registry
+    from sightline.families import load_family, load_renderer, registry
     from sightline.launch.claim import claim_run_dir
     from sightline.launch.evaluate import build_eval_config, play_evaluation
     from sightline.media import MediaStore
     from sightline.rollout.evaluation import EvalSummary
     from sightline.run import EventLog
     from sightline.trace import write_traces
+    from sightline.view.run_status import TRIAL
     from sightline.view.summary import summarize
     from sightline.view.trial import TrialPlayer, print_trial
 
@@ -47,10 +51,14 @@ def run(args: argparse.Namespace) -> int:
         print("writing a random tiny model", flush=True)
         registry.write_tiny(registry.get_default_family(), args.model, seed=0)
     values: dict[str, Any] = {"env": {"name": args.env, "args": args.env_args}}
-    given = {name: getattr(args, name) for name in ("tasks", "max_tokens", "max_model_len")}
+    given = {
+        name: getattr(args, name) for name in ("tasks", "max_tokens", "max_model_len", "max_pixels")
+    }
     config = build_eval_config(values, str(args.model), given)
     run_dir.config.write_text(dump_toml(config))
 
+    events = EventLog(run_dir.metrics, TRIAL)
+    events.write("state", phase="starting")
     print(f"serving {args.model} and playing {args.tasks} tasks", flush=True)
     raised: dict[str, BaseException] = {}
     player = partial(TrialPlayer, raised=raised)
@@ -59,11 +67,11 @@ def run(args: argparse.Namespace) -> int:
     )
     traces = [one.trace for one in played]
     write_traces(run_dir.eval_traces("try"), traces)
-    EventLog(run_dir.metrics, "try").write("eval", name="try", **EvalSummary(traces).event_values)
+    events.write("eval", name="try", **EvalSummary(traces).event_values)
     summarize(run_dir)
 
     store = MediaStore(run_dir.media)
-    renderer = load_renderer(args.model, store)
+    renderer = load_renderer(args.model, store, load_family(args.model, **config.model.overrides()))
     num_problems = print_trial(env, traces, raised, store, renderer, args.max_model_len)
     print(f"look at it: sightline view {run_dir.path}")
     return 1 if num_problems else 0

@@ -14,7 +14,12 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import ValidationError
 
-from sightline.config.renamed import find_new_name, spell_setting, translate_old_names
+from sightline.config.renamed import (
+    OF_OTHER_FRAMEWORKS,
+    find_new_name,
+    spell_setting,
+    translate_old_names,
+)
 from sightline.config.sections import ConfigSection, get_section_class
 from sightline.errors import ConfigError
 
@@ -110,6 +115,9 @@ def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) 
         known = _known_names(kind, names[:-1])
         near = difflib.get_close_matches(names[-1], known, n=1)
         fix = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
+        here = OF_OTHER_FRAMEWORKS.get(names[-1], "").split(".")
+        if here[0] in kind.model_fields:
+            fix = f"it is {spell_setting(here)} here"
         return ConfigError(f"{where}: unknown key {key}", fix)
     if first["type"] == "missing":
         return ConfigError(f"{where}: {key} is missing", f"add {key}")

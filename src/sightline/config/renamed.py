@@ -49,6 +49,24 @@ RENAMED = {
 }
 """The old `section.key`, and what it is called now."""
 
+OF_OTHER_FRAMEWORKS = {
+    "beta": "trainer.kl_coef",
+    "clip_ratio": "trainer.loss_args.clip_low",
+    "epsilon": "trainer.loss_args.clip_low",
+    "gradient_checkpointing": "trainer.activation_checkpointing",
+    "kl_loss_coef": "trainer.kl_coef",
+    "learning_rate": "trainer.lr",
+    "lr_scheduler_type": "trainer.lr_schedule",
+    "max_async_level": "orchestrator.max_lag",
+    "max_completion_length": "rollout.max_tokens",
+    "max_steps": "run.steps",
+    "num_generations": "orchestrator.group_size",
+    "optim": "trainer.lr",
+    "rollouts_per_example": "orchestrator.group_size",
+    "save_steps": "trainer.checkpoint_every",
+}
+"""What TRL, verl and prime-rl call a setting, in whichever section, and what it is called here."""
+
 
 def find_new_name(names: list[str]) -> str | None:
     """How the setting at this path is called now; None where it never had another name."""

@@ -89,9 +89,18 @@ def open_tasks(
     found = Path(path)
     rows: TaskRows
     if not found.exists() and (str(path).count("/") != 1 or found.suffix in _SUFFIXES):
-        raise ConfigError(f"no tasks at {found}", "check the path")
+        raise ConfigError(
+            f"there is no file or folder {str(path)!r}",
+            "check the path; accepted are a .jsonl or .parquet file, a folder that the datasets "
+            "library saved, a folder of parquet shards, or the id of a data set on the Hub, "
+            "owner/name",
+        )
     if not found.exists():
-        rows, folder = _load_with_datasets(str(path), dataset_split), found
+        try:
+            rows, folder = _load_with_datasets(str(path), dataset_split), found
+        except ConfigError as error:
+            problem = f"there is no file or folder {str(path)!r}, and as a data set on the Hub: "
+            raise ConfigError(problem + error.problem, error.fix) from error
     elif found.is_dir():
         rows, folder = _folder(found, dataset_split)
     elif found.suffix in _SUFFIXES[:2]:

@@ -49,12 +49,22 @@ class Packing:
     reason: str
 
     @property
+    def description(self) -> str:
+        """The packing in a sentence, with its reason."""
+        words = {
+            "tree": "shared-prefix trees, a prefix that samples share is computed once",
+            "flat": "several sequences in a row, each with its own prefix",
+            "rows": "none, one sequence a forward pass",
+        }
+        return f"packing: {words[self.kind]}, because {self.reason}"
+
+    @property
     def carries_state(self) -> bool:
         """Whether an engine must keep, beside keys and values, a state for each sequence."""
         return self.kind == "rows"
 
 
-TREE_PACKING = Packing("tree", "every layer attends by the pattern that it is given")
+TREE_PACKING = Packing("tree", "every layer of this model takes an attention mask")
 
 
 class Family(Protocol):

@@ -96,10 +96,10 @@ class ServerSpec(ConfigSection):
 def describe_prefix_reuse(family: Family, keeps_kv: bool = True) -> str:
     """What a turn finds of the one before it, and why."""
     if not keeps_kv:
-        return "turns: each prefilled anew (the engine keeps no KV cache between requests)"
+        return "prefix cache: off, the engine keeps no KV cache between requests"
     if family.packing.carries_state:
         return (
-            "turns: each prefilled anew (a state that layers carry along a sequence cannot be cut "
-            "back to what two prompts share)"
+            "prefix cache: off, every turn is prefilled whole, because the state that layers carry "
+            "along a sequence cannot be cut back to what two prompts share"
         )
-    return "turns: continued (the KV cache stays for a prompt that begins with its tokens)"
+    return "prefix cache: on, a turn prefills only what is new since the turn before it"

@@ -26,7 +26,7 @@ _TAKEN = {
     "rollout": ("max_tokens", "max_turns", "timeout_s"),
     "inference": ("max_model_len", "device"),
     "run": ("seed",),
-    "model": ("dtype",),
+    "model": ("dtype", "max_pixels"),
 }
 SECTION_OF = {name: section for section, names in _TAKEN.items() for name in names}
 """The settings of a run file that an evaluation takes by their bare names, with their sections."""
@@ -43,7 +43,7 @@ def evaluate(
 
     The environment is played in this process, so that it may be defined anywhere, in a notebook
     too. `options` are settings of a run file (temperature, max_tokens, max_turns, max_model_len,
-    timeout_s, seed, device, dtype), and the keyword arguments of `play_evaluation`.
+    timeout_s, seed, device, dtype, max_pixels), and the keyword arguments of `play_evaluation`.
     """
     if isinstance(env, str):
         env = load_environment(env, {})

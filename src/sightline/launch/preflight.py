@@ -136,7 +136,7 @@ def describe_family(family: Family, engine: str = "") -> str:
     """What a run does because of its model, and why. What vLLM keeps between turns depends on its
     kernels: its server says it in its log."""
     reuse = f"\n{describe_prefix_reuse(family)}" if engine == "torch" else ""
-    return f"packing: {family.packing.kind} ({family.packing.reason})" + reuse
+    return family.packing.description + reuse
 
 
 def check_devices(config: RunFile | SftFile) -> None:

@@ -31,10 +31,14 @@ from sightline.wire.event import Event
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 SIGNAL = "a signal"
 """What `stopped_by` of a summary says where a person stopped the run."""
+TRIAL = "try"
+"""The process that writes the events of `sightline try`."""
 _KILLED = "it wrote no end: its launcher was killed, or the machine went down"
 _SILENT_AFTER_S = 120.0
 """A run without a lock file (a copy, say) counts as running until it wrote nothing for so long."""
 _NUM_EVENTS = 6
+_WIDTH_OF_A_FILE = 10_000
+"""Columns of what is no terminal, where a broken line could not be searched."""
 _COLOURS = {RUNNING: "cyan", FINISHED: "green", STOPPED: "yellow", FAILED: "red"}
 
 
@@ -86,9 +90,10 @@ class RunStatus:
     cause: str
     """Why a run failed."""
     command: str
-    """The command that trains it: rl or sft."""
+    """The command that trains it, rl or sft; or try."""
     step: int
     steps_total: int
+    """Steps that the run was to train for; of `sightline try` the tasks."""
     measure: str
     """reward, or loss for a supervised run."""
     first: float | None
@@ -141,10 +146,8 @@ def find_state(
     if is_trained:  # supervised runs of earlier versions left no summary
         return RunState(FINISHED)
     metrics, lock = files.run_dir.metrics, files.run_dir.lock
-    if not lock.exists() and metrics.exists():
-        if time.time() - metrics.stat().st_mtime < _SILENT_AFTER_S:
-            return RunState(RUNNING)
-    return RunState(FAILED, _KILLED)
+    is_live = metrics.exists() and time.time() - metrics.stat().st_mtime < _SILENT_AFTER_S
+    return RunState(RUNNING) if is_live and not lock.exists() else RunState(FAILED, _KILLED)
 
 
 def get_status(run_dir: RunDir) -> RunStatus:
@@ -166,11 +169,14 @@ def get_status(run_dir: RunDir) -> RunStatus:
     if launcher and events and seconds is not None:
         seconds += time.time() - events[-1].time
     oldest = next(iter(events or islice(read_events(run_dir.metrics), 1)), None)
+    command = "sft" if "sft" in files.settings else "rl"
+    if oldest is not None and oldest.process == TRIAL:
+        command, total = TRIAL, find_number(files.settings.get("eval") or {}, "tasks")
     return RunStatus(
         run_dir=run_dir,
         state=state.name,
         cause=state.problem if state.name == FAILED else "",
-        command="sft" if "sft" in files.settings else "rl",
+        command=command,
         step=step,
         steps_total=int(total or 0),
         measure="loss" if "sft" in files.settings else "reward",
@@ -281,13 +287,13 @@ def print_runs(statuses: Sequence[RunStatus], console: Console) -> None:
         table.add_row(
             Text(formatting.clean(status.run_dir.path.name)),
             Text(status.state, style=_COLOURS[status.state]),
-            f"{status.step}/{status.steps_total or '?'}",
+            _format_steps(status, "/"),
             _format_measure(status),
             _format_time(status.started, "%m-%d %H:%M"),
             formatting.duration(status.seconds),
             decimal(measure_bytes(status.run_dir.path)),
         )
-    console.print(table)
+    _print(table, console)
 
 
 def print_status(status: RunStatus, console: Console) -> None:
@@ -302,8 +308,7 @@ def print_status(status: RunStatus, console: Console) -> None:
         rows.append(("cause", status.cause))
     if status.goal is not None:
         rows.append(("goal", f"[run] stop_at = {status.goal:g} is reached"))
-    of_total = f"{status.step} of {status.steps_total or '?'}"
-    rows += [("step", of_total), (status.measure, _format_measure(status))]
+    rows += [("step", _format_steps(status, " of ")), (status.measure, _format_measure(status))]
     if steps := by_step(events, "step"):
         newest = list(steps.values())[-1]
         rows.append(("newest", step_line(newest.step, newest.values)))
@@ -311,14 +316,25 @@ def print_status(status: RunStatus, console: Console) -> None:
         took = f"{_format_time(status.started)}, took {formatting.duration(status.seconds)}"
         rows.append(("started", took))
     rows += [("", f"{_format_time(when)}  {line}") for when, line in lines[-_NUM_EVENTS:]]
-    if status.state in (STOPPED, FAILED):
+    if status.state in (STOPPED, FAILED) and status.command != TRIAL:
         rows.append(("resume", status.resume_command))
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for label, text in rows:
         table.add_row(Text(label), Text(formatting.clean(text)))
+    _print(table, console)
+
+
+def _print(table: Table, console: Console) -> None:
+    if not console.is_terminal:
+        console.width = _WIDTH_OF_A_FILE
     console.print(table)
+
+
+def _format_steps(status: RunStatus, of: str) -> str:
+    total = status.steps_total or "?"
+    return f"{TRIAL}, {total} tasks" if status.command == TRIAL else f"{status.step}{of}{total}"
 
 
 def _format_measure(status: RunStatus) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import re
 import shutil
 import sys
 import sysconfig
@@ -59,6 +60,12 @@ def print_trial(
             for problem in found:
                 print(f"problem in {what} {trace.task}: {problem}\n", flush=True)
                 num_problems += 1
+        for name in find_image_names(trace):
+            print(
+                f"warning in task {trace.task}: {name!r} is sent as text, and is the name of a "
+                f"file\n  fix: to show it, pass pathlib.Path({name!r}) to user(...)\n",
+                flush=True,
+            )
     print(f"tasks: {len(traces)}, problems: {num_problems}")
     return num_problems
 
@@ -85,8 +92,8 @@ def find_problems(
         yield describe_exception(cause) if cause else trace.error
     elif trace.limit:
         yield (
-            f"{trace.limit}\n  fix: smaller images ([model] max_pixels), a window of the history, "
-            "fewer turns, or a larger limit"
+            f"{trace.limit}\n  fix: smaller images (--max-pixels, in a run file [model] max_pixels)"
+            ", a window of the history, fewer turns, or a larger limit (--max-model-len)"
         )
     elif not trace.turns:
         yield "the rollout asked the model nothing\n  fix: await chat.send([user(...)])"
@@ -104,6 +111,13 @@ def find_problems(
             f"two calls of task() differ: {first} and {second}\n"
             "  fix: draw it from self.task_rng(index, split): siblings must play the same task"
         )
+
+
+def find_image_names(trace: Trace) -> list[str]:
+    """Image files that the texts of a user name, in place of showing them."""
+    texts = " ".join(node.message.text for node in trace.nodes if node.message.role == "user")
+    names = dict.fromkeys(re.findall(r"[^\s?:\"'<>]+?\.(?:png|jpe?g|webp|gif|bmp)", texts))
+    return [name for name in names if Path(name).is_file()]
 
 
 def _differ(first: Task, second: Task) -> bool:

@@ -52,6 +52,17 @@ def test_an_unknown_name_is_refused_with_those_that_are_built_in(kind: str) -> N
     assert "'module:function'" in refused.value.fix
 
 
+def test_an_advantage_is_no_loss_and_a_loss_no_advantage() -> None:
+    with pytest.raises(
+        ConfigError, match=r"grpo is a value of \[orchestrator\] advantage"
+    ) as refused:
+        load_loss("grpo")
+    assert all(repr(name) in refused.value.fix for name in LOSSES)
+    for name in LOSSES:
+        with pytest.raises(ConfigError, match=rf"{name} is a value of \[trainer\] loss"):
+            load_advantage(name)
+
+
 @pytest.mark.parametrize("kind", ["loss", "advantage", "credit", "aggregation"])
 def test_what_is_not_there_is_refused_with_the_setting(kind: str, module: ModuleType) -> None:
     with pytest.raises(ConfigError, match=r"^\[\w+\] \w+ = 'nowhere:f': there is no module"):

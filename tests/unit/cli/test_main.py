@@ -96,6 +96,21 @@ def test_the_module_runs_as_the_command() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, f"sightline {__version__}")
 
 
+def test_help_needs_no_heavy_library_and_is_that_of_all_commands() -> None:
+    heavy = ("torch", "transformers", "numpy", "pydantic", "rich")
+    script = (
+        "import contextlib, sys\nfrom sightline.cli.main import main\n"
+        f"with contextlib.suppress(SystemExit): main(sys.argv[1:])\n"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    for words in (["--help"], ["try", "--help"], ["eval", "--help"]):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *words], capture_output=True, text=True, timeout=60
+        )
+        assert "usage: sightline" in done.stdout and done.stdout.endswith("\n[]\n"), done
+    assert build_parser([]).format_help() == build_parser().format_help()
+
+
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = f"set -o pipefail; {sys.executable} -m sightline config schema | head -n 1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)

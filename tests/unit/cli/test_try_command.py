@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,8 @@ class Bad(Environment):
         side = 2000 if fault == "long" else 32
         if fault == "silent":
             return 1.0
+        if fault == "well":
+            return await chat.send([user("page.png", "What?", Image.new("RGB", (32, 32)))]) and 1.0
         await chat.send([user("?") if fault == "blind" else user(Image.new("RGB", (side, side)))])
         if fault == "raises":
             return 1 / 0  # here
@@ -46,7 +49,7 @@ class Bad(Environment):
 """
 PROBLEMS = [
     "demonstration 0: nothing that the assistant says",
-    "task 1: ZeroDivisionError: division by zero\n    {file}:23 in rollout: return 1 / 0  # here\n",
+    "task 1: ZeroDivisionError: division by zero\n    {file}:25 in rollout: return 1 / 0  # here\n",
     "task 2: two calls of task() differ: Task(2, 'train', ('random', ",
     "task 3: environment 'bad' returned Outcome(nan)\n  fix: return finite numbers only",
     "task 4: no image was sent, and shows_images is True",
@@ -63,6 +66,7 @@ def test_the_errors_of_an_environment_are_found(
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "bad_environment.py"
     file.write_text(BAD)
+    Image.new("RGB", (8, 8)).save("page.png")
     words = ["try", "bad_environment:Bad", "--model", str(tiny_model), "--tasks", "8"]
     assert main(words) == 1
     said = capsys.readouterr().out
@@ -70,11 +74,15 @@ def test_the_errors_of_an_environment_are_found(
     assert len(problems) == len(PROBLEMS)
     for found, expected in zip(problems, PROBLEMS, strict=True):
         assert (found + "\n").startswith(expected.format(file=file)), found
+    assert said.count("warning in ") == 1
+    assert "warning in task 0: 'page.png' is sent as text" in said and "--max-pixels" in said
     assert "[image " in said and "prompt 11, 16 sampled" in said and "\x1b" not in said
     assert said.rstrip().endswith("look at it: sightline view runs/try-bad-001")
     run = open_run("runs/try-bad-001")
     assert len(run.rollouts) == 8 and run.problems == []
     assert "finished" in run._repr_html_(), "as the dashboard's overview has it"
+    assert main(["ls", "runs"]) == 0
+    assert re.search(r"^try-bad-001 +finished +try, 8 tasks ", capsys.readouterr().out, re.M)
 
 
 def test_a_terminal_shows_pictures_in_half_blocks() -> None:

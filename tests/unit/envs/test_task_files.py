@@ -117,7 +117,8 @@ def test_a_link_that_leads_out_is_refused(tmp_path: Path, store: MediaStore) -> 
     [
         ("t.csv", "a,b", "not read from .csv"),
         ("t.jsonl", "", "no rows"),
-        ("missing.jsonl", None, "no tasks at"),
+        ("missing.jsonl", None, "there is no file or folder '.*missing.jsonl'"),
+        ("missing", None, "there is no file or folder"),
     ],
 )
 def test_what_is_no_file_of_tasks_is_refused(
@@ -127,6 +128,18 @@ def test_what_is_no_file_of_tasks_is_refused(
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=problem):
         open_tasks(tmp_path / name)
+
+
+def test_what_is_neither_a_folder_nor_on_the_hub_is_said_to_be_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match="there is no file or folder 'data/nothere', and as a"):
+        open_tasks("data/nothere")
+    with pytest.raises(ConfigError, match="there is no file or folder 'nothere'") as refused:
+        open_tasks("nothere")
+    assert "a .jsonl or .parquet file" in refused.value.fix
 
 
 def test_a_line_that_is_not_json_is_named(tmp_path: Path, store: MediaStore) -> None:

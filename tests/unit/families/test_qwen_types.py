@@ -93,6 +93,10 @@ def test_what_it_packs_into_is_declared_with_a_reason(model: Path) -> None:
     packing = load_family(model).packing
     assert packing.kind == PACKINGS.get(model.name, "tree")
     assert packing.reason
+    expected = "none, one sequence" if packing.kind == "rows" else "shared-prefix trees, "
+    assert (
+        packing.description.startswith(f"packing: {expected}") and "because" in packing.description
+    )
 
 
 def test_packed_equals_unpacked(model: Path, store: MediaStore) -> None:
@@ -184,8 +188,9 @@ def test_rows_hold_one_sequence_each(folder: Callable[[str], Path], store: Media
 
 def test_what_a_turn_finds_of_the_one_before_is_said_with_a_reason(model: Path) -> None:
     line = describe_prefix_reuse(load_family(model))
-    assert ("prefilled anew" in line) == (model.name in PACKINGS)
-    assert "(" in line
+    is_off = model.name in PACKINGS
+    assert line.startswith(f"prefix cache: {'off' if is_off else 'on'}, ")
+    assert ("because" in line) == is_off
 
 
 def test_a_family_of_any_type_crosses_into_another_process(model: Path) -> None:

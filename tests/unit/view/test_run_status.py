@@ -24,6 +24,7 @@ from tests.unit.view.event_fixtures import T0, append, step, train
 def make_run(path: Path, steps: int = 3, of: int = 3) -> RunDir:
     run_dir = RunDir(path)
     run_dir.make()
+    run_dir.lock.touch()
     run_dir.config.write_text(f'[run]\nsteps = {of}\n[model]\npath = "m"\n')
     append(run_dir, eval_event("start", 0.25))
     for k in range(1, steps + 1):
@@ -105,6 +106,16 @@ def test_runs_are_listed_with_their_state_and_one_is_told_in_full(
     assert "sightline rl --resume" in said
     assert main(["status", str(tmp_path)]) == 2
     assert "is no run directory" in capsys.readouterr().err
+
+
+def test_names_do_not_wrap_where_the_output_is_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "a_run_with_a_name_" * 8 + "001"
+    summarize(make_run(tmp_path / name))
+    for command in (["ls", str(tmp_path)], ["status", str(tmp_path / name)]):
+        assert main(command) == 0
+        assert name in capsys.readouterr().out
 
 
 LAUNCHER = """
