@@ -49,6 +49,12 @@ RENAMED = {
 }
 """The old `section.key`, and what it is called now."""
 
+REMOVED = {
+    "trainer.secret": "remove it: a run makes a secret of its own; where ranks of other machines "
+    "cannot read the run directory, set SIGHTLINE_SECRET in the environment of all",
+}
+"""Settings that are gone, and what to do."""
+
 
 def find_new_name(names: list[str]) -> str | None:
     """How the setting at this path is called now; None where it never had another name."""
@@ -75,6 +81,10 @@ def translate_old_names(values: dict[str, Any]) -> dict[str, Any]:
             target = target.setdefault(name, {}) if isinstance(target, dict) else target
         if isinstance(target, dict):  # a plain value in its place is for the checks to refuse
             target.setdefault(last, value)
+    for old in REMOVED:
+        section, key = old.split(".")
+        if isinstance(table := values.get(section), dict):
+            table.pop(key, None)
     if values.get("monitor") == {}:
         del values["monitor"]
     return values
