@@ -85,7 +85,8 @@ class RequestGuard:
         return hmac.compare_digest(given.encode(), self.token.encode())
 
     def _is_own_name(self, name: str) -> bool:
-        return name in ("localhost", self.host) or is_ip_address(name)
+        is_here = is_loopback(name) if is_loopback(self.host) else is_ip_address(name)
+        return is_here or name in ("localhost", self.host)
 
 
 def read_bearer(headers: Mapping[str, str]) -> str:

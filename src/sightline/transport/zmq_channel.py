@@ -22,14 +22,16 @@ from sightline.errors import ConfigError, ProcessFailed, WireError
 
 _NO_LIMIT = 0
 _Socket = zmq.Socket[bytes] | zmq.asyncio.Socket
+_Keys = tuple[bytes, bytes]
 
 
 class AsyncHub:
     """The hub of an asyncio process."""
 
     def __init__(self, address: str, secret: str) -> None:
+        keys = _derive_keys(secret)
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        _set_up_hub(self._socket, address, secret)
+        _set_up_hub(self._socket, address, keys)
 
     async def send(self, peer: str, data: bytes) -> None:
         try:
@@ -48,8 +50,9 @@ class AsyncSpoke:
     """A spoke of an asyncio process."""
 
     def __init__(self, address: str, name: str, secret: str) -> None:
+        keys = _derive_keys(secret)
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        _set_up_spoke(self._socket, address, name, secret)
+        _set_up_spoke(self._socket, address, name, keys)
 
     async def send(self, data: bytes) -> None:
         await self._socket.send(data)
@@ -125,7 +128,8 @@ class Spoke(_ThreadedSocket):
     """A spoke of a process with threads."""
 
     def __init__(self, address: str, name: str, secret: str) -> None:
-        super().__init__(zmq.DEALER, lambda socket: _set_up_spoke(socket, address, name, secret))
+        keys = _derive_keys(secret)
+        super().__init__(zmq.DEALER, lambda socket: _set_up_spoke(socket, address, name, keys))
 
     def send(self, data: bytes) -> None:
         self._send(data)
@@ -141,7 +145,8 @@ class Hub(_ThreadedSocket):
 
     def __init__(self, address: str, secret: str) -> None:
         self._known: set[str] = set()
-        super().__init__(zmq.ROUTER, lambda socket: _set_up_hub(socket, address, secret))
+        keys = _derive_keys(secret)
+        super().__init__(zmq.ROUTER, lambda socket: _set_up_hub(socket, address, keys))
 
     def send(self, peer: str, data: bytes) -> None:
         if peer not in self._known:
@@ -171,9 +176,9 @@ def _read_frames(frames: list[bytes]) -> tuple[str, bytes]:
     return peer, frames[1]
 
 
-def _set_up_hub(socket: _Socket, address: str, secret: str) -> None:
+def _set_up_hub(socket: _Socket, address: str, keys: _Keys) -> None:
     socket.curve_server = True
-    socket.curve_secretkey, socket.curve_publickey = _derive_keys(secret)
+    socket.curve_secretkey, socket.curve_publickey = keys
     socket.set(zmq.ROUTER_MANDATORY, 1)
     # A process that replaces one of the same name takes its place at once.
     socket.set(zmq.ROUTER_HANDOVER, 1)
@@ -187,15 +192,15 @@ def _set_up_hub(socket: _Socket, address: str, secret: str) -> None:
         ) from error
 
 
-def _set_up_spoke(socket: _Socket, address: str, name: str, secret: str) -> None:
-    socket.curve_serverkey = _derive_keys(secret)[1]
+def _set_up_spoke(socket: _Socket, address: str, name: str, keys: _Keys) -> None:
+    socket.curve_serverkey = keys[1]
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.set(zmq.IDENTITY, name.encode())
     socket.set_hwm(_NO_LIMIT)
     socket.connect(address)
 
 
-def _derive_keys(secret: str) -> tuple[bytes, bytes]:
+def _derive_keys(secret: str) -> _Keys:
     """The hub's own key and the one that spokes know it by."""
     if not secret:
         raise ConfigError("a channel without a secret", "give it the secret of the run")
