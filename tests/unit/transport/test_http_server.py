@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from sightline.errors import ConfigError
 from sightline.transport.http_server import (
+    DEFAULT_LIMITS,
     ConnectionLimits,
     GuardMiddleware,
     RequestGuard,
@@ -33,7 +34,7 @@ TOKEN = "a-token-of-some-length"
 
 
 @contextmanager
-def serving(guard: RequestGuard, limits: ConnectionLimits = ConnectionLimits()) -> Iterator[int]:
+def serving(guard: RequestGuard, limits: ConnectionLimits = DEFAULT_LIMITS) -> Iterator[int]:
     async def answer(http: Request) -> PlainTextResponse:
         try:
             return PlainTextResponse(f"{len(await http.body())} bytes")
