@@ -108,7 +108,10 @@ async def wire_to(server: str, seen: Seen) -> AsyncIterator[str]:
 
         async def pass_on(http: web.Request) -> web.Response:
             body = await http.read()
-            async with session.request(http.method, server + http.path, data=body) as answer:
+            headers = {"content-type": http.content_type}
+            async with session.request(
+                http.method, server + http.path, data=body, headers=headers
+            ) as answer:
                 said = await answer.read()
                 if http.path == "/inference/v1/generate" and answer.status == 200:
                     seen.calls.append(

@@ -24,6 +24,7 @@ from sightline.inference.serve import ServerComponents, build_server
 from sightline.inference.server_spec import ServerSpec
 from sightline.media import MediaStore
 from sightline.render import Bridged
+from sightline.transport.http_server import build_uvicorn_config
 from sightline.transport.listen import bind_socket
 from sightline.wire import Slot
 from sightline.wire.generate import (
@@ -52,7 +53,7 @@ class Client:
     def call(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes, Any]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
         try:
-            connection.request(method, path, body)
+            connection.request(method, path, body, {"content-type": "application/json"})
             answer = connection.getresponse()
             return answer.status, answer.read(), answer.headers
         finally:
@@ -138,7 +139,7 @@ def embedded(
     """A server of the embedded engine, always; `store` takes the place of the settings' own."""
     listening = bind_socket(settings.inference.host, 0)
     server = build_server(ServerComponents.load(settings, store))
-    config = uvicorn.Config(wrap(server.app), access_log=False, log_level="warning", lifespan="on")
+    config = build_uvicorn_config(wrap(server.app), lifespan="on")
     running = uvicorn.Server(config)
     thread = threading.Thread(
         target=lambda: asyncio.run(running.serve(sockets=[listening])), daemon=True

@@ -63,9 +63,11 @@ ADDRESSES = {
     "opentelemetry": ("run/otel.py", "run/otel_spans.py"),
     "PIL": ("media/decode.py", "families/*/vision.py", "envs/*", "view/*", "bench/*"),
 }
-ENVIRONMENT_READERS = ("launch/*", "cli/process.py", "envs/verifiers.py")
+ENVIRONMENT_READERS = (
+    "launch/*", "cli/process.py", "envs/verifiers.py", "config/secret_refs.py",
+)  # fmt: skip
 """Files that may touch os.environ: a child's thread budget must stand there before it imports, and
-verifiers takes the key of an endpoint from there alone."""
+verifiers takes the key of an endpoint from there alone; settings name where secrets are."""
 
 
 def library_of(found: Import) -> str:

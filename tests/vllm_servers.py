@@ -52,7 +52,8 @@ class Server:
             "127.0.0.1", self.settings.inference.port, timeout=60
         )
         try:
-            connection.request(method, path, None if body is None else json.dumps(body))
+            data = None if body is None else json.dumps(body)
+            connection.request(method, path, data, {"content-type": "application/json"})
             answer = connection.getresponse()
             data = answer.read()
         finally:

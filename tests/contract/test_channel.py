@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import zmq
 
-from sightline.errors import ConfigError, ProcessFailed
+from sightline.errors import ConfigError, ProcessFailed, WireError
 from sightline.launch.processes import reserve_port
 from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke, Hub, Spoke
 
 
 class ZmqChannel:
-    secret = ""
+    secret = "known to both"
 
     def __init__(self) -> None:
         self.address = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'port')}"
@@ -22,10 +24,6 @@ class ZmqChannel:
 
     def spoke(self, name: str) -> Any:
         return AsyncSpoke(self.address, name, self.secret)
-
-
-class SecretZmqChannel(ZmqChannel):
-    secret = "known to both"
 
 
 class ThreadedZmqChannel:
@@ -59,7 +57,6 @@ class InThread:
 
 CHANNELS = {
     "zmq": ZmqChannel,
-    "zmq with a secret": SecretZmqChannel,
     "zmq in threads": ThreadedZmqChannel,
 }
 
@@ -159,7 +156,7 @@ def test_a_large_message_passes(play: Any) -> None:
 def test_a_spoke_with_threads_speaks_to_the_same_hub() -> None:
     async def scene() -> None:
         channel = ZmqChannel()
-        spoke = Spoke(channel.address, "trainer")
+        spoke = Spoke(channel.address, "trainer", channel.secret)
         spoke.send(b"hello")
         assert await channel.hub.receive() == ("trainer", b"hello")
         for i in range(100):
@@ -178,18 +175,41 @@ def test_a_taken_address_is_refused_with_the_cure() -> None:
     async def scene() -> None:
         channel = ZmqChannel()
         with pytest.raises(ConfigError, match="cannot bind"):
-            AsyncHub(channel.address)
+            AsyncHub(channel.address, channel.secret)
         channel.hub.close()
 
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("guess", ["", "another"])
-def test_who_does_not_know_the_secret_is_not_heard(guess: str) -> None:
+def test_a_channel_without_a_secret_is_refused() -> None:
+    address = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'port')}"
+    with pytest.raises(ConfigError, match="without a secret"):
+        Hub(address, "")
+    with pytest.raises(ConfigError, match="without a secret"):
+        Spoke(address, "a", "")
+
+
+def send_in_the_open(address: str) -> None:
+    """What a process can say that knows no secret: ZMQ without one, HTTP, and noise."""
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.set(zmq.IDENTITY, b"trainer")
+    stranger.connect(address)
+    stranger.send(b"let me in")
+    host, port = address.removeprefix("tcp://").split(":")
+    for noise in (b"GET / HTTP/1.1\r\n\r\n", b"hello\n", bytes(range(256)) * 100, b"\xff" * 64):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(noise)
+    stranger.close(linger=100)
+    context.term()
+
+
+def test_who_does_not_know_the_secret_is_not_heard() -> None:
     async def scene() -> None:
-        channel = SecretZmqChannel()
-        stranger = AsyncSpoke(channel.address, "stranger", guess)
+        channel = ZmqChannel()
+        stranger = AsyncSpoke(channel.address, "stranger", "another")
         await stranger.send(b"let me in")
+        await asyncio.to_thread(send_in_the_open, channel.address)
         friend = channel.spoke("friend")
         await friend.send(b"hello")
         assert await channel.hub.receive() == ("friend", b"hello")
@@ -197,6 +217,19 @@ def test_who_does_not_know_the_secret_is_not_heard(guess: str) -> None:
             await asyncio.wait_for(channel.hub.receive(), 0.5)
         for spoke in (stranger, friend):
             spoke.close()
+        channel.hub.close()
+
+    asyncio.run(scene())
+
+
+def test_a_message_of_several_parts_is_an_error_that_names_its_sender() -> None:
+    async def scene() -> None:
+        channel = ZmqChannel()
+        spoke = channel.spoke("worker-0")
+        await spoke._socket.send_multipart([b"one", b"two"])
+        with pytest.raises(WireError, match="worker-0 sent a message of 2 parts"):
+            await channel.hub.receive()
+        spoke.close()
         channel.hub.close()
 
     asyncio.run(scene())

@@ -218,8 +218,9 @@ def test_a_client_that_leaves_frees_its_row(client: Client) -> None:
     # Greedy: what is drawn may be a stop.
     body = json.dumps({**asked, "temperature": 0.0}).encode()
     with socket.create_connection((client.host, client.port)) as connection:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}"
-        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+        head += f"content-length: {len(body)}\r\ncontent-type: application/json\r\n\r\n"
+        connection.sendall(head.encode() + body)
         client.wait_for("now", "running", 1)
     client.wait_for("totals", "cancelled", before + 1)
     assert client.now()["running"] == 0

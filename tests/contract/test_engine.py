@@ -818,8 +818,9 @@ def test_a_client_that_leaves_frees_its_row(client: Client, prompts: list[Prompt
         put_at(as_json(client, prompts[0], seed=1), "sampling_params.max_tokens", 4000)
     ).encode()
     with socket.create_connection((client.host, client.port)) as connection:
-        head = f"POST /inference/v1/generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}"
-        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        head = "POST /inference/v1/generate HTTP/1.1\r\nhost: localhost\r\n"
+        head += f"content-length: {len(body)}\r\ncontent-type: application/json\r\n\r\n"
+        connection.sendall(head.encode() + body)
         client.wait_for("now", "running", 1)
     client.wait_for("totals", "cancelled", before + 1)
     assert client.now()["running"] == 0

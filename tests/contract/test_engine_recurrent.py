@@ -265,8 +265,9 @@ def test_a_client_that_leaves_frees_its_row_and_leaves_no_state_in_it(
     request = GenerateRequest.of(*prompts[5], SamplingParams(max_tokens=1500, seed=1))
     body = msgspec.json.encode(request)
     with socket.create_connection((fresh.host, fresh.port)) as connection:
-        head = f"POST /inference/v1/generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}"
-        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        head = "POST /inference/v1/generate HTTP/1.1\r\nhost: localhost\r\n"
+        head += f"content-length: {len(body)}\r\ncontent-type: application/json\r\n\r\n"
+        connection.sendall(head.encode() + body)
         fresh.wait_for("totals", "sampled_tokens", 5)
     fresh.wait_for("totals", "cancelled", 1)
     assert fresh.now()["rows_free"] == fresh.now()["rows"]

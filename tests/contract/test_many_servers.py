@@ -52,7 +52,8 @@ async def round_robin(servers: list[str]) -> AsyncIterator[tuple[str, list[int]]
 
         async def pass_on(http: web.Request) -> web.Response:
             body = await http.read()
-            async with session.request(http.method, next(turn) + http.path, data=body) as answer:
+            address, headers = next(turn) + http.path, {"content-type": http.content_type}
+            async with session.request(http.method, address, data=body, headers=headers) as answer:
                 statuses.append(answer.status)
                 return web.Response(body=await answer.read(), status=answer.status)
 
@@ -122,7 +123,8 @@ class Gated(MediaStore):
 POST = """
 import http.client, sys
 connection = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=60)
-connection.request("POST", "/inference/v1/generate", sys.stdin.buffer.read())
+headers = {"content-type": "application/json"}
+connection.request("POST", "/inference/v1/generate", sys.stdin.buffer.read(), headers)
 print(connection.getresponse().status)
 """
 

@@ -19,6 +19,7 @@ from sightline.run import RunDir
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(300)]
 
 STEPS = 3
+TOKEN = "what the servers ask for"
 RUN = f"""
 [run]
 name = "apart"
@@ -41,11 +42,13 @@ tasks = 0
 [inference]
 max_model_len = 256
 servers = SERVERS
+token = "file:token"
 """
 
 
 def ask(address: str, path: str) -> Any:
-    with urllib.request.urlopen(address + path, timeout=30) as answer:
+    request = urllib.request.Request(address + path, headers={"authorization": f"Bearer {TOKEN}"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
         return json.loads(answer.read())
 
 
@@ -54,7 +57,9 @@ def servers(tmp_path: Path) -> Iterator[list[str]]:
     shutil.copy(Path(__file__).with_name("vowels.py"), tmp_path)
     model, media = tmp_path / "models" / "tiny", tmp_path / "media"
     write_tiny("qwen_vl", model, seed=0)
+    (tmp_path / "token").write_text(TOKEN)
     more = ["--max-model-len", "256", "--max-num-seqs", "32"]
+    more += ["--token", f"file:{tmp_path / 'token'}"]
     with (
         temporary_server(model, media, more) as first,
         temporary_server(model, media, more) as second,

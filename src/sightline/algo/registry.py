@@ -20,6 +20,7 @@ from sightline.algo.credit import CREDITS, CreditFunction, GroupRewards
 from sightline.algo.filters import Filter, rare_token, repetitive, too_long
 from sightline.config import FiltersConfig
 from sightline.config.load import load_object
+from sightline.config.secret_refs import resolve_references
 from sightline.errors import ConfigError
 from sightline.message import assistant, user
 from sightline.trace import Node, PolicySpan, Trace
@@ -67,7 +68,7 @@ def load_function(
             f"{''.join(f', {key}=...' for key in args)}): {error}",
             f"its signature is {name.rpartition(':')[2]}{signature}; see docs/algorithms.md",
         ) from error
-    return partial(function, **args) if args else function
+    return partial(function, **resolve_references(dict(args))) if args else function
 
 
 def try_function(setting: str, name: str, function: Callable[..., Any], *inputs: Any) -> Any:

@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sightline.config.secret_refs import read_reference
 from sightline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--env-args", type=json.loads, default={}, metavar="JSON", help="for ENV")
     parser.add_argument("--model", help="name at the endpoint; default: the one that it lists")
-    parser.add_argument("--api-key", default="none", help="key of the endpoint")
+    parser.add_argument(
+        "--api-key", default="", metavar="REF", type=read_reference,
+        help="where the key of the endpoint is: env:NAME or file:PATH",
+    )  # fmt: skip
     parser.add_argument(
         "--media", type=Path, metavar="DIR",
         help="a store that the endpoint reads too: images go there by reference",

@@ -18,9 +18,9 @@ import uvloop
 from sightline import config
 from sightline.config import RunFile, SftFile
 from sightline.errors import SightlineError
+from sightline.launch.claim import read_secret
 from sightline.run import RunDir
 from sightline.run.parent_death import die_with_parent
-from sightline.wire.rank_messages import SECRET_VARIABLE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +81,11 @@ def _run_process(args: argparse.Namespace, run_dir: RunDir) -> None:
         from sightline.orchestrator import process as orchestrator
 
         uvloop.run(
-            orchestrator.main(file, run_dir, media_root, args.hub, args.server, args.evaluator)
-        )
+            orchestrator.main(
+                file, run_dir, media_root, args.hub, args.server, args.evaluator,
+                read_secret(run_dir),
+            )
+        )  # fmt: skip
 
 
 def _run_worker(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_root: Path) -> None:
@@ -94,9 +97,10 @@ def _run_worker(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_
     with contextlib.closing(stages):
         uvloop.run(
             worker.main(
-                file, args.name, args.hub, args.server, media_root, heartbeat, args.replaces, stages
+                file, args.name, args.hub, args.server, media_root, heartbeat, args.replaces,
+                stages, read_secret(run_dir),
             )
-        )
+        )  # fmt: skip
 
 
 def _get_spans_target(file: RunFile, run_dir: RunDir) -> str:
@@ -107,8 +111,7 @@ def _run_trainer(args: argparse.Namespace, file: RunFile | SftFile, run_dir: Run
     from sightline.trainer import process as trainer
     from sightline.trainer.ranks import RankInfo
 
-    secret = os.environ.get(SECRET_VARIABLE, "")
-    ranks = RankInfo(args.rank, args.ranks, args.rendezvous, args.channel, secret)
+    ranks = RankInfo(args.rank, args.ranks, args.rendezvous, args.channel, read_secret(run_dir))
     trainer.run(file, run_dir, ranks, args.name, args.hub)
 
 
@@ -118,6 +121,7 @@ def _run_server(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_
     server = args.server[0] if args.name == "server" else args.evaluator
     host, _, port = server.removeprefix("http://").rpartition(":")
     placed = {"host": host, "port": int(port), "threads": args.threads}
+    placed["token"] = f"file:{run_dir.secret.absolute()}"
     spec = ServerSpec(
         model=file.model,
         inference=file.inference.model_copy(update=placed),

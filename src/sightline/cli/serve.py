@@ -22,7 +22,7 @@ from sightline.inference.server_spec import ServerSpec
 ENGINES = ("torch", "vllm")
 OPTIONS: dict[type[BaseModel], tuple[str, ...]] = {
     InferenceConfig: (
-        "python", "host", "port", "device", "threads", "max_num_seqs", "max_model_len",
+        "python", "host", "port", "token", "device", "threads", "max_num_seqs", "max_model_len",
         "prefill_chunk_tokens", "pixel_cache_mb", "feature_cache_mb", "pixel_threads",
         "keep_kv_over_updates",
     ),

@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from sightline.config import dump_toml
-    from sightline.envs import load_environment
+    from sightline.config import EnvConfig, dump_toml, validate_config
+    from sightline.envs.mix import build_environment
     from sightline.families import load_family, load_renderer, registry
     from sightline.launch.claim import claim_run_dir
     from sightline.launch.evaluate import build_eval_config, play_evaluation
@@ -43,14 +43,14 @@ def run(args: argparse.Namespace) -> int:
 
     if not isinstance(args.env_args, dict):
         raise ConfigError(f"--env-args {args.env_args!r}", "write them as a JSON object")
-    env = load_environment(args.env, args.env_args)
+    values: dict[str, Any] = {"env": {"name": args.env, "args": args.env_args}}
+    env = build_environment(validate_config(EnvConfig, values["env"], "[env]"))
     run_dir = claim_run_dir("runs", f"try-{env.name}")
     run_dir.make()
     if args.model is None:
         args.model = run_dir.path / "model"
         print("writing a random tiny model", flush=True)
         registry.write_tiny(registry.get_default_family(), args.model, seed=0)
-    values: dict[str, Any] = {"env": {"name": args.env, "args": args.env_args}}
     given = {
         name: getattr(args, name) for name in ("tasks", "max_tokens", "max_model_len", "max_pixels")
     }

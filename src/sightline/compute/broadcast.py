@@ -22,6 +22,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 from torch import distributed as dist
 
+from sightline.compute.tcp_store import connect_store, listen_store
 from sightline.compute.tensor_file import SAFETENSORS_DTYPES, TORCH_DTYPES, sort_names, tensor_bytes
 from sightline.errors import WeightsError
 from sightline.wire.file import write_atomic
@@ -36,7 +37,7 @@ class Broadcaster:
 
     def __init__(self, host: str, receivers: int = 1) -> None:
         self._receivers = receivers
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self._store = listen_store(host, 0, BROADCAST_TIMEOUT_S)
         self._address = f"{host}:{self._store.port}"
 
     def announce(
@@ -74,11 +75,7 @@ def receive(manifest: Manifest) -> dict[str, Tensor]:
     """The tensors of a version that is being sent, checked against its digest."""
     sent = manifest.broadcast
     assert sent is not None
-    host, _, port = sent.store.rpartition(":")
-    store = dist.TCPStore(
-        host, int(port), is_master=False, wait_for_workers=False,
-        timeout=timedelta(seconds=BROADCAST_TIMEOUT_S),
-    )  # fmt: skip
+    store = connect_store(sent.store, BROADCAST_TIMEOUT_S)
     place = store.add(f"{manifest.label}/receivers", 1)
     group = _join(store, manifest, rank=place)
     digest = hashlib.sha256()
@@ -101,12 +98,14 @@ def receive(manifest: Manifest) -> dict[str, Tensor]:
 def _join(store: dist.Store, manifest: Manifest, rank: int) -> Any:
     """The version's group of processes; torch's stubs do not have its methods."""
     assert manifest.broadcast is not None
-    return dist.ProcessGroupGloo(
-        dist.PrefixStore(f"{manifest.label}/group", store),
-        rank,
-        1 + manifest.broadcast.receivers,
-        timedelta(seconds=BROADCAST_TIMEOUT_S),
-    )
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    # By itself it would listen at the address of the machine's name.
+    host = manifest.broadcast.store.rpartition(":")[0]
+    options._devices = [kind.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=BROADCAST_TIMEOUT_S)
+    prefixed = dist.PrefixStore(f"{manifest.label}/group", store)
+    return kind(prefixed, rank, 1 + manifest.broadcast.receivers, options)
 
 
 def _broadcast(group: Any, data: UInt8[Tensor, " bytes"]) -> None:

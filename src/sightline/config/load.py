@@ -16,10 +16,12 @@ from pydantic import ValidationError
 
 from sightline.config.renamed import (
     OF_OTHER_FRAMEWORKS,
+    REMOVED,
     find_new_name,
     spell_setting,
     translate_old_names,
 )
+from sightline.config.secret_refs import hide_secrets, is_secret_name
 from sightline.config.sections import ConfigSection, get_section_class
 from sightline.errors import ConfigError
 
@@ -31,7 +33,8 @@ def load_config(kind: type[AnyFile], path: Path, overrides: Sequence[str] = ()) 
     values = read_run_file(path)
     _check_command(kind, values, path)
     apply_overrides(values, overrides)
-    where = f"{path} with {' '.join(overrides)}" if overrides else str(path)
+    names = [word.partition("=")[0] for word in overrides]
+    where = f"{path} with {' '.join(names)}" if overrides else str(path)
     return validate_config(kind, values, where)
 
 
@@ -46,15 +49,16 @@ def _check_command(kind: type[AnyFile], values: dict[str, Any], path: Path) -> N
 
 def load_stored_config(kind: type[AnyFile], path: Path, overrides: Sequence[str] = ()) -> AnyFile:
     """The `config.toml` of a run directory, for reading it: names of earlier versions are known."""
-    values = translate_old_names(read_run_file(path))
+    values = translate_old_names(read_run_file(path, is_stored=True))
     apply_overrides(values, overrides)
     return validate_config(kind, values, str(path))
 
 
-def read_run_file(path: Path) -> dict[str, Any]:
-    """The sections of the file, not checked yet."""
+def read_run_file(path: Path, is_stored: bool = False) -> dict[str, Any]:
+    """The sections of the file, not checked yet; of a stored one without secrets."""
     try:
-        return tomllib.loads(path.read_text())
+        text = path.read_text()
+        return tomllib.loads(hide_secrets(text) if is_stored else text)
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(f"no run file at {path}", "check the path") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -112,6 +116,8 @@ def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) 
     if first["type"] == "extra_forbidden":
         if (new := find_new_name(names)) is not None:
             return ConfigError(f"{where}: {key} is now called {new}", f"write {new}")
+        if (cure := REMOVED.get(".".join(names))) is not None:
+            return ConfigError(f"{where}: {key} is no setting any more", cure)
         known = _known_names(kind, names[:-1])
         near = difflib.get_close_matches(names[-1], known, n=1)
         fix = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
@@ -123,7 +129,8 @@ def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) 
         return ConfigError(f"{where}: {key} is missing", f"add {key}")
     if isinstance(first["input"], dict) and first["type"] == "value_error":  # a whole section
         return ConfigError(f"{where}: {key}: {message}", "give settings that go together")
-    return ConfigError(f"{where}: {key} = {first['input']!r}: {message}", "give a value that fits")
+    shown = "" if is_secret_name(names[-1]) else f" = {first['input']!r}"
+    return ConfigError(f"{where}: {key}{shown}: {message}", "give a value that fits")
 
 
 def _known_names(kind: type[ConfigSection], names: list[str]) -> list[str]:

@@ -66,6 +66,11 @@ OF_OTHER_FRAMEWORKS = {
     "save_steps": "trainer.checkpoint_every",
 }
 """What TRL, verl and prime-rl call a setting, in whichever section, and what it is called here."""
+REMOVED = {
+    "trainer.secret": "remove it: a run makes a secret of its own; where ranks of other machines "
+    "cannot read the run directory, set SIGHTLINE_SECRET in the environment of all",
+}
+"""Settings that are gone, and what to do."""
 
 
 def find_new_name(names: list[str]) -> str | None:
@@ -93,6 +98,10 @@ def translate_old_names(values: dict[str, Any]) -> dict[str, Any]:
             target = target.setdefault(name, {}) if isinstance(target, dict) else target
         if isinstance(target, dict):  # a plain value in its place is for the checks to refuse
             target.setdefault(last, value)
+    for old in REMOVED:
+        section, key = old.split(".")
+        if isinstance(table := values.get(section), dict):
+            table.pop(key, None)
     if values.get("monitor") == {}:
         del values["monitor"]
     return values

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from typing import Annotated, Any, Literal, TypeVar, get_args
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from sightline.config.secret_refs import check_reference, check_table, resolve_secret
 
 MIX = "mix"
 """The name of `[env]` where `[[env.mix]]` names several."""
@@ -13,6 +22,10 @@ MIX = "mix"
 Value = TypeVar("Value")
 Mutable = Annotated[Value, Field(json_schema_extra={"mutable": True})]
 """The type of a setting that may change when a run is resumed."""
+SecretRef = Annotated[str, AfterValidator(check_reference)]
+"""The type of a setting that names where a secret is, and never holds it."""
+Keywords = Annotated[dict[str, Any], AfterValidator(check_table)]
+"""The type of a table of keyword arguments; a secret in it is a reference."""
 
 
 class ConfigSection(BaseModel):
@@ -85,7 +98,7 @@ class EnvMixEntry(ConfigSection):
 
     name: str = Field(min_length=1)
     """Name of a built-in environment, or 'module:Class' of your own."""
-    args: dict[str, Any] = {}
+    args: Keywords = {}
     """Keyword arguments of the environment's constructor."""
     weight: float = Field(1.0, gt=0)
     """How often the environment's tasks are drawn, relative to the others of the mix."""
@@ -96,7 +109,7 @@ class EnvMixEntry(ConfigSection):
 class EnvConfig(ConfigSection):
     name: str
     """Name of a built-in environment, or 'module:Class' of your own."""
-    args: dict[str, Any] = {}
+    args: Keywords = {}
     """Keyword arguments of the environment's constructor."""
     mix: tuple[EnvMixEntry, ...] = ()
     """Several environments in place of `name`, each with name, args, weight and label."""
@@ -158,7 +171,7 @@ class OrchestratorConfig(ConfigSection):
     every update."""
     advantage: str = "grpo"
     """The advantage function: grpo, no_std, or 'module:function' of your own."""
-    advantage_args: dict[str, Any] = {}
+    advantage_args: Keywords = {}
     """Keyword arguments of the advantage function."""
     credit: str = "rollout"
     """Which turns get which advantage: rollout (all the same), turn (by Outcome.per_turn), or
@@ -196,12 +209,12 @@ class TrainerConfig(ConfigSection):
     loss: str = "ppo"
     """The policy loss: ppo, cispo, gspo, tis, or 'module:function' of your own
     (docs/algorithms.md)."""
-    loss_args: dict[str, Any] = {}
+    loss_args: Keywords = {}
     """Keyword arguments of the loss, such as clip_low, clip_high or ratio_cap."""
     loss_aggregation: str = "tokens"
     """What a token weighs in the loss of its batch: tokens, samples, constant, or 'module:function'
     of your own."""
-    loss_aggregation_args: dict[str, Any] = {}
+    loss_aggregation_args: Keywords = {}
     """Keyword arguments of the aggregation, such as the divisor of constant."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL to the starting checkpoint; 0 loads no reference."""
@@ -236,8 +249,6 @@ class TrainerConfig(ConfigSection):
     """Number of trainer processes that share the model and the work."""
     address: Mutable[str] = "127.0.0.1"
     """Address at which rank 0 listens to the other ranks, also to those of other machines."""
-    secret: Mutable[str] = ""
-    """Shared secret of the ranks; needed where `address` is not loopback."""
     stall_timeout_s: Mutable[float] = Field(900.0, ge=0)
     """Seconds without progress, with work at hand, after which the trainer ends; 0 is never."""
     threads: int = Field(0, ge=0)
@@ -254,21 +265,6 @@ class TrainerConfig(ConfigSection):
             raise ValueError("take the six numbers that `sightline bench cost` prints, or none")
         return value
 
-    @model_validator(mode="after")
-    def _has_a_secret_outside(self) -> TrainerConfig:
-        if not self.secret and not is_loopback(self.address):
-            raise ValueError(
-                f"address = {self.address!r} can be reached from elsewhere: set a secret, too"
-            )
-        return self
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
 
 class InferenceConfig(ConfigSection):
     engine: Literal["torch", "vllm", "stock_vllm"] = "torch"
@@ -277,6 +273,9 @@ class InferenceConfig(ConfigSection):
     servers: Mutable[tuple[str, ...]] = ()
     """Addresses of servers that run already and see the run's files; without any the run starts
     its own."""
+    token: Mutable[SecretRef] = ""
+    """Where the token is that `servers` ask for: env:NAME or file:PATH. A server that the run
+    starts has one of its own."""
     inline_images: Mutable[bool] = False
     """Whether a stock vLLM is sent images as data urls, because it cannot read the store."""
     python: Mutable[str] = ""
@@ -310,6 +309,8 @@ class InferenceConfig(ConfigSection):
         for address in self.servers:
             if not address.startswith(("http://", "https://")):
                 raise ValueError(f"servers has {address!r}: write it as http://HOST:PORT")
+            if "@" in urlsplit(address).netloc:
+                raise ValueError("servers has an address with a password in it: use token")
         if len(set(self.servers)) < len(self.servers):
             raise ValueError("servers names one twice")
         if self.engine == "stock_vllm" and not self.servers:
@@ -319,6 +320,10 @@ class InferenceConfig(ConfigSection):
         if self.inline_images and self.engine != "stock_vllm":
             raise ValueError('inline_images is for engine = "stock_vllm": others take references')
         return self
+
+    def read_token(self, run_secret: str) -> str:
+        """What the servers that are sampled from ask for; a run's own ask for its secret."""
+        return resolve_secret(self.token) if self.servers else run_secret
 
 
 class EvalConfig(ConfigSection):
@@ -381,6 +386,6 @@ class LoggingConfig(ConfigSection):
     """Steps between tables of samples in the sinks; 0 writes none."""
     wandb_offline: Mutable[bool] = False
     """Whether W&B keeps the run on this machine."""
-    otel: Mutable[str] = Field("", pattern=r"^(file|https?://[^/\s]+\S*)?$")
+    otel: Mutable[str] = Field("", pattern=r"^(file|https?://[^/\s@]+(/\S*)?)?$")
     """Where the stages of every rollout go as OpenTelemetry spans: the address of an OTLP/HTTP
     collector, or `file` for `spans.jsonl` in the run directory."""

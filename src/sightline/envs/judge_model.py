@@ -11,9 +11,10 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from sightline.config.secret_refs import resolve_secret
 from sightline.envs.openai_messages import to_openai_message
 from sightline.envs.protocol import Messages
 from sightline.errors import EngineError, JudgeFailed
@@ -34,7 +35,8 @@ class JudgeModel:
 
     base_url: str
     model: str
-    api_key: str = ""
+    api_key: str = field(default="", repr=False)
+    """The key itself, or where it is: env:NAME or file:PATH."""
     timeout_s: float = 60.0
     """Longest time of one try, from connecting to the last byte."""
     tries: int = 4
@@ -88,7 +90,7 @@ class JudgeModel:
             first_retry_s=self.first_wait_s,
             longest_retry_s=LONGEST_RETRY_S,
             retry_statuses=RETRY_STATUSES,
-            headers={"authorization": f"Bearer {self.api_key}"} if self.api_key else {},
+            token=resolve_secret(self.api_key),
         )
         try:
             answer = json.loads(

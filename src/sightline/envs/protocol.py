@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol, Self, cast
 
 from sightline.config.load import load_object
+from sightline.config.secret_refs import resolve_references
 from sightline.errors import ConfigError
 from sightline.media import MediaRef
 from sightline.message import AssistantMessage, Message
@@ -186,4 +187,4 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
             if near := difflib.get_close_matches(name, signature.parameters, cutoff=0.5):
                 fix = f"is `{name}` meant to be `{near[0]}`?"
         raise ConfigError(f"[env.args] do not fit {path!r}: {error}", fix) from error
-    return cast(Environment, make(**args))
+    return cast(Environment, make(**resolve_references(args)))

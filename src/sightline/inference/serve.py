@@ -13,6 +13,7 @@ from types import FrameType
 
 import uvicorn
 
+from sightline.config.secret_refs import resolve_secret
 from sightline.families import Family, load_family, load_renderer
 from sightline.inference.chat_endpoint import ChatEndpoint
 from sightline.inference.engine import Engine
@@ -23,6 +24,7 @@ from sightline.media import ImageIngestor, MediaStore
 from sightline.pixels import Materializer
 from sightline.render import Renderer
 from sightline.run.otel import open_stages
+from sightline.transport.http_server import RequestGuard, build_uvicorn_config, check_address
 from sightline.transport.listen import bind_socket, build_listen_error, describe_link
 
 KEEP_ALIVE_S = 600
@@ -87,7 +89,10 @@ class ServerComponents:
             renderer, self.images, family.modality, path.name, max_model_len, spec.max_body_bytes
         )
         stages = open_stages(spec.otel, spec.name)
-        return InferenceServer(engine, validator, chat, identity, spec.max_body_bytes, stages)
+        guard = RequestGuard(spec.inference.host, resolve_secret(spec.inference.token))
+        return InferenceServer(
+            engine, validator, chat, identity, spec.max_body_bytes, guard, stages
+        )
 
 
 def build_server(components: ServerComponents) -> InferenceServer:
@@ -102,14 +107,13 @@ def build_server(components: ServerComponents) -> InferenceServer:
 def serve(spec: ServerSpec) -> None:
     """Serves until SIGTERM or SIGINT; unfinished requests are then refused with 503."""
     host = spec.inference.host
+    check_address(host, spec.inference.token, "--token")
     listening = bind_socket(host, spec.inference.port)
     port = listening.getsockname()[1]
     components = ServerComponents.load(spec)
     server = build_server(components)
-    config = uvicorn.Config(
+    config = build_uvicorn_config(
         server.app,
-        access_log=False,
-        log_level="warning",
         backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_GRACE_S,

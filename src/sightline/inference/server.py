@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -24,6 +25,7 @@ from sightline.inference.chat_endpoint import ChatEndpoint
 from sightline.inference.errors import answer_errors, build_engine_error, json_response, read_body
 from sightline.inference.validator import RequestValidator, ValidatedRequest
 from sightline.run.stages import NO_STAGE_RECORDER, Stage, StageRecorder
+from sightline.transport.http_server import GuardMiddleware, RequestGuard
 from sightline.wire.generate import (
     AdoptRequest,
     Choice,
@@ -62,6 +64,7 @@ class InferenceServer:
     identity: dict[str, Any]
     """What /health says about the model."""
     max_body_bytes: int
+    guard: RequestGuard
     stages: StageRecorder = NO_STAGE_RECORDER
 
     def __post_init__(self) -> None:
@@ -77,6 +80,7 @@ class InferenceServer:
                 Route("/metrics", answer_errors(self._metrics)),
             ],
             lifespan=self._lifespan,
+            middleware=[Middleware(GuardMiddleware, guard=self.guard)],
         )
 
     @contextlib.asynccontextmanager

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,9 @@ from sightline.errors import ConfigError, ResumeRefused
 from sightline.run import RunDir
 from sightline.wire.file import write_atomic
 
+SECRET_VARIABLE = "SIGHTLINE_SECRET"
+"""Gives the secret of a run to ranks of other machines that cannot read its directory."""
+MIN_SECRET_CHARS = 16
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 MAX_FULL_HASH_BYTES = 64 << 20
 """Larger files are told apart by size, head and tail."""
@@ -26,7 +30,8 @@ def claim_run_dir(base: str, name: str) -> RunDir:
     while True:
         path = Path(base) / f"{name}-{number:03d}"
         try:
-            path.mkdir(parents=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700)
             return RunDir(path)
         except FileExistsError:
             number += 1
@@ -34,6 +39,37 @@ def claim_run_dir(base: str, name: str) -> RunDir:
             raise ConfigError(
                 f"cannot make {path}: {error.strerror}", "set [run] dir to a folder of yours"
             ) from error
+
+
+def make_secret(run_dir: RunDir) -> str:
+    """The secret of a run: the one that it has, or a new one; SIGHTLINE_SECRET takes its place."""
+    given = os.environ.get(SECRET_VARIABLE, "")
+    if given and len(given) < MIN_SECRET_CHARS:
+        raise ConfigError(
+            f"{SECRET_VARIABLE} has {len(given)} characters, and could be guessed",
+            f"take {MIN_SECRET_CHARS} or more, such as `openssl rand -hex 32` gives",
+        )
+    if given or not run_dir.secret.is_file():
+        part = run_dir.path / ".secret.part"
+        part.unlink(missing_ok=True)
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(given or secrets.token_hex(32))
+        part.rename(run_dir.secret)
+    return read_secret(run_dir)
+
+
+def read_secret(run_dir: RunDir) -> str:
+    """The secret of a run that was started, on whichever machine."""
+    try:
+        found = os.environ.get(SECRET_VARIABLE, "") or run_dir.secret.read_text().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"the secret of the run cannot be read: {error}",
+            f"let this machine read the run directory, or set {SECRET_VARIABLE} on all",
+        ) from error
+    if not found:
+        raise ConfigError(f"{run_dir.secret} is empty", "remove it, and resume the run")
+    return found
 
 
 @contextmanager

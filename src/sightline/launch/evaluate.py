@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sightline.config import RunFile, validate_config
+from sightline.config.secret_refs import resolve_secret
 from sightline.envs import Environment, load_environment
 from sightline.errors import ConfigError
 from sightline.launch.processes import temporary_server
@@ -63,6 +64,7 @@ def build_eval_config(values: dict[str, Any], checkpoint: str, settings: dict[st
     inference = values.setdefault("inference", {})
     # What is served here is a server of ours, whatever the run asked.
     inference["engine"] = "vllm" if inference.get("engine") == "vllm" else "torch"
+    inference.pop("token", None)
     for name, value in settings.items():
         values.setdefault(SECTION_OF[name], {})[name] = value
     config = validate_config(RunFile, values, "evaluation")
@@ -77,7 +79,7 @@ def play_evaluation(
     *,
     endpoint: str = "",
     model_name: str = "",
-    api_key: str = "none",
+    api_key: str = "",
     media: str | Path | None = None,
     split: str = "eval",
     max_concurrent: int = 32,
@@ -87,7 +89,8 @@ def play_evaluation(
     """Plays `[eval] tasks` of the split as a run evaluates: the same player, seeds and limits.
 
     Asks `endpoint`, or serves the checkpoint of `config` meanwhile, with so many `threads`. `media`
-    keeps the images, which an endpoint that reads it too is sent by reference.
+    keeps the images, which an endpoint that reads it too is sent by reference. `api_key` is the key
+    of the endpoint, or where it is: env:NAME or file:PATH.
     """
     if max_concurrent < 1:
         raise ConfigError(f"max_concurrent = {max_concurrent}", "take 1 or more")
@@ -117,7 +120,7 @@ def play_evaluation(
                 store=store,
                 max_tokens=config.rollout.max_tokens,
                 max_turns=config.rollout.max_turns,
-                client=OpenAIClient(url, model_name, api_key),
+                client=OpenAIClient(url, model_name, token=resolve_secret(api_key)),
                 shares_store=media is not None,
             )
         else:

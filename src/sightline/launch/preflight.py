@@ -26,6 +26,7 @@ from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.run.otel import check_otel
 from sightline.trainer.conversations import check_rows_for_images
+from sightline.transport.http_client import bearer
 from sightline.view.sinks.protocol import check_sinks
 
 HTTP_TIMEOUT_S = 10.0
@@ -267,11 +268,12 @@ def check_external_servers(config: RunFile, family: Family) -> None:
             '[trainer] publish = "broadcast" with [inference] servers, which take files',
             'set publish = "files"',
         )
+    token = config.inference.read_token("")
     for address in config.inference.servers:
         if config.inference.engine == "stock_vllm":
-            _check_stock_vllm(address)
+            _check_stock_vllm(address, token)
         else:
-            _check_sightline_server(config, family, address)
+            _check_sightline_server(config, family, address, token)
     if config.inference.engine == "stock_vllm" and config.lora.publish == "adapter":
         raise ConfigError(
             '[lora] publish = "adapter" with engine = "stock_vllm", which loads whole weights',
@@ -285,8 +287,9 @@ def check_external_servers(config: RunFile, family: Family) -> None:
         )
 
 
-def _check_sightline_server(config: RunFile, family: Family, address: str) -> None:
-    health = _get_json(address, "/health")
+def _check_sightline_server(config: RunFile, family: Family, address: str, token: str) -> None:
+    health = _get_json(address, "/health", token)
+    _get_json(address, "/v1/models", token)  # which asks for the token
     if not isinstance(health, dict) or "fingerprint" not in health:
         raise ConfigError(
             f"[inference] servers: {address} is no server of sightline's",
@@ -307,27 +310,33 @@ def _check_sightline_server(config: RunFile, family: Family, address: str) -> No
         )
 
 
-def _check_stock_vllm(address: str) -> None:
-    version = str(_get_json(address, "/version").get("version", ""))
+def _check_stock_vllm(address: str, token: str) -> None:
+    version = str(_get_json(address, "/version", token).get("version", ""))
     if not version.startswith(STOCK_VERSION):
         raise ConfigError(
             f"[inference] servers: {address} says that it is vLLM {version or 'of no version'}",
             f"serve with vLLM {STOCK_VERSION}x, whose routes are known here",
         )
-    if "weight_version" not in _get_json(address, "/weight_info"):
+    if "weight_version" not in _get_json(address, "/weight_info", token):
         raise ConfigError(
             f"[inference] servers: the vLLM at {address} cannot take new weights",
             "start it with VLLM_SERVER_DEV_MODE=1",
         )
 
 
-def _get_json(address: str, path: str) -> dict[str, Any]:
+def _get_json(address: str, path: str, token: str) -> dict[str, Any]:
     """The JSON object that is answered; an empty one for a refusal, and for anything else."""
+    request = urllib.request.Request(address.rstrip("/") + path, headers=bearer(token))
     try:
-        with urllib.request.urlopen(address + path, timeout=HTTP_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(request, timeout=HTTP_TIMEOUT_S) as answer:
             found = json.loads(answer.read())
             return found if isinstance(found, dict) else {}
-    except (urllib.error.HTTPError, ValueError):
+    except (urllib.error.HTTPError, ValueError) as error:
+        if isinstance(error, urllib.error.HTTPError) and error.code == 401:
+            raise ConfigError(
+                f"[inference] servers: {address} asks for a{'nother' * bool(token)} token",
+                "name where it is in [inference] token: env:NAME or file:PATH",
+            ) from error
         return {}
     except OSError as error:
         raise ConfigError(

@@ -12,17 +12,16 @@ else. What ends one ends its `sightline rl`, and torchrun ends the others.
 from __future__ import annotations
 
 import os
-import secrets
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from sightline.config import AnyRun, TrainerConfig
-from sightline.config.sections import is_loopback
 from sightline.errors import ConfigError
 from sightline.launch.processes import ProcessSpec, reserve_port
 from sightline.run import RunDir
-from sightline.wire.rank_messages import SECRET_VARIABLE, Rendezvous, rank_process_name
+from sightline.transport.listen import is_loopback
+from sightline.wire.rank_messages import Rendezvous, rank_process_name
 
 if TYPE_CHECKING:
     from sightline.trainer.ranks import RendezvousStore
@@ -46,7 +45,7 @@ class TorchrunContext:
             raise ConfigError(
                 f"{self.size} ranks on several machines, and [trainer] address = "
                 f"{config.trainer.address!r}",
-                "set it to an address of rank 0's machine that the others reach, and a secret",
+                "set it to an address of rank 0's machine that the others reach",
             )
         trainer = config.trainer.model_copy(update={"ranks": self.size})
         return config.model_copy(update={"trainer": trainer})
@@ -78,8 +77,7 @@ def get_rendezvous_store(context: TorchrunContext) -> RendezvousStore:
 def open_rendezvous(settings: TrainerConfig, run_dir: str = "") -> Rendezvous:
     here = settings.address
     ports = [reserve_port(here, 0, "[trainer] address") for _ in range(2)]
-    secret = settings.secret or secrets.token_hex(16)
-    return Rendezvous(run_dir, f"{here}:{ports[0]}", f"tcp://{here}:{ports[1]}", secret)
+    return Rendezvous(run_dir, f"{here}:{ports[0]}", f"tcp://{here}:{ports[1]}")
 
 
 def build_rank_spec(trainer: ProcessSpec, rank: int, ranks: int, at: Rendezvous) -> ProcessSpec:
@@ -88,7 +86,11 @@ def build_rank_spec(trainer: ProcessSpec, rank: int, ranks: int, at: Rendezvous)
     words = [trainer.arguments[0], name, *trainer.arguments[2:]]
     words += ["--rank", str(rank), "--ranks", str(ranks)]
     words += ["--rendezvous", at.address, "--channel", at.channel]
-    return replace(trainer, name=name, arguments=words, variables={SECRET_VARIABLE: at.secret})
+    is_local = is_loopback(at.address.rpartition(":")[0])
+    # By itself each would listen at an address of the network, too.
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if is_local else ()
+    variables = {name: "lo" for name in names if name not in os.environ}
+    return replace(trainer, name=name, arguments=words, variables=variables)
 
 
 def build_trainer_specs(trainer: ProcessSpec, settings: TrainerConfig) -> list[ProcessSpec]:

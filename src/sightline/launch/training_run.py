@@ -23,6 +23,7 @@ from sightline.launch.claim import (
     check_model_unchanged,
     claim_run_dir,
     lock_run_dir,
+    make_secret,
     record_model_digests,
 )
 from sightline.launch.preflight import check_devices, check_store, resolve_model
@@ -144,6 +145,7 @@ def _run(
     check_store(Path(file.media.root or run_dir.media), file.media.max_gb)
     look_at_model(run_dir, Path(file.model.path))
     run_dir.make()
+    make_secret(run_dir)
     write_atomic(run_dir.config, dump_toml(file).encode())
     run_dir.summary.unlink(missing_ok=True)  # of the run as it was before this resume
     specs = []

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sightline.config.secret_refs import resolve_secret
 from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
 from sightline.families.registry import load_serving
@@ -23,6 +24,7 @@ from sightline.inference.vllm_plugin import (
 from sightline.launch.processes import build_environ, reserve_port
 from sightline.media import MediaStore
 from sightline.run.parent_death import die_with_parent
+from sightline.transport.http_server import check_address
 
 GIBIBYTE = 2**30
 VERSION_CHECK = "from sightline.inference.vllm_plugin import check_version; check_version()"
@@ -119,11 +121,15 @@ def exec_vllm(spec: ServerSpec, python: str) -> None:
     words = build_vllm_command(spec, python)
     die_with_parent()
     sys.stdout.flush()
-    os.execve(words[0], words, build_vllm_environ(spec.inference.device, spec.num_threads))
+    environ = build_vllm_environ(spec.inference.device, spec.num_threads)
+    if spec.inference.token:  # vLLM's own routes ask for it, too
+        environ["VLLM_API_KEY"] = resolve_secret(spec.inference.token)
+    os.execve(words[0], words, environ)
 
 
 def serve_vllm(spec: ServerSpec) -> None:
     """Serves with vLLM until SIGTERM or SIGINT. Refuses what cannot work before the model loads."""
     inference = spec.inference
+    check_address(inference.host, inference.token, "--token")
     port = reserve_port(inference.host, inference.port, "port")
     exec_vllm(spec.replace(port=port), check_vllm_python(inference.python))

@@ -41,6 +41,8 @@ class ControlRouter:
     """Sends to the other processes and hands what they send to whom it concerns."""
 
     hub: AsyncHub
+    peers: frozenset[str]
+    """The processes that it hears."""
     ready: dict[str, ProcessReady] = field(default_factory=dict)
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     last_step: int = 0
@@ -65,13 +67,18 @@ class ControlRouter:
         rollouts = self.components.rollouts
         while True:
             peer, data = await self.hub.receive()
-            message = control.decode(data)
+            if peer not in self.peers:
+                raise WireError(
+                    f"{peer} speaks to the orchestrator, and is no process of this run",
+                    "let no other process have the secret of the run",
+                )
+            message = control.decode_from(peer, data)
             match message:
-                case RolloutResult():
+                case RolloutResult() if peer != TRAINER:
                     rollouts.on_result(message, peer)
-                case PublishedWeights():
+                case PublishedWeights() if peer == TRAINER:
                     self.components.publish(message)
-                case MemoryReport():
+                case MemoryReport() if peer != TRAINER:
                     rollouts.dispatcher.on_memory_report(peer, message.held_bytes)
                 case ProcessReady():
                     if message.after:
@@ -79,7 +86,7 @@ class ControlRouter:
                     async with self._ready_changed:
                         self.ready[peer] = message
                         self._ready_changed.notify_all()
-                case TrainingFinished():
+                case TrainingFinished() if peer == TRAINER:
                     self.last_step = message.step
                     self.finished.set()
                 case _:
@@ -94,19 +101,21 @@ async def main(
     media_root: Path,
     hub: str,
     servers: Sequence[str],
-    evaluator: str = "",
+    evaluator: str,
+    secret: str,
 ) -> None:
     """Runs the loop to its end, or until a signal. `evaluator` is the address of the server that
-    evaluates while the run goes on, if there is one."""
+    evaluates while the run goes on, if there is one; `secret` is that of the run."""
     events = EventLog(run_dir.metrics, "orchestrator")
-    router = ControlRouter(AsyncHub(hub))
     workers = [f"worker-{i}" for i in range(config.rollout.workers)]
-    evaluator_clients = [GenerateClient(evaluator)] if evaluator else []
+    router = ControlRouter(AsyncHub(hub, secret), frozenset({TRAINER, *workers}))
+    evaluator_clients = [GenerateClient(evaluator, token=secret)] if evaluator else []
+    token = config.inference.read_token(secret)
     store = MediaStore(media_root, max_bytes=int(config.media.max_gb * 1e9))
     clients = [
-        StockVLLMClient(server, store=store, banned_token_ids=())
+        StockVLLMClient(server, token=token, store=store, banned_token_ids=())
         if config.inference.engine == "stock_vllm"
-        else GenerateClient(server)
+        else GenerateClient(server, token=token)
         for server in servers
     ]
     run_state = RunState.open(run_dir, config.orchestrator.keep_batches)

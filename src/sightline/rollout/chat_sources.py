@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sightline.config import RunFile
@@ -100,6 +100,8 @@ class PolicyChats(ChatSource):
     """Addresses where there are several servers; `client` speaks to the first of them."""
     max_model_len: int = 0
     """Longest sequence that the servers take, prompt and answer; 0 is not known."""
+    run_secret: str = field(default="", repr=False)
+    """Token of servers that are not among `servers`: those that the run starts beside them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,7 +143,8 @@ class PolicyChats(ChatSource):
         servers = self.servers or (self.client.base_url,)
         server = request.server or servers[zlib.crc32(request.rollout_id.encode()) % len(servers)]
         if server not in self._clients:
-            self._clients[server] = self.client.for_server(server)
+            token = self.client.token if server in servers else self.run_secret
+            self._clients[server] = self.client.for_server(server, token)
         return self._clients[server]
 
 
@@ -159,7 +162,7 @@ class OpenAIChats(ChatSource):
             client=self.client,
             resolver=self._resolver,
             shares_store=self.shares_store,
-            agent_endpoint=AgentEndpoint(self.client.api_key, lambda: self.client.base_url),
+            agent_endpoint=AgentEndpoint(self.client.token or "none", lambda: self.client.base_url),
         )
 
     async def close(self) -> None:
@@ -167,16 +170,20 @@ class OpenAIChats(ChatSource):
         await super().close()
 
 
-def build_policy_chats(config: RunFile, servers: Sequence[str], store: MediaStore) -> PolicyChats:
+def build_policy_chats(
+    config: RunFile, servers: Sequence[str], store: MediaStore, run_secret: str = ""
+) -> PolicyChats:
     """Chats as a run file describes them, for workers and for `sightline eval`."""
     model, media, inference = config.model, config.media, config.inference
     family = load_family(model.path, **model.overrides())
     resolver = ImageIngestor(store, media.file_roots, media.http_hosts)
     renderer = load_renderer(model.path, store, family, resolver, model.number_images)
-    client = GenerateClient(servers[0], settings=family.settings)
+    token = inference.read_token(run_secret)
+    client = GenerateClient(servers[0], token=token, settings=family.settings)
     if inference.engine == "stock_vllm":
         client = StockVLLMClient(
             servers[0],
+            token=token,
             store=store,
             banned_token_ids=renderer.pad_token_ids,
             shares_store=not inference.inline_images,
@@ -191,4 +198,5 @@ def build_policy_chats(config: RunFile, servers: Sequence[str], store: MediaStor
         modality=family.modality,
         servers=tuple(servers),
         max_model_len=inference.max_model_len,
+        run_secret=run_secret,
     )

@@ -35,9 +35,9 @@ class GenerateClient(RetryingClient):
     pacer: LoopPacer = field(default_factory=LoopPacer, kw_only=True)
     """Shared by the clients of all servers: what they do on the event loop takes turns."""
 
-    def for_server(self, base_url: str) -> Self:
+    def for_server(self, base_url: str, token: str) -> Self:
         """A client of another server, with counts of its own and this one's pacer."""
-        return replace(self, base_url=base_url, counts=RequestCounts())
+        return replace(self, base_url=base_url, token=token, counts=RequestCounts())
 
     async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
         """`turn` is the stage that the request is a part of."""

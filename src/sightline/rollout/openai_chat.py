@@ -35,17 +35,12 @@ class OpenAIClient(RetryingClient):
 
     model: str
     """Name of the model there; empty until `choose_model` has found it."""
-    api_key: str = "none"
     _: KW_ONLY
     deadline_s: float = 120.0
     first_retry_s: float = 0.25
     longest_retry_s: float = 10.0
     retry_statuses: tuple[int, ...] = RETRY_STATUSES
     unreachable_fix: str = "check the address: it ends in /v1 on most servers"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.headers = {"authorization": f"Bearer {self.api_key}", **self.headers}
 
     async def complete(
         self, messages: list[dict[str, Any]], tools: Tools | None, **sampling: Any

@@ -53,16 +53,18 @@ async def main(
     heartbeat_file: Path,
     after: str,
     stages: StageRecorder,
+    secret: str,
 ) -> None:
-    """`after` says how the worker called `name` ended that this one replaces."""
-    chats = build_policy_chats(config, servers, MediaStore(media_root))
+    """`after` says how the worker called `name` ended that this one replaces; `secret` is that of
+    the run."""
+    chats = build_policy_chats(config, servers, MediaStore(media_root), secret)
     env = build_environment(config.env)
     player = RolloutPlayer(env, chats, config.rollout.timeout_s, stages=stages)
     tune_interpreter()
     running: dict[str, asyncio.Task[None]] = {}
     heartbeat = Heartbeat(heartbeat_file, player.threads.stuck_s)
     heartbeat.start()
-    spoke = AsyncSpoke(hub, name)
+    spoke = AsyncSpoke(hub, name, secret)
     await spoke.send(control.encode(ProcessReady(name, after=after)))
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -90,7 +92,7 @@ async def main(
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             failed.result()
-        message = control.decode(received.result())
+        message = control.decode_from("orchestrator", received.result())
         match message:
             case RolloutRequest():
                 running[message.rollout_id] = asyncio.create_task(play(message))

@@ -43,6 +43,8 @@ class RunDir:
     """What a person writes about the run, by hand; `#word` in it is a tag."""
     spans = _Inside("spans.jsonl")
     """The OpenTelemetry spans of a run that keeps them itself."""
+    secret = _Inside("secret")
+    """What the processes of the run know one another by; nobody but its owner may read it."""
     lock = _Inside(".lock")
     """Held by the launcher for as long as the run goes on."""
     progress = _Inside("checkpoints/orchestrator.json")

@@ -37,7 +37,7 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
         if isinstance(channel, LeadChannel):
             channel.wait_for_start()
         watchdog.enter("loading the model and its checkpoint", LONG_LIMIT_S)
-        spoke = Spoke(hub, NAME) if hub and ranks.is_lead else None
+        spoke = Spoke(hub, NAME, ranks.secret) if hub and ranks.is_lead else None
         orchestrator = None if spoke is None else _connect(spoke)
         components = build(config, run_dir, orchestrator, ranks, channel, watchdog, stop)
         if isinstance(channel, LeadChannel):
@@ -69,7 +69,7 @@ def _connect(spoke: Spoke) -> Orchestrator:
     def announcements() -> BatchReady | None:
         data = spoke.receive()
         assert data is not None
-        message = control.decode(data)
+        message = control.decode_from("orchestrator", data)
         if isinstance(message, (control.FinishTraining, control.QuitRequest)):
             return None
         if not isinstance(message, BatchReady):

@@ -19,8 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -53,8 +52,8 @@ class RankInfo:
     """host:port at which torch.distributed brings the ranks together."""
     channel: str = ""
     """Address of rank 0's channel."""
-    secret: str = ""
-    """What the ranks of a run know one another by."""
+    secret: str = field(default="", repr=False)
+    """The secret of the run, by which its processes know one another."""
 
     @property
     def is_lead(self) -> bool:
@@ -128,8 +127,8 @@ class LeadChannel:
             raise ProcessFailed(
                 f"ranks {sorted(late)} of {self._ranks.size} are missing after {timeout_s:.0f} s"
                 f"{strangers}",
-                f"{_LOGS}, and at [trainer] ranks, address and secret: who does not know the "
-                "secret is not heard",
+                f"{_LOGS}, and at [trainer] ranks and address: who does not know the secret of the "
+                "run, from its directory or SIGHTLINE_SECRET, is not heard",
             )
 
     def send_shares(self, shares: list[RankAssignment]) -> None:
@@ -184,7 +183,7 @@ class LeadChannel:
         found = self._hub.receive()
         assert found is not None
         peer, data = found
-        message = wire.decode(data)
+        message = wire.decode_from(peer, data)
         with self._changed:
             self._note(peer, message)
             self._changed.notify_all()
@@ -263,7 +262,7 @@ class FollowerChannel:
     def take_next(self) -> None:
         data = self._spoke.receive()
         assert data is not None
-        message = wire.decode(data)
+        message = wire.decode_from(rank_process_name(0), data)
         if isinstance(message, (RankAssignment, wire.NoMoreWork)):
             if problem := self._find_gap(message):
                 self.fail(problem)
@@ -299,12 +298,13 @@ class RendezvousStore:
     """How ranks that torchrun started learn of one run: from the store that it keeps for them."""
 
     def __init__(self, host: str, port: int, is_master: bool) -> None:
-        from torch.distributed import TCPStore  # the launcher has no torch
+        # The launcher has no torch.
+        from sightline.compute.tcp_store import connect_store, listen_store
 
-        timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
-        self._store = TCPStore(
-            host, port, is_master=is_master, wait_for_workers=False, timeout=timeout
-        )
+        if is_master:
+            self._store = listen_store(host, port, RENDEZVOUS_TIMEOUT_S)
+        else:
+            self._store = connect_store(f"{host}:{port}", RENDEZVOUS_TIMEOUT_S)
 
     def post(self, meeting: wire.Rendezvous) -> None:
         self._store.set(STORE_KEY, msgspec.json.encode(meeting).decode())

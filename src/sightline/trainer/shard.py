@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from sightline.compute.tcp_store import connect_store, listen_store
 from sightline.families import Forward
-from sightline.trainer.ranks import RankInfo
+from sightline.trainer.ranks import START_S, RankInfo
 
 T = TypeVar("T")
 
@@ -51,11 +52,16 @@ def join_process_group(ranks: RankInfo, device: torch.device) -> None:
     """Meets the other ranks; every rank calls it once."""
     if ranks.size == 1 and dist.is_initialized():
         return
-    where: dict[str, Any] = {"init_method": f"tcp://{ranks.master_address}"}
+    store: dist.Store
     if ranks.size == 1:
-        where = {"store": dist.HashStore()}
+        store = dist.HashStore()
+    elif ranks.is_lead:
+        host, _, port = ranks.master_address.rpartition(":")
+        store = listen_store(host, int(port), START_S)
+    else:
+        store = connect_store(ranks.master_address, START_S)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.size, **where)
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.size)
 
 
 def shard_model(

@@ -25,6 +25,11 @@ NUM_SHOWN_CHARS = 200
 """Characters of an answer that an error shows."""
 
 
+def bearer(token: str) -> dict[str, str]:
+    """The header that carries `token`."""
+    return {"authorization": f"Bearer {token}"} if token else {}
+
+
 @dataclass
 class RequestCounts:
     """Requests to one server, and the bytes of their bodies."""
@@ -53,8 +58,8 @@ class RetryingClient:
     longest_retry_s: float = 5.0
     retry_statuses: tuple[int, ...] = (503,)
     """Statuses after which the same request may be answered."""
-    headers: Mapping[str, str] = field(default_factory=dict)
-    """Headers of every request."""
+    token: str = field(default="", repr=False)
+    """What the server knows its clients by, sent with every request; empty sends none."""
     unreachable_fix: str = "check the address, and that the server runs"
     """What to do where nothing answers."""
     counts: RequestCounts = field(default_factory=RequestCounts)
@@ -128,7 +133,7 @@ class RetryingClient:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=10),
-                headers={"content-type": "application/json", **self.headers},
+                headers={"content-type": "application/json", **bearer(self.token)},
             )
         return self._session
 

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from sightline.errors import ConfigError
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can ask at `host`."""
+    return host == "localhost" or (is_ip_address(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def is_ip_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def bind_socket(host: str, port: int) -> socket.socket:

@@ -2,8 +2,9 @@
 
 A spoke says hello first, so the hub knows it before it sends: there is no slow joiner.
 
-With a secret, hub and spokes prove to one another that they know it, and what they say is encrypted
-(CURVE): both sides make the hub's keys from the secret, and the keys themselves are never sent.
+Hub and spokes prove to one another that they know the secret of the run, and what they say is
+encrypted (CURVE): both sides make the hub's keys from the secret, and the keys themselves are never
+sent. Who does not know it is not heard, on this machine either.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ import zmq
 import zmq.asyncio
 import zmq.utils.z85
 
-from sightline.errors import ConfigError, ProcessFailed
+from sightline.errors import ConfigError, ProcessFailed, WireError
 
 _NO_LIMIT = 0
 _Socket = zmq.Socket[bytes] | zmq.asyncio.Socket
+_Keys = tuple[bytes, bytes]
 
 
 class AsyncHub:
     """The hub of an asyncio process."""
 
-    def __init__(self, address: str, secret: str = "") -> None:
+    def __init__(self, address: str, secret: str) -> None:
+        keys = _derive_keys(secret)
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        _set_up_hub(self._socket, address, secret)
+        _set_up_hub(self._socket, address, keys)
 
     async def send(self, peer: str, data: bytes) -> None:
         try:
@@ -37,8 +40,7 @@ class AsyncHub:
             raise _not_connected(peer) from error
 
     async def receive(self) -> tuple[str, bytes]:
-        peer, data = await self._socket.recv_multipart()
-        return peer.decode(), data
+        return _read_frames(await self._socket.recv_multipart())
 
     def close(self) -> None:
         self._socket.close(linger=1000)
@@ -47,9 +49,10 @@ class AsyncHub:
 class AsyncSpoke:
     """A spoke of an asyncio process."""
 
-    def __init__(self, address: str, name: str, secret: str = "") -> None:
+    def __init__(self, address: str, name: str, secret: str) -> None:
+        keys = _derive_keys(secret)
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        _set_up_spoke(self._socket, address, name, secret)
+        _set_up_spoke(self._socket, address, name, keys)
 
     async def send(self, data: bytes) -> None:
         await self._socket.send(data)
@@ -124,8 +127,9 @@ class _ThreadedSocket:
 class Spoke(_ThreadedSocket):
     """A spoke of a process with threads."""
 
-    def __init__(self, address: str, name: str, secret: str = "") -> None:
-        super().__init__(zmq.DEALER, lambda socket: _set_up_spoke(socket, address, name, secret))
+    def __init__(self, address: str, name: str, secret: str) -> None:
+        keys = _derive_keys(secret)
+        super().__init__(zmq.DEALER, lambda socket: _set_up_spoke(socket, address, name, keys))
 
     def send(self, data: bytes) -> None:
         self._send(data)
@@ -139,9 +143,10 @@ class Spoke(_ThreadedSocket):
 class Hub(_ThreadedSocket):
     """The hub of a process with threads."""
 
-    def __init__(self, address: str, secret: str = "") -> None:
+    def __init__(self, address: str, secret: str) -> None:
         self._known: set[str] = set()
-        super().__init__(zmq.ROUTER, lambda socket: _set_up_hub(socket, address, secret))
+        keys = _derive_keys(secret)
+        super().__init__(zmq.ROUTER, lambda socket: _set_up_hub(socket, address, keys))
 
     def send(self, peer: str, data: bytes) -> None:
         if peer not in self._known:
@@ -152,19 +157,28 @@ class Hub(_ThreadedSocket):
         """The next message and its sender, or None when `timeout_s` has passed."""
         if (frames := self._receive(timeout_s)) is None:
             return None
-        peer = frames[0].decode()
+        peer, data = _read_frames(frames)
         self._known.add(peer)
-        return peer, frames[1]
+        return peer, data
 
 
 def _not_connected(peer: str) -> ProcessFailed:
     return ProcessFailed(f"no process {peer!r} is connected", "look at its log in logs/")
 
 
-def _set_up_hub(socket: _Socket, address: str, secret: str) -> None:
-    if secret:
-        socket.curve_server = True
-        socket.curve_secretkey, socket.curve_publickey = _derive_keys(secret)
+def _read_frames(frames: list[bytes]) -> tuple[str, bytes]:
+    """The sender of a message, and the message."""
+    peer = frames[0].decode(errors="backslashreplace")
+    if len(frames) != 2:
+        raise WireError(
+            f"{peer} sent a message of {len(frames) - 1} parts", "this is a bug; report it"
+        )
+    return peer, frames[1]
+
+
+def _set_up_hub(socket: _Socket, address: str, keys: _Keys) -> None:
+    socket.curve_server = True
+    socket.curve_secretkey, socket.curve_publickey = keys
     socket.set(zmq.ROUTER_MANDATORY, 1)
     # A process that replaces one of the same name takes its place at once.
     socket.set(zmq.ROUTER_HANDOVER, 1)
@@ -178,16 +192,17 @@ def _set_up_hub(socket: _Socket, address: str, secret: str) -> None:
         ) from error
 
 
-def _set_up_spoke(socket: _Socket, address: str, name: str, secret: str) -> None:
-    if secret:
-        socket.curve_serverkey = _derive_keys(secret)[1]
-        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+def _set_up_spoke(socket: _Socket, address: str, name: str, keys: _Keys) -> None:
+    socket.curve_serverkey = keys[1]
+    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.set(zmq.IDENTITY, name.encode())
     socket.set_hwm(_NO_LIMIT)
     socket.connect(address)
 
 
-def _derive_keys(secret: str) -> tuple[bytes, bytes]:
+def _derive_keys(secret: str) -> _Keys:
     """The hub's own key and the one that spokes know it by."""
+    if not secret:
+        raise ConfigError("a channel without a secret", "give it the secret of the run")
     own = zmq.utils.z85.encode(hashlib.sha256(b"sightline:" + secret.encode()).digest())
     return own, zmq.curve_public(own)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from sightline.config.renamed import translate_old_names
+from sightline.config.secret_refs import hide_secrets
 from sightline.errors import ConfigError
 from sightline.families import Family, load_family
 from sightline.media import MediaStore
@@ -45,9 +46,9 @@ class RunFiles:
 
     @property
     def settings_text(self) -> str:
-        """`config.toml` as the run wrote it, in the names of its own version."""
+        """`config.toml` as the run wrote it, in the names of its own version, without secrets."""
         try:
-            return self.run_dir.config.read_text(errors="replace")
+            return hide_secrets(self.run_dir.config.read_text(errors="replace"))
         except OSError:
             return ""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sightline import config
 from sightline.config import ModelConfig
+from sightline.config.secret_refs import resolve_secret
 from sightline.errors import ConfigError, SightlineError
 from sightline.families import Family, load_family, load_renderer
 from sightline.media import MediaStore
@@ -105,7 +106,11 @@ def diff_traces(args: argparse.Namespace) -> int:
 def replay_traces(args: argparse.Namespace) -> int:
     traces = read_wanted_traces(args.file, args.trace)
     family, renderer = load_model(args)
-    reports = asyncio.run(replay_all(traces, family, renderer, args.server, args.tolerance))
+    client = None
+    if args.server is not None:
+        token = resolve_secret(args.token)
+        client = GenerateClient(args.server.rstrip("/"), token=token, deadline_s=10.0)
+    reports = asyncio.run(replay_all(traces, family, renderer, client, args.tolerance))
     for report in reports:
         for difference in report.differences:
             print(f"trace {report.trace_id} node {difference.node}: {difference.what} differ")
@@ -115,9 +120,12 @@ def replay_traces(args: argparse.Namespace) -> int:
 
 
 async def replay_all(
-    traces: list[Trace], family: Family, renderer: Renderer, server: str | None, tolerance: float
+    traces: list[Trace],
+    family: Family,
+    renderer: Renderer,
+    client: GenerateClient | None,
+    tolerance: float,
 ) -> list[ReplayReport]:
-    client = None if server is None else GenerateClient(server.rstrip("/"), deadline_s=10.0)
     score = None if client is None else ServerPromptScorer(client, family.modality)
     try:
         return [await replay_trace(trace, renderer, score, tolerance) for trace in traces]

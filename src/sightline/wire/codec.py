@@ -29,6 +29,13 @@ class Codec(Generic[Message]):
         except msgspec.MsgspecError as error:
             raise WireError(f"{len(data)} bytes are not {self._name}: {error}", _FIX) from error
 
+    def decode_from(self, peer: str, data: bytes) -> Message:
+        """What `peer` sent; the error names it."""
+        try:
+            return self.decode(data)
+        except WireError as error:
+            raise WireError(f"{peer} sent {error.problem}", error.fix) from error
+
 
 def check_schema(found: int, known: int, name: str) -> None:
     if found != known:

@@ -108,4 +108,4 @@ ControlMessage = (
 )
 
 _codec = Codec[ControlMessage](ControlMessage, "a message between the processes of a run")
-encode, decode = _codec.encode, _codec.decode
+encode, decode, decode_from = _codec.encode, _codec.decode, _codec.decode_from

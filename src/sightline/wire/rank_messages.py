@@ -10,8 +10,6 @@ from sightline.wire.weights import WeightFile
 
 EXIT_OTHER_RANK_FAILED = 3
 """Exit status of a rank that ends because another failed; the launcher reports the other."""
-SECRET_VARIABLE = "SIGHTLINE_SECRET"
-"""The variable in which the ranks of a trainer get what they know one another by."""
 
 
 def rank_process_name(rank: int, lead: str = "trainer") -> str:
@@ -20,14 +18,13 @@ def rank_process_name(rank: int, lead: str = "trainer") -> str:
 
 
 class Rendezvous(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where the ranks of one trainer meet, and what they know one another by."""
+    """Where the ranks of one trainer meet. What they know one another by is told nobody here."""
 
     run_dir: str
     address: str
     """host:port of torch.distributed."""
     channel: str
     """The address at which rank 0 hears the others."""
-    secret: str
 
 
 class RankStarted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="here"):
@@ -97,4 +94,4 @@ RankMessage = (
 )
 
 _codec = Codec[RankMessage](RankMessage, "a message between ranks")
-encode, decode = _codec.encode, _codec.decode
+encode, decode, decode_from = _codec.encode, _codec.decode, _codec.decode_from

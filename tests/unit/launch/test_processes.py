@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
+from sightline.compute.tcp_store import listen_store
 from sightline.errors import ProcessFailed
 from sightline.launch.processes import (
     Processes,
@@ -61,9 +61,9 @@ def test_a_reserved_port_is_there_for_the_server_that_is_told_it() -> None:
             with socket.create_connection(listener.getsockname()) as connection:
                 assert connection.getsockname()[1] not in ports
                 listener.accept()[0].close()
-    hub = Hub(f"tcp://{here}:{ports[0]}")
+    hub = Hub(f"tcp://{here}:{ports[0]}", "known to both")
     hub.close()
-    store = TCPStore(here, ports[1], 1, is_master=True)
+    store = listen_store(here, ports[1], timeout_s=30)
     store.set("key", "value")
 
     async def serve() -> None:

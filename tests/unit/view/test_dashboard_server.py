@@ -15,6 +15,7 @@ from sightline.errors import ConfigError
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.trace import read_traces
+from sightline.transport.http_server import RequestGuard
 from sightline.view.dashboard.run_collection import RunCollection
 from sightline.view.dashboard.server import build_app
 
@@ -185,7 +186,8 @@ def test_loopback_has_several_names(client: TestClient, host: str) -> None:
 
 def test_bound_elsewhere_a_token_is_needed(run_dir: RunDir) -> None:
     runs = RunCollection([run_dir.path])
-    client = TestClient(build_app(runs, "s3cret"), base_url="http://machine.example")
+    app = build_app(runs, RequestGuard("0.0.0.0", "s3cret"))
+    client = TestClient(app, base_url="http://machine.example")
     for path in ("/", "/api/runs", "/static/app.js", "/media/synthetic/" + "0" * 64):
         assert client.get(path).status_code == 401
         assert client.get(path, params={"token": "wrong"}).status_code == 401

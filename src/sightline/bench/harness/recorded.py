@@ -25,6 +25,7 @@ from sightline.bench.harness.screenshots import Screenshots
 from sightline.config import RunFile, dump_toml
 from sightline.errors import ConfigError
 from sightline.families import load_family, load_renderer
+from sightline.launch.claim import make_secret
 from sightline.launch.processes import Processes, ProcessSpec, reserve_port
 from sightline.launch.torchrun import build_trainer_specs
 from sightline.media import MediaStore
@@ -121,8 +122,8 @@ class RecordedSampler:
         app.router.add_post("/sightline/v1/adopt", self._adopt)
         return app
 
-    async def work(self, hub: str) -> None:
-        spoke = AsyncSpoke(hub, WORKER)
+    async def work(self, hub: str, secret: str) -> None:
+        spoke = AsyncSpoke(hub, WORKER, secret)
         try:
             await spoke.send(control.encode(ProcessReady(WORKER)))
             while not isinstance(message := control.decode(await spoke.receive()), QuitRequest):
@@ -182,6 +183,7 @@ def train_recorded(
 ) -> None:
     """Runs `config` from its first step, in `run_dir`, until its last."""
     run_dir.make()
+    make_secret(run_dir)
     run_dir.config.write_text(dump_toml(config))
     processes = Processes(run_dir)
     try:
@@ -212,7 +214,7 @@ async def _train(
     for spec in build_trainer_specs(trainer, config.trainer):
         processes.start(spec)
     processes.start(ProcessSpec(ORCHESTRATOR, ["process", ORCHESTRATOR, *place], 1))
-    work = asyncio.create_task(recorded.work(hub))
+    work = asyncio.create_task(recorded.work(hub, make_secret(processes.run_dir)))
     try:
         while processes.exit_code(ORCHESTRATOR) is None:
             await asyncio.wait({work}, timeout=POLL_S)

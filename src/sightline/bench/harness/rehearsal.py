@@ -31,6 +31,7 @@ from sightline.bench.harness.scripted_policy import COUNTS_PATH, PolicyCounts, c
 from sightline.config import RunFile, dump_toml
 from sightline.errors import ConfigError, ProcessFailed
 from sightline.families import Family, load_family
+from sightline.launch.claim import make_secret
 from sightline.launch.processes import Processes, ProcessSpec, reserve_port
 from sightline.media import MediaStore
 from sightline.rollout.client import GenerateClient
@@ -207,8 +208,9 @@ class _Rehearsal:
 
     async def run(self) -> RehearsalFigures:
         client = GenerateClient(self.server)
-        upper, lower = AsyncSpoke(self.hub, WORKER), AsyncHub(self.tap)
-        trainer = AsyncSpoke(self.hub, TRAINER)
+        secret = make_secret(self.run_dir)
+        upper, lower = AsyncSpoke(self.hub, WORKER, secret), AsyncHub(self.tap, secret)
+        trainer = AsyncSpoke(self.hub, TRAINER, secret)
         tasks = [
             asyncio.create_task(self._tap_down(upper, lower)),
             asyncio.create_task(self._tap_up(upper, lower)),

@@ -24,6 +24,7 @@ from sightline.inference.vllm_plugin import CONFIG_KEY, symbols
 from sightline.inference.vllm_plugin.engine import VllmEngine
 from sightline.inference.vllm_plugin.multimodal_items import MultiModalItems
 from sightline.inference.vllm_plugin.weight_updater import WeightUpdater, vision_digest
+from sightline.transport.http_server import LimitedProtocol
 from sightline.transport.listen import describe_link
 from sightline.wire.weights import Manifest
 
@@ -84,6 +85,8 @@ class Middleware:
         await self._stack.enter_async_context(server.app.router.lifespan_context(server.app))
         await engine.take_first_weights()
         self._server = server
+        # Made for connections that are accepted from here on, which are all.
+        uvicorn_server.config.http_protocol_class = LimitedProtocol
 
         def end() -> None:
             self._is_stopping = True

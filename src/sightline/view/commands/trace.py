@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from sightline.config.secret_refs import read_reference
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -20,6 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "replay", help="render and score traces again; exits 1 if something differs"
     )
     replay.add_argument("--server", metavar="URL", help="score against this server")
+    replay.add_argument(
+        "--token", default="", metavar="REF", type=read_reference,
+        help="where the server's token is: env:NAME or file:PATH",
+    )  # fmt: skip
     replay.add_argument("--tolerance", type=float, default=1e-3, metavar="X",
                         help="of a logprob (default: %(default)s)")  # fmt: skip
     for action in (show, export, differ, replay):

@@ -1,13 +1,15 @@
 """`sightline view`: show runs in a browser.
 
 Serves a dashboard of run directories, live or finished. It answers this machine only, unless --host
-names another address: then the printed link has a token.
+names another address: then it needs a token, which whoever asks must know.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+
+from sightline.config.secret_refs import read_reference
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,14 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="the address to bind (%(default)s)")
     parser.add_argument("--port", type=int, default=8700, help="0 takes a free one (%(default)s)")
-    parser.add_argument("--token", help="the token to ask for, in place of one made up")
+    parser.add_argument(
+        "--token", default="", metavar="REF", type=read_reference,
+        help="where the token to ask for is: env:NAME or file:PATH",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    from sightline.errors import ConfigError
     from sightline.view.dashboard.serve import serve_dashboard
 
-    if args.token == "":
-        raise ConfigError("--token is empty", "give some letters, or leave it out")
     serve_dashboard(args.runs, args.host, args.port, args.token)
     return 0

@@ -1,21 +1,19 @@
 """Who may ask the dashboard, and what a browser may do with its answers.
 
-Bound to loopback, anyone on this machine may ask, by a loopback name: a page of another site that
-has its own name resolved to this machine may not. Bound elsewhere, a token is needed: the link
-that `sightline view` prints holds it, and the first answer turns it into a cookie.
+The guard of all our servers decides. A browser brings the token in the address, once, and the
+answer turns it into a cookie.
 """
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
-import secrets
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sightline.transport.http_server import RequestGuard
 
 COOKIE = "sightline_token"
 POLICY = "; ".join(
@@ -33,26 +31,12 @@ HEADERS = {
 }
 
 
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
-
-
-def make_token() -> str:
-    return secrets.token_urlsafe(24)
-
-
 class AccessMiddleware:
     """Refuses what must not be answered, and sets the headers of what may."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
-        """Without a token, only requests by a loopback name are answered."""
+    def __init__(self, app: ASGIApp, guard: RequestGuard) -> None:
         self._app = app
-        self._token = token
+        self._guard = guard
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,31 +57,16 @@ class AccessMiddleware:
         headers = Headers(scope=scope)
         if scope["method"] not in ("GET", "HEAD"):
             return PlainTextResponse("the dashboard only reads", 405)
-        if self._token is None:
-            name = _parse_host(headers.get("host", ""))
-            if not is_loopback(name):
-                return PlainTextResponse("ask by the address of this machine: 127.0.0.1", 421)
-            return None
+        method, path, guard = scope["method"], scope["path"], self._guard
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
-        if self._is_token(query.pop("token", "")):
+        if guard.token and guard.is_token(query.pop("token", "")):
             # Out of the address bar, so that a link that is shared does not carry it.
             to = scope["path"] + (f"?{urlencode(query)}" if query else "")
             moved = RedirectResponse(to, 303)
-            moved.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+            moved.set_cookie(COOKIE, guard.token, httponly=True, samesite="strict")
             return moved
-        if self._is_token(_read_cookie(headers)) or self._is_token(_read_bearer(headers)):
-            return None
-        return PlainTextResponse("open the link that `sightline view` printed: it has a token", 401)
-
-    def _is_token(self, given: str) -> bool:
-        assert self._token is not None
-        return hmac.compare_digest(given.encode(), self._token.encode())
-
-
-def _parse_host(host: str) -> str:
-    if host.startswith("["):
-        return host.partition("]")[0].strip("[")
-    return host.partition(":")[0]
+        error = guard.find_refusal(method, path, headers, _read_cookie(headers))
+        return None if error is None else PlainTextResponse(str(error), error.status)
 
 
 def _read_cookie(headers: Headers) -> str:
@@ -106,8 +75,3 @@ def _read_cookie(headers: Headers) -> str:
     except CookieError:
         return ""
     return morsel.value if morsel else ""
-
-
-def _read_bearer(headers: Headers) -> str:
-    scheme, _, value = headers.get("authorization", "").partition(" ")
-    return value.strip() if scheme.lower() == "bearer" else ""

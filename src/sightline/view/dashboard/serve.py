@@ -7,27 +7,28 @@ from pathlib import Path
 
 import uvicorn
 
+from sightline.config.secret_refs import resolve_secret
+from sightline.transport.http_server import RequestGuard, build_uvicorn_config, check_address
 from sightline.transport.listen import bind_socket, describe_link
-from sightline.view.dashboard.access import is_loopback, make_token
 from sightline.view.dashboard.run_collection import RunCollection
 from sightline.view.dashboard.server import NOT_BUILT_MESSAGE, build_app, is_built
 
 
-def serve_dashboard(paths: Sequence[Path], host: str, port: int, token: str | None = None) -> None:
+def serve_dashboard(paths: Sequence[Path], host: str, port: int, token: str = "") -> None:
+    """`token` says where the token is that whoever asks must know."""
+    check_address(host, token, "--token")
+    guard = RequestGuard(host, resolve_secret(token))
     runs = RunCollection(paths)
-    if token is None and not is_loopback(host):
-        token = make_token()
     listening = bind_socket(host, port)
     listening.listen(128)
-    query = f"/?token={token}" if token else "/"
-    print(describe_link(host, listening.getsockname()[1], query), flush=True)
+    print(describe_link(host, listening.getsockname()[1], "/"), flush=True)
+    if token:
+        print(f"add ?token= and the token of {token} to the address, once", flush=True)
     if not is_built():
         print(NOT_BUILT_MESSAGE, flush=True)
-    config = uvicorn.Config(
-        build_app(runs, token),
-        log_level="warning",
+    config = build_uvicorn_config(
+        build_app(runs, guard),
         # A browser keeps its stream of events open; it is not waited for.
         timeout_graceful_shutdown=1,
-        server_header=False,
     )
     uvicorn.Server(config).run(sockets=[listening])

@@ -17,6 +17,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from sightline.config import RunFile, SftFile, iter_settings
 from sightline.errors import MediaError, MediaMissing, SightlineError
 from sightline.media.ref import is_digest
+from sightline.transport.http_server import RequestGuard
 from sightline.view.dashboard import processes, queries, rollout_page, thumbnails
 from sightline.view.dashboard.access import AccessMiddleware
 from sightline.view.dashboard.live_updates import RunWatcher
@@ -33,6 +34,7 @@ TYPES = {
 }
 NOT_BUILT_MESSAGE = "The web application is not built. Run `make web`, which needs Node, once."
 STATIC = resources.files("sightline.view.dashboard").joinpath("static")
+LOOPBACK = RequestGuard("127.0.0.1")
 CACHE_FOREVER = "private, max-age=31536000, immutable"
 """What is named by its digest never changes."""
 
@@ -50,8 +52,8 @@ def is_built() -> bool:
     return STATIC.joinpath("index.html").is_file()
 
 
-def build_app(runs: RunCollection, token: str | None = None) -> FastAPI:
-    """Without a token, only requests by a loopback name are answered."""
+def build_app(runs: RunCollection, guard: RequestGuard = LOOPBACK) -> FastAPI:
+    """`guard` says who may ask."""
     dashboard = Dashboard(runs)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=dashboard.lifespan)
     routes: list[tuple[str, Callable[..., Any]]] = [
@@ -80,7 +82,7 @@ def build_app(runs: RunCollection, token: str | None = None) -> FastAPI:
         app.add_api_route(path, answer, methods=["GET"], response_model=None)
     app.add_exception_handler(HTTPException, _http_error_response)
     app.add_exception_handler(SightlineError, _sightline_error_response)
-    app.add_middleware(AccessMiddleware, token=token)
+    app.add_middleware(AccessMiddleware, guard=guard)
     return app
 
 

@@ -1,0 +1,233 @@
+"""The lock of every HTTP server of ours: who may ask, and how slowly.
+
+A web page can make a browser post to this machine, or have its own name resolved to it. So a
+request names the server by an address, comes from no other origin, and what it posts is JSON, which
+no page can send unasked. Where a server has a token, it is needed too. The connection has limits of
+its own: bytes and seconds of a request's head, seconds of its body, and the number of connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from sightline.errors import ConfigError, EngineError
+from sightline.transport.listen import is_ip_address, is_loopback
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+SAFE_METHODS = ("GET", "HEAD")
+OPEN_PATHS = ("/health",)
+"""Paths that are answered without a token."""
+
+
+def check_address(host: str, token: str, option: str) -> None:
+    """Refuses to listen without a token where others than this machine can ask."""
+    if not token and not is_loopback(host):
+        raise ConfigError(
+            f"{host} can be reached from elsewhere, and there is no token to ask for",
+            f"give one with {option} env:NAME or file:PATH, or listen at 127.0.0.1",
+        )
+
+
+@dataclass(frozen=True)
+class RequestGuard:
+    """Says which requests are refused before anything is done for them."""
+
+    host: str
+    """The address that the server is bound to."""
+    token: str = field(default="", repr=False)
+    """What a request must bear; empty asks for nothing."""
+
+    def find_refusal(
+        self, method: str, path: str, headers: Mapping[str, str], token: str = ""
+    ) -> EngineError | None:
+        """Why the request is not answered; `token` is what it bears elsewhere than in `headers`."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        is_known = bool(self.token) and self.is_token(token or read_bearer(headers))
+        if self.token and not is_known and path not in OPEN_PATHS:
+            return EngineError(
+                "the token of this server is needed",
+                "send it as `Authorization: Bearer TOKEN`",
+                "unauthorized",
+                401,
+            )
+        # Elsewhere a server has whatever name the network gives it, and a page has no token.
+        if (is_loopback(self.host) or not is_known) and not self._is_own_name(parse_host(host)):
+            return EngineError(
+                f"{parse_host(host)[:80]!r} is no name of this server",
+                f"ask by its address: {self.host}",
+                "host",
+                421,
+            )
+        if origin is not None and origin.partition("://")[2] != host:
+            problem = f"a page of {origin[:80]!r} may not ask"
+            return EngineError(problem, "ask from outside of a browser", "origin", 403)
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method not in SAFE_METHODS and kind != "application/json":
+            problem = f"the content-type is {kind[:80]!r}"
+            return EngineError(problem, "send JSON as application/json", "content_type", 415)
+        return None
+
+    def is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self.token.encode())
+
+    def _is_own_name(self, name: str) -> bool:
+        is_here = is_loopback(name) if is_loopback(self.host) else is_ip_address(name)
+        return is_here or name in ("localhost", self.host)
+
+
+def read_bearer(headers: Mapping[str, str]) -> str:
+    scheme, _, value = headers.get("authorization", "").partition(" ")
+    return value.strip() if scheme.lower() == "bearer" else ""
+
+
+def parse_host(host: str) -> str:
+    """The name in a Host header, without its port."""
+    name = host.partition("]")[0].strip("[") if host.startswith("[") else host.partition(":")[0]
+    return name.lower()
+
+
+def encode_refusal(error: EngineError) -> bytes:
+    return json.dumps(
+        {
+            "error": {
+                "message": error.problem, "type": error.kind, "code": error.status,
+                "fix": error.fix,
+            }
+        }
+    ).encode()  # fmt: skip
+
+
+class GuardMiddleware:
+    """The guard in front of an ASGI application."""
+
+    def __init__(self, app: App, guard: RequestGuard) -> None:
+        self._app, self._guard = app, guard
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
+            error = self._guard.find_refusal(scope["method"], scope["path"], headers)
+            if error is not None:
+                body = encode_refusal(error)
+                shown = [(b"content-type", b"application/json")]
+                shown += [(b"content-length", str(len(body)).encode())]
+                start = {"type": "http.response.start", "status": error.status, "headers": shown}
+                await send(start)
+                await send({"type": "http.response.body", "body": body})
+                return
+        await self._app(scope, receive, send)
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """docs/serving.md states them."""
+
+    max_head_bytes: int = 1 << 16
+    head_s: float = 30.0
+    """From the first byte of a request, or the start of its connection, to the end of its head."""
+    silence_s: float = 30.0
+    """Between two pieces of a body."""
+    body_s: float = 120.0
+    """From the end of the head to the end of the body."""
+    max_connections: int = 4096
+    """One more is answered with 503."""
+
+
+DEFAULT_LIMITS = ConnectionLimits()
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's own protocol; a request that does not arrive in time ends its connection."""
+
+    def __init__(
+        self, *args: Any, limits: ConnectionLimits = DEFAULT_LIMITS, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self.limit_concurrency = limits.max_connections
+        self._limits = limits
+        self._timer: asyncio.TimerHandle | None = None
+        self._until = 0.0
+        self._is_head = True
+        self._num_head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._await_head()  # the next request of a connection that was kept
+        elif self._timer is not None and not self._is_head:
+            self._start_timer(self._limits.silence_s)
+        super().data_received(data)
+        if self._timer is not None and self._is_head:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > self._limits.max_head_bytes:
+                self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def on_headers_complete(self) -> None:
+        self._is_head = False
+        self._until = self.loop.time() + self._limits.body_s
+        self._start_timer(self._limits.silence_s)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._stop_timer()
+        super().on_message_complete()
+
+    def _await_head(self) -> None:
+        self._is_head, self._num_head_bytes = True, 0
+        self._until = self.loop.time() + self._limits.head_s
+        self._start_timer(self._limits.head_s)
+
+    def _start_timer(self, silence_s: float) -> None:
+        self._stop_timer()
+        at = min(self._until, self.loop.time() + silence_s)
+        self._timer = self.loop.call_at(at, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _refuse(self, status: HTTPStatus) -> None:
+        """Ends the connection, with a word to a client that has none yet."""
+        self._stop_timer()
+        is_answered = self.cycle is not None and self.cycle.response_started
+        if not self.transport.is_closing() and (self._is_head or not is_answered):
+            limits = self._limits
+            words = f"the head has {limits.head_s:g} s and {limits.max_head_bytes} bytes, the body "
+            words += f"{limits.body_s:g} s in all and {limits.silence_s:g} s between two pieces"
+            error = EngineError(words, "send the request at once", "unfinished", int(status))
+            body = encode_refusal(error)
+            head = f"HTTP/1.1 {int(status)} {status.phrase}\r\ncontent-type: application/json\r\n"
+            head += f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def build_uvicorn_config(
+    app: Any, limits: ConnectionLimits = DEFAULT_LIMITS, **options: Any
+) -> uvicorn.Config:
+    """uvicorn with our limits on connections; `options` are its own."""
+    made: dict[str, Any] = {"access_log": False, "log_level": "warning", "server_header": False}
+    made |= {"http": partial(LimitedProtocol, limits=limits), "ws": "none", **options}
+    return uvicorn.Config(app, **made)

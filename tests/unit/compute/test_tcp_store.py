@@ -1,0 +1,44 @@
+"""Stores and groups of torch listen at the address that they are given, and at no other."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from sightline.compute.broadcast import Broadcaster
+from sightline.compute.tcp_store import connect_store, listen_store
+from sightline.launch.processes import reserve_port
+from sightline.trainer.ranks import RendezvousStore
+from sightline.wire.rank_messages import Rendezvous
+
+ELSEWHERE = "127.0.0.2"
+"""Another address of this machine; who listens on all listens there, too."""
+
+
+def check_refused(port: int) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((ELSEWHERE, port), timeout=10)
+    socket.create_connection(("127.0.0.1", port), timeout=10).close()
+
+
+def test_a_store_listens_at_its_address_alone() -> None:
+    store = listen_store("127.0.0.1", 0, timeout_s=30)
+    check_refused(store.port)
+    other = connect_store(f"127.0.0.1:{store.port}", timeout_s=30)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_weights_are_broadcast_at_the_trainers_address_alone() -> None:
+    sender = Broadcaster("127.0.0.1")
+    check_refused(int(sender._address.rpartition(":")[2]))
+
+
+def test_the_rendezvous_of_ranks_is_at_its_address_alone() -> None:
+    port = reserve_port("127.0.0.1", 0, "test")
+    meeting = Rendezvous("run", "127.0.0.1:1", "tcp://127.0.0.1:2")
+    kept = RendezvousStore("127.0.0.1", port, is_master=True)
+    kept.post(meeting)
+    check_refused(port)
+    assert RendezvousStore("127.0.0.1", port, is_master=False).read() == meeting

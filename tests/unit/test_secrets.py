@@ -1,0 +1,223 @@
+"""Secrets have references in their places: nothing that is written, shown or listed holds one."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from sightline import config
+from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
+from sightline.cli.main import main
+from sightline.config import EnvConfig, RunFile, SftFile, dump_toml, validate_config
+from sightline.config.secret_refs import hide_secrets, is_secret_name, resolve_secret
+from sightline.envs import Environment
+from sightline.envs.judge_model import JudgeModel
+from sightline.envs.mix import build_environment
+from sightline.errors import ConfigError
+from sightline.launch.claim import SECRET_VARIABLE, claim_run_dir, make_secret, read_secret
+from sightline.rollout.client import GenerateClient
+from sightline.run import RunDir
+from sightline.view.dashboard.run_collection import RunCollection
+from sightline.view.dashboard.server import build_app
+from sightline.view.report import write_report
+
+KEY = "sk-7d1f0a-never-to-be-seen"
+
+
+class Judged(Environment):
+    name = "judged"
+
+    def __init__(self, api_key: str = "", judges: Any = (), path: str = "") -> None:
+        self.api_key, self.judges, self.path = api_key, judges, path
+
+
+JUDGED = f"{__name__}:Judged"
+
+
+def values(**args: Any) -> dict[str, Any]:
+    return {"model": {"path": "m"}, "env": {"name": JUDGED, "args": args}}
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"api_key": KEY}, {"judges": [{"url": "u", "token": KEY}]}, {"judges": {"password": [KEY]}},
+        {"judges": {"headers": {"Authorization": KEY}}}, {"apiKey": KEY}, {"client-secret": KEY},
+    ],
+)  # fmt: skip
+def test_a_secret_in_a_run_file_is_refused_and_not_repeated(args: dict[str, Any]) -> None:
+    mixed = {"model": {"path": "m"}, "env": {"mix": [{"name": JUDGED, "args": args}]}}
+    for given in (values(**args), mixed):
+        with pytest.raises(ConfigError, match="secret itself") as refused:
+            validate_config(RunFile, given, "run.toml")
+        assert "env:NAME" in str(refused.value) and KEY not in str(refused.value)
+
+
+def test_a_table_of_a_loss_takes_no_secret_either() -> None:
+    given = {**values(), "trainer": {"loss_args": {"key": KEY}}}
+    with pytest.raises(ConfigError, match="secret itself"):
+        validate_config(RunFile, given, "run.toml")
+
+
+def test_names_that_only_look_like_secrets_are_left_alone() -> None:
+    for name in ("tokenizer", "max_tokens", "key_column", "monkey", "tokens", "secretary"):
+        assert not is_secret_name(name)
+    args = {"path": "file:///data/x", "judges": {"max_tokens": 5, "token": ""}}
+    assert build_environment(EnvConfig(name=JUDGED, args=args)).path == "file:///data/x"  # type: ignore[attr-defined]
+
+
+def test_a_reference_is_resolved_where_the_environment_is_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_text(f"{KEY}2\n")
+    args = {"api_key": "env:MY_KEY", "judges": [{"token": f"file:{tmp_path / 'key'}"}]}
+    file = validate_config(RunFile, values(**args), "run.toml")
+    with pytest.raises(ConfigError, match="env:MY_KEY is empty or not set"):
+        build_environment(file.env)
+    monkeypatch.setenv("MY_KEY", KEY)
+    built: Any = build_environment(file.env)
+    assert built.api_key == KEY and built.judges == [{"token": f"{KEY}2"}]
+    assert KEY not in dump_toml(file) and "env:MY_KEY" in dump_toml(file)
+    assert KEY not in repr(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        resolve_secret(f"file:{tmp_path / 'gone'}")
+
+
+def test_what_holds_a_key_does_not_show_it() -> None:
+    assert KEY not in repr(JudgeModel("http://judge", "m", KEY))
+    assert KEY not in repr(GenerateClient("http://server", token=KEY))
+
+
+@pytest.mark.parametrize("kind", [RunFile, SftFile])
+def test_the_setting_of_a_secret_is_refused_with_what_to_do(kind: Any) -> None:
+    given = {**values(), "trainer": {"secret": KEY}}
+    given |= {"sft": {"output_dir": "o"}} if kind is SftFile else {}
+    with pytest.raises(ConfigError, match=r"\[trainer\] secret is no setting any more") as refused:
+        validate_config(kind, given, "run.toml")
+    assert "SIGHTLINE_SECRET" in refused.value.fix and KEY not in str(refused.value)
+
+
+def test_a_secret_in_an_override_is_not_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f'[model]\npath = "m"\n[env]\nname = "{JUDGED}"\n')
+    for word in ("trainer.secret", "env.args.api_key", "inference.token"):
+        with pytest.raises(ConfigError) as refused:
+            config.load_config(RunFile, path, [f"{word}={KEY}"])
+        assert KEY not in str(refused.value) and word in str(refused.value)
+
+
+def test_the_address_of_a_server_or_collector_holds_no_password() -> None:
+    for section in ({"inference": {"servers": [f"http://me:{KEY}@host:1"]}},
+                    {"logging": {"otel": f"https://me:{KEY}@host/v1"}}):  # fmt: skip
+        with pytest.raises(ConfigError):
+            validate_config(RunFile, {**values(), **section}, "run.toml")
+
+
+# --- the secret of a run
+
+
+def test_the_secret_of_a_run_is_its_owners_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    run_dir = claim_run_dir(str(tmp_path / "runs"), "r")
+    assert stat.S_IMODE(run_dir.path.stat().st_mode) == 0o700
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_secret(run_dir)
+    before = os.umask(0)
+    try:
+        made = make_secret(run_dir)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(run_dir.secret.stat().st_mode) == 0o600
+    assert len(made) == 64 and make_secret(run_dir) == read_secret(run_dir) == made
+    other = claim_run_dir(str(tmp_path / "runs"), "r")
+    assert make_secret(other) != made
+    monkeypatch.setenv(SECRET_VARIABLE, "short")
+    with pytest.raises(ConfigError, match="could be guessed"):
+        make_secret(run_dir)
+    monkeypatch.setenv(SECRET_VARIABLE, KEY)
+    assert read_secret(RunDir(tmp_path / "of another machine")) == KEY
+    assert make_secret(run_dir) == KEY == run_dir.secret.read_text()
+
+
+def test_nothing_that_a_run_writes_or_shows_holds_a_secret(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", KEY)
+    run_dir = write_synthetic_run(
+        tmp_path / "run-001", SyntheticSize(steps=1, rollouts_per_step=4, images=2, conversations=2)
+    )
+    given = values(api_key="env:MY_KEY")
+    given["model"]["path"] = str(tiny_model)
+    given["inference"] = {"servers": ["http://127.0.0.1:1"], "token": "env:MY_KEY"}
+    run_dir.config.write_text(dump_toml(validate_config(RunFile, given, "run.toml")))
+    shown = check_shows_nothing(run_dir, (make_secret(run_dir), KEY))
+    assert "env:MY_KEY" in shown
+
+
+def check_shows_nothing(run_dir: RunDir, hidden: tuple[str, ...]) -> str:
+    """What report and dashboard show; no file of the run but its secret has any of `hidden`."""
+    write_report(run_dir)
+    runs = RunCollection([run_dir.path])
+    with TestClient(build_app(runs), base_url="http://127.0.0.1") as web:
+        key = web.get("/api/runs").json()[0]["key"]
+        pages = ["/api/runs", "/metrics", f"/api/settings?run={key}", f"/api/processes?run={key}"]
+        shown = "".join(web.get(page).text for page in pages)
+        assert web.get(f"/api/log?run={key}&name=../secret").status_code == 404
+    for text in hidden:
+        assert text not in shown
+        for file in run_dir.path.rglob("*"):
+            if file.is_file() and file != run_dir.secret:
+                assert text.encode() not in file.read_bytes(), file
+    return shown
+
+
+def test_a_run_of_an_earlier_version_does_not_show_the_secrets_that_it_wrote(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    size = SyntheticSize(steps=1, rollouts_per_step=4, images=2, conversations=2)
+    run_dir = write_synthetic_run(tmp_path / "run-001", size)
+    given = {**values(), "model": {"path": str(tiny_model)}}
+    text = dump_toml(validate_config(RunFile, given, "run.toml"))
+    text = text.replace("[trainer]\n", f'[trainer]\nsecret = "{KEY}"\n')
+    text += f'\n[env.args]\napi_key = \'{KEY}\'\njudges = [{{"x-token" = "{KEY}"}}]\n'
+    old = text.replace("[env.args]\n\n", "")
+    run_dir.config.write_text(old)
+    found = config.load_stored_config(RunFile, run_dir.config)
+    assert found.env.args == {"api_key": "env:HIDDEN", "judges": [{"x-token": "env:HIDDEN"}]}
+    assert KEY not in hide_secrets(old)
+    report = write_report(run_dir).read_text()
+    assert KEY not in report and "env:HIDDEN" in report
+
+
+# --- the command line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["eval", "color_codeword", "--endpoint", "http://127.0.0.1:9/v1", "--api-key", KEY],
+        ["view", ".", f"--token={KEY}"],
+        ["serve", "model", "--token", KEY],
+    ],
+)
+def test_no_command_takes_a_secret_as_a_word(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "env:NAME" in said and "file:PATH" in said and KEY not in said
+
+
+@pytest.mark.parametrize("command", [["view", "."], ["serve", "."]])
+def test_no_server_listens_elsewhere_without_a_token(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--host", "0.0.0.0", "--port", "0"]) == 2
+    assert "--token env:NAME" in " ".join(capsys.readouterr().err.split())

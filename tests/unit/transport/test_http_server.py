@@ -1,0 +1,218 @@
+"""The lock of HTTP servers: who is refused, and which connections are ended. Real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from sightline.errors import ConfigError
+from sightline.transport.http_server import (
+    DEFAULT_LIMITS,
+    ConnectionLimits,
+    GuardMiddleware,
+    RequestGuard,
+    build_uvicorn_config,
+    check_address,
+)
+from sightline.transport.listen import bind_socket
+
+JSON = {"content-type": "application/json"}
+TOKEN = "a-token-of-some-length"
+
+
+@contextmanager
+def serving(guard: RequestGuard, limits: ConnectionLimits = DEFAULT_LIMITS) -> Iterator[int]:
+    async def answer(http: Request) -> PlainTextResponse:
+        try:
+            return PlainTextResponse(f"{len(await http.body())} bytes")
+        except ClientDisconnect:
+            return PlainTextResponse("gone", 499)
+
+    routes = [Route(path, answer, methods=["GET", "POST"]) for path in ("/", "/health")]
+    app = Starlette(routes=routes, middleware=[Middleware(GuardMiddleware, guard=guard)])
+    listening = bind_socket("127.0.0.1", 0)
+    running = uvicorn.Server(build_uvicorn_config(app, limits))
+    thread = threading.Thread(target=lambda: asyncio.run(running.serve(sockets=[listening])))
+    thread.start()
+    while not running.started:
+        time.sleep(0.005)
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        running.should_exit = True
+        thread.join(20)
+        listening.close()
+
+
+def ask(port: int, method: str = "GET", path: str = "/", **headers: str) -> tuple[int, str]:
+    """The status and, of a refusal, its type."""
+    sent = {"host": f"127.0.0.1:{port}", "connection": "close"}
+    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+    body = b"{}" if method == "POST" else b""
+    lines = [f"{method} {path} HTTP/1.1", *(f"{k}: {v}" for k, v in sent.items())]
+    lines += [f"content-length: {len(body)}", "", ""]
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall("\r\n".join(lines).encode() + body)
+        head, _, data = read_all(connection).partition(b"\r\n\r\n")
+    status = int(head.split()[1])
+    return status, "" if status == 200 else json.loads(data)["error"]["type"]
+
+
+def read_all(connection: socket.socket) -> bytes:
+    data = b""
+    while piece := connection.recv(65536):
+        data += piece
+    return data
+
+
+@pytest.fixture(scope="module")
+def open_port() -> Iterator[int]:
+    with serving(RequestGuard("127.0.0.1")) as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def locked_port() -> Iterator[int]:
+    with serving(RequestGuard("127.0.0.1", TOKEN)) as port:
+        yield port
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "10.0.0.1", "x"])
+def test_a_name_that_is_not_this_machines_is_refused(open_port: int, host: str) -> None:
+    assert ask(open_port, host=host) == (421, "host")
+    assert ask(open_port, path="/health", host=host) == (421, "host")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:80", "LOCALHOST", "[::1]:8000"])
+def test_loopback_names_are_answered(open_port: int, host: str) -> None:
+    assert ask(open_port, host=host)[0] == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:1"])
+def test_a_page_of_another_origin_is_refused(open_port: int, origin: str) -> None:
+    assert ask(open_port, "POST", origin=origin, content_type="application/json") == (403, "origin")
+    assert ask(open_port, origin=origin) == (403, "origin")
+    own = f"http://127.0.0.1:{open_port}"
+    assert ask(open_port, "POST", origin=own, content_type="application/json")[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", None])
+def test_a_post_is_json(open_port: int, kind: str | None) -> None:
+    """The types that a page can post without being allowed to are not among it."""
+    headers = {} if kind is None else {"content_type": kind}
+    assert ask(open_port, "POST", **headers) == (415, "content_type")
+    assert ask(open_port, "POST", content_type="application/json; charset=utf-8")[0] == 200
+
+
+def test_a_token_is_needed_everywhere_but_for_health(locked_port: int) -> None:
+    for wrong in ({}, {"authorization": f"Bearer {TOKEN}x"}, {"authorization": TOKEN}):
+        assert ask(locked_port, **wrong) == (401, "unauthorized")
+        assert ask(locked_port, "POST", **wrong, content_type="application/json")[0] == 401
+    assert ask(locked_port, authorization=f"Bearer {TOKEN}")[0] == 200
+    assert ask(locked_port, path="/health")[0] == 200
+    assert ask(locked_port, path="/health", host="evil.example")[0] == 421
+    # A right token opens nothing for a page that has its own name resolved to this machine.
+    assert ask(locked_port, authorization=f"Bearer {TOKEN}", host="evil.example")[0] == 421
+
+
+def test_elsewhere_a_server_has_whatever_name_the_network_gives_it() -> None:
+    guard = RequestGuard("0.0.0.0", TOKEN)
+    bearer = {"authorization": f"Bearer {TOKEN}"}
+    assert guard.find_refusal("GET", "/", {"host": "service:80", **bearer}) is None
+    refused = guard.find_refusal("GET", "/health", {"host": "service:80"})
+    assert refused is not None and refused.status == 421
+    assert guard.find_refusal("GET", "/health", {"host": "10.0.0.7:80"}) is None
+    assert TOKEN not in repr(guard)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.7", "machine.example"])
+def test_without_a_token_no_server_listens_elsewhere(host: str) -> None:
+    with pytest.raises(ConfigError, match="no token") as refused:
+        check_address(host, "", "--token")
+    assert "--token env:NAME" in refused.value.fix
+    check_address(host, "env:SIGHTLINE_TOKEN", "--token")
+    check_address("127.0.0.1", "", "--token")
+
+
+QUICK = ConnectionLimits(
+    max_head_bytes=4096, head_s=0.3, silence_s=0.3, body_s=0.9, max_connections=4
+)
+HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+@pytest.fixture(scope="module")
+def quick_port() -> Iterator[int]:
+    with serving(RequestGuard("127.0.0.1"), QUICK) as port:
+        yield port
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"POST / HT", HEAD, b"\r\n\r\n\r\n", HEAD + b"content-length: 10\r\n\r\n123"],
+    ids=["nothing", "a line", "headers", "empty lines", "a body"],
+)
+def test_a_request_that_does_not_arrive_ends_its_connection(quick_port: int, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
+        connection.sendall(sent)
+        assert b" 408 " in read_all(connection)
+
+
+@pytest.mark.parametrize("start", [HEAD, HEAD + b"content-length: 1000\r\n\r\n"])
+def test_dripping_bytes_do_not_keep_a_connection(quick_port: int, start: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
+        connection.sendall(start)
+        began = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() - began < 20:
+                connection.sendall(b"x")
+                time.sleep(0.05)
+        assert time.monotonic() - began < 20
+
+
+def test_a_head_without_end_is_refused(quick_port: int) -> None:
+    with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
+        connection.sendall(HEAD + b"x: " + b"y" * 5000)
+        assert b" 431 " in read_all(connection)
+
+
+def test_a_kept_connection_has_the_same_limits(quick_port: int) -> None:
+    with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
+        for _ in range(3):
+            connection.sendall(HEAD + b"content-length: 2\r\n\r\n{}")
+            data = b""
+            while b"2 bytes" not in data:
+                data += connection.recv(4096)
+            time.sleep(0.5)  # idle for longer than a head may take: only its keep-alive ends it
+        connection.sendall(b"POST")
+        assert b" 408 " in read_all(connection)
+
+
+def test_more_connections_than_allowed_are_answered_with_503(quick_port: int) -> None:
+    held = [socket.create_connection(("127.0.0.1", quick_port), timeout=30) for _ in range(4)]
+    try:
+        with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as late:
+            late.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            assert b" 503 " in read_all(late)
+    finally:
+        for connection in held:
+            connection.close()
+    deadline = time.monotonic() + 20
+    while True:
+        with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as again:
+            again.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            if b" 200 " in read_all(again):
+                break
+        assert time.monotonic() < deadline
