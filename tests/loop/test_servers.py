@@ -55,6 +55,7 @@ def servers(tmp_path: Path) -> Iterator[list[str]]:
     model, media = tmp_path / "models" / "tiny", tmp_path / "media"
     write_tiny("qwen_vl", model, seed=0)
     more = ["--max-model-len", "256", "--max-num-seqs", "32"]
+    more += ["--weights-root", str(tmp_path / "runs")]
     with (
         temporary_server(model, media, more) as first,
         temporary_server(model, media, more) as second,
@@ -78,7 +79,11 @@ def test_two_servers_take_the_rollouts_and_the_weights_of_run_after_run(
         told = [ask(server, "/sightline/v1/stats")["totals"] for server in servers]
         sampled = [totals["sampled_tokens"] for totals in told]
         assert all(now > before for now, before in zip(sampled, seen, strict=True))
-        assert [ask(server, "/health")["version"] for server in servers] == [str(STEPS)] * 2
+        health = [ask(server, "/health") for server in servers]
+        assert [h["version"].split("-")[:2] for h in health] == [
+            [str(STEPS), run_dir.read_id()]
+        ] * 2
+        assert [h["leased_to"] for h in health] == ["", ""], "the run has given its leases back"
         seen = sampled
 
 

@@ -42,6 +42,7 @@ STATUS_BY_TYPE = {
     "pads": 400,
     "media_missing": 404,
     "fingerprint": 409,
+    "leased": 409,
     "too_large": 413,
     "media_corrupt": 422,
     "media_undecodable": 422,

@@ -87,7 +87,9 @@ class ServerComponents:
             renderer, self.images, family.modality, path.name, max_model_len, spec.max_body_bytes
         )
         stages = open_stages(spec.otel, spec.name)
-        return InferenceServer(engine, validator, chat, identity, spec.max_body_bytes, stages)
+        return InferenceServer(
+            engine, validator, chat, identity, spec.max_body_bytes, stages, spec.weights_root
+        )
 
 
 def build_server(components: ServerComponents) -> InferenceServer:

@@ -173,14 +173,16 @@ def build_policy_chats(config: RunFile, servers: Sequence[str], store: MediaStor
     family = load_family(model.path, **model.overrides())
     resolver = ImageIngestor(store, media.file_roots, media.http_hosts)
     renderer = load_renderer(model.path, store, family, resolver, model.number_images)
-    client = GenerateClient(servers[0], settings=family.settings)
+    known: dict[str, Any] = {
+        "vocab_size": renderer.vocab_size,
+        "banned_token_ids": renderer.pad_token_ids,
+        "max_model_len": inference.max_model_len,
+    }
     if inference.engine == "stock_vllm":
-        client = StockVLLMClient(
-            servers[0],
-            store=store,
-            banned_token_ids=renderer.pad_token_ids,
-            shares_store=not inference.inline_images,
-        )
+        known |= {"store": store, "shares_store": not inference.inline_images}
+        client: GenerateClient = StockVLLMClient(servers[0], **known)
+    else:
+        client = GenerateClient(servers[0], settings=family.settings, **known)
     return PolicyChats(
         store=store,
         max_tokens=config.rollout.max_tokens,

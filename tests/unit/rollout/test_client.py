@@ -15,10 +15,18 @@ from aiohttp import web
 from sightline.errors import EngineError
 from sightline.inference.errors import STATUS_BY_TYPE, build_engine_error, encode_error
 from sightline.rollout.client import GenerateClient
-from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, SamplingParams
+from sightline.wire.generate import (
+    Choice,
+    GenerateRequest,
+    GenerateResponse,
+    Logprobs,
+    SamplingParams,
+    TokenLogprob,
+)
 
-REQUEST = GenerateRequest.of([1, 2], [], SamplingParams())
-ANSWER = msgspec.json.encode(GenerateResponse("", [Choice(0, [3], "stop")]))
+REQUEST = GenerateRequest.of([1, 2], [], SamplingParams(stop_token_ids=(3,)))
+LOGPROBS = Logprobs([TokenLogprob(3, -0.5)])
+ANSWER = msgspec.json.encode(GenerateResponse("", [Choice(0, [3], "stop", LOGPROBS)]))
 
 
 class Refusing:

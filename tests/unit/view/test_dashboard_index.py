@@ -19,7 +19,7 @@ from sightline.run import RunDir
 from sightline.trace import Trace, read_traces, write_traces
 from sightline.view.dashboard import queries
 from sightline.view.dashboard.index import RolloutIndex
-from sightline.view.dashboard.mismatch import DIMENSIONS
+from sightline.algo.mismatch import DIMENSIONS
 from sightline.view.dashboard.rollout_page import read_node_scores
 from sightline.view.dashboard.run_view import RunView
 from sightline.wire.micro_batch import StepScores
