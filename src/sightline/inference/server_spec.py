@@ -35,7 +35,7 @@ class ServerSpec(ConfigSection):
         description="Folder under which weights may be adopted, such as that of the runs which use "
         "this server; none are adopted without one.",
     )
-    run: str = Field("", description="Id of the run that starts the server for itself.")
+    run_id: str = Field("", description="Id of the run that starts the server for itself.")
     enable_prefix_caching: bool = Field(
         True,
         description="Whether a finished sequence keeps its KV cache for the next turn, where its "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sightline.algo.mismatch import describe_mismatch, measure_mismatch
-from sightline.errors import PolicyMismatch
+from sightline.errors import PolicyMismatch, SightlineError
 from sightline.run import EventLog, RunDir
 from sightline.trace import read_traces
 from sightline.trainer.checkpoint import CheckpointSaver
@@ -84,12 +84,15 @@ class RunWriter:
             self.ledger.add(ready.step, ready.digest)
 
     def _explain_mismatch(self, step: int, result: StepResult, kl: float) -> PolicyMismatch:
-        traces = enumerate(read_traces(self.run_dir.traces_of(step)))
-        split = measure_mismatch(result.scores, step, {t.id: (number, t) for number, t in traces})
+        try:
+            traces = {t.id: (0, t) for t in read_traces(self.run_dir.traces_of(step))}
+            split = describe_mismatch(measure_mismatch(result.scores, step, traces))
+        except (OSError, SightlineError) as error:
+            split = f"no split: {error}"
         return PolicyMismatch(
             f"step {step}: sampler and trainer differ by a KL of {kl:.3g} a token, over "
             f"{result.metrics['fresh_tokens']:.0f} tokens that version {step - 1} sampled; "
-            f"[orchestrator] max_mismatch is {self.max_mismatch} ({describe_mismatch(split)})",
+            f"[orchestrator] max_mismatch is {self.max_mismatch} ({split})",
             "the step was not published or kept. Alike everywhere: other weights, another dtype or "
             "wrong logprobs at the server; with images alone: other pixels or another tower. Mend "
             "the server, then start a new run, or resume with a higher max_mismatch to train on "

@@ -182,7 +182,11 @@ def train_recorded(
     threads: int,
     on_tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Runs `config` from its first step, in `run_dir`, until its last."""
+    """Runs `config` from its first step, in `run_dir`, until its last; what a recording calls
+    logprobs says nothing."""
+    unmeasured = {"max_mismatch": 0.0, "diagnostics_every": 0}
+    orchestrator = config.orchestrator.model_copy(update=unmeasured)
+    config = config.model_copy(update={"orchestrator": orchestrator})
     run_dir.make()
     run_dir.config.write_text(dump_toml(config))
     processes = Processes(run_dir)

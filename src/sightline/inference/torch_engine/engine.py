@@ -324,7 +324,7 @@ def build_engine(
         return {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
 
     base = AdapterBase(read_base)
-    manifest = Manifest(version=0, vision_version=0, files=[], run=spec.run)
+    manifest = Manifest(version=0, vision_version=0, files=[], run=spec.run_id)
     if spec.weights is not None:
         manifest, tensors = read_weights(spec.weights)
         adopt_into(forward.model, base.merge(manifest, tensors))
