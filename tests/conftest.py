@@ -59,6 +59,7 @@ def settings(tiny_model: Path, media: MediaStore) -> ServerSpec:
         device="cpu",
         max_num_seqs=64,
         max_model_len=4096,
+        weights_root="/",
     )
 
 

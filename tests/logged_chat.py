@@ -68,6 +68,7 @@ class LoggingPolicy(ScriptedPolicy):
         stops = request.sampling_params.stop_token_ids
         at = next((i for i, token in enumerate(said) if token in stops), None)
         said = said if at is None else said[: at + 1]
+        is_full = len(said) == request.sampling_params.max_tokens
         logprobs = [-float(len(self.log) + 1) - i / 1024 for i in range(len(said))]
         self.log.append(
             Line(
@@ -83,7 +84,7 @@ class LoggingPolicy(ScriptedPolicy):
         choice = Choice(
             index=0,
             token_ids=said,
-            finish_reason="length" if at is None else "stop",
+            finish_reason="stop" if at is not None else "length" if is_full else "abort",
             logprobs=Logprobs([TokenLogprob(*pair) for pair in pairs]),
             weight_versions=[VersionSpan("3", 0, len(said))],
         )

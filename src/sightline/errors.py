@@ -12,6 +12,7 @@
     ├── FamilyError               a checkpoint that no family knows, or a family cannot serve
     ├── FingerprintMismatch       two processes hold different processor settings
     ├── PixelMismatch             sampler and trainer made different pixels
+    ├── PolicyMismatch            samples or weights that are not of this run's policy
     ├── PixelsUnproven            a sampler that cannot say which pixels it saw
     ├── Misaligned                data that must line up does not (tokens, slots, arrays, versions)
     ├── WeightsError              published weights that are torn, or are not those of the model
@@ -111,6 +112,10 @@ class FingerprintMismatch(SightlineError, ValueError):
 
 class PixelMismatch(SightlineError, ValueError):
     """The trainer's pixels are not the ones the sampler used."""
+
+
+class PolicyMismatch(SightlineError):
+    """Samples of weights that the run did not publish, or that its trainer does not agree with."""
 
 
 class PixelsUnproven(SightlineError):

@@ -50,8 +50,9 @@ def media(tmp_path_factory: pytest.TempPathFactory) -> MediaStore:
 @pytest.fixture(scope="module")
 def settings(model: Path, media: MediaStore) -> ServerSpec:
     return ServerSpec.of(
-        path=model, media_roots=(media.root,), device="cpu", max_num_seqs=64, max_model_len=2048
-    )
+        path=model, media_roots=(media.root,), device="cpu", max_num_seqs=64, max_model_len=2048,
+        weights_root="/",
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

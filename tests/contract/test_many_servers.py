@@ -41,6 +41,7 @@ def settings(tiny_model: Path, store: MediaStore) -> ServerSpec:
         device="cpu",
         max_num_seqs=16,
         max_model_len=1024,
+        weights_root="/",
     )
 
 

@@ -37,6 +37,7 @@ def client(model: Path, store: MediaStore) -> Iterator[Client]:
         device="cuda",
         max_num_seqs=32,
         prefill_chunk_tokens=16,
+        weights_root="/",
     )
     with live(settings) as made:
         yield made

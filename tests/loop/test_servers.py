@@ -60,6 +60,7 @@ def servers(tmp_path: Path) -> Iterator[list[str]]:
     (tmp_path / "token").write_text(TOKEN)
     more = ["--max-model-len", "256", "--max-num-seqs", "32"]
     more += ["--token", f"file:{tmp_path / 'token'}"]
+    more += ["--weights-root", str(tmp_path / "runs")]
     with (
         temporary_server(model, media, more) as first,
         temporary_server(model, media, more) as second,
@@ -83,7 +84,11 @@ def test_two_servers_take_the_rollouts_and_the_weights_of_run_after_run(
         told = [ask(server, "/sightline/v1/stats")["totals"] for server in servers]
         sampled = [totals["sampled_tokens"] for totals in told]
         assert all(now > before for now, before in zip(sampled, seen, strict=True))
-        assert [ask(server, "/health")["version"] for server in servers] == [str(STEPS)] * 2
+        health = [ask(server, "/health") for server in servers]
+        assert [h["version"].split("-")[:2] for h in health] == [
+            [str(STEPS), run_dir.read_id()]
+        ] * 2
+        assert [h["leased_to"] for h in health] == ["", ""], "the run has given its leases back"
         seen = sampled
 
 
@@ -106,3 +111,31 @@ def test_a_server_that_would_serve_another_way_is_refused(
     assert "does not answer" in refused('inference.servers=["http://127.0.0.1:9"]')
     assert "write it as http://HOST:PORT" in refused('inference.servers=["127.0.0.1:9"]')
     assert not (tmp_path / "runs").exists(), "nothing was started"
+
+
+def test_a_run_ends_where_another_has_the_server_or_the_sampler_is_another_policy(
+    tmp_path: Path, servers: list[str]
+) -> None:
+    (tmp_path / "run.toml").write_text(RUN.replace("SERVERS", json.dumps(servers)))
+
+    def lease(seconds: float) -> None:
+        body = json.dumps({"run": "beef", "seconds": seconds}).encode()
+        asked = urllib.request.Request(f"{servers[1]}/sightline/v1/lease", body)
+        urllib.request.urlopen(asked, timeout=30).close()
+
+    def failed(*overrides: str) -> tuple[str, RunDir]:
+        done = sightline("rl", "--plain", "run.toml", *overrides, cwd=tmp_path, check=False)
+        assert done.returncode == 2
+        run_dir = RunDir(max((tmp_path / "runs").iterdir()))
+        assert ledger(run_dir) == [] and not list(run_dir.weights.glob("v000001*"))
+        return done.stderr, run_dir
+
+    lease(600)
+    said, _ = failed()
+    assert "this server is leased to run beef" in said and "expires in" in said
+    lease(0)
+    said, run_dir = failed("orchestrator.max_mismatch=1e-30")
+    assert "step 1: sampler and trainer differ by a KL of" in said
+    assert "tokens that version 0 sampled" in said and "worst token" in said
+    assert run_dir.scores_of(1).is_file()
+    assert ask(servers[1], "/health")["leased_to"] == "", "a run that fails gives its lease back"

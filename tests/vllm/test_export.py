@@ -110,8 +110,9 @@ def test_experts_are_exported_and_published_as_vllm_reads_them(
     learner, folder = exported(tmp_path / "tiny", tmp_path / "moe", {})
     rendered = prompt_of(folder, media)
     settings = ServerSpec.of(
-        path=folder, media_roots=(media.root,), device="cpu", max_num_seqs=4, max_model_len=512
-    )
+        path=folder, media_roots=(media.root,), device="cpu", max_num_seqs=4, max_model_len=512,
+        weights_root="/",
+    )  # fmt: skip
     params = SamplingParams(max_tokens=COUNT, seed=5)
     with live(settings) as client:
         check_logprobs(client, learner, media, rendered, params)

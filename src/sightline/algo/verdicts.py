@@ -13,7 +13,7 @@ import numpy as np
 from sightline.algo.advantages import AdvantageFunction
 from sightline.algo.credit import CreditFunction, GroupRewards, by_rollout
 from sightline.algo.filters import Filter
-from sightline.errors import Misaligned
+from sightline.errors import Misaligned, PolicyMismatch
 from sightline.trace import Trace, flatten
 from sightline.wire.sample import Sample
 
@@ -83,6 +83,12 @@ class GroupJudge:
             return TRUNCATED
         if trace.error or trace.reward is None or not trace.turns:
             return BROKEN
+        if (newest := trace.newest_version) is not None and newest > step - 1:
+            raise PolicyMismatch(
+                f"rollout {trace.id} was sampled by version {newest}, and step {step} trains on "
+                f"top of version {step - 1}: its lag is {step - 1 - newest}",
+                "let no other process change the weights of the run's servers, then resume",
+            )
         for version, epoch in trace.policies:
             if step - 1 - version > self.max_lag or epoch != self.epochs.get(version, 0):
                 return STALE

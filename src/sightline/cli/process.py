@@ -126,6 +126,8 @@ def _run_server(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_
         model=file.model,
         inference=file.inference.model_copy(update=placed),
         media_roots=(media_root,),
+        weights_root=run_dir.weights,
+        run_id=run_dir.read_id(),
         otel=_get_spans_target(file, run_dir),
         name=args.name,
     )

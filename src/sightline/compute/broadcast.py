@@ -47,6 +47,7 @@ class Broadcaster:
         version: int,
         vision_version: int,
         adapter: Adapter | None = None,
+        run: str = "",
     ) -> tuple[Path, Manifest]:
         """Writes the manifest of what `send` will send; a version keeps its meaning as in files."""
         digest = hashlib.sha256()
@@ -56,8 +57,8 @@ class Broadcaster:
             digest.update(tensor_bytes(tensor).numpy().data)
             specs.append(TensorSpec(name, SAFETENSORS_DTYPES[tensor.dtype], tuple(tensor.shape)))
         sent = Broadcast(self._address, self._receivers, specs, digest.hexdigest())
-        folder, epoch = log_version(root, version, sent.sha256)
-        manifest = Manifest(version, vision_version, [], epoch, sent, adapter)
+        unlogged = Manifest(version, vision_version, [], 0, sent, adapter, run)
+        folder, manifest = log_version(root, unlogged)
         folder.mkdir(exist_ok=True)
         write_atomic(folder / MANIFEST, msgspec.json.encode(manifest))
         return folder / MANIFEST, manifest

@@ -21,8 +21,16 @@ from torch import Tensor
 
 from sightline.compute.broadcast import receive
 from sightline.compute.tensor_file import NamedTensors, is_intact, sort_names, write_tensors
-from sightline.errors import WeightsError, WireError
-from sightline.wire.weights import MANIFEST, Adapter, Manifest, WeightFile, log_version
+from sightline.errors import WeightsError
+from sightline.wire.weights import (
+    MANIFEST,
+    Adapter,
+    Manifest,
+    WeightFile,
+    log_version,
+    read_manifest,
+    read_regular_file,
+)
 
 MAX_FILE_BYTES = 1 << 29
 """A larger model is several files, beside each other: a core digests one of them at a time."""
@@ -35,6 +43,7 @@ def write_weights(
     version: int,
     vision_version: int,
     adapter: Adapter | None = None,
+    run: str = "",
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> tuple[Path, Manifest]:
     """Publishes `tensors` as `root/v<version>` and returns its manifest's path.
@@ -51,8 +60,8 @@ def write_weights(
     write = partial(write_tensors, durable=False)
     with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
         files = list(pool.map(write, (part / name for name in shares), shares.values()))
-    target, epoch = log_version(root, version, _digest_files(files))
-    manifest = Manifest(version, vision_version, files, epoch, adapter=adapter)
+    unlogged = Manifest(version, vision_version, files, adapter=adapter, run=run)
+    target, manifest = log_version(root, unlogged)
     if _has_version(target, manifest):
         shutil.rmtree(part)
         return target / MANIFEST, manifest
@@ -82,12 +91,6 @@ def _split_into_files(
     }
 
 
-def _digest_files(files: list[WeightFile]) -> str:
-    if len(files) == 1:
-        return files[0].sha256
-    return hashlib.sha256("".join(file.sha256 for file in files).encode()).hexdigest()
-
-
 def _has_version(target: Path, manifest: Manifest) -> bool:
     """Whether the version stands there already, and is still what it was."""
     path = target / MANIFEST
@@ -96,42 +99,45 @@ def _has_version(target: Path, manifest: Manifest) -> bool:
     return all(is_intact(target, file) for file in manifest.files)
 
 
-def read_manifest(path: Path) -> Manifest:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Manifest)
-    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise WireError(
-            f"no complete manifest at {path}: {error}", "publish the version again"
-        ) from error
-
-
 def read_weights(manifest_path: Path) -> tuple[Manifest, dict[str, Tensor]]:
-    """The tensors of a manifest, read or received, checked against its checksums."""
+    """A manifest, and its tensors."""
     manifest = read_manifest(manifest_path)
+    return manifest, read_tensors(manifest_path.parent, manifest)
+
+
+def read_tensors(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """The tensors of a manifest in `folder`, read or received, checked against its checksums."""
     if manifest.broadcast is not None:
-        return manifest, receive(manifest)
+        return receive(manifest)
     tensors: dict[str, Tensor] = {}
     with ThreadPoolExecutor(MAX_THREADS, "weights") as pool:
-        for found in pool.map(partial(_read, manifest_path.parent), manifest.files):
+        for found in pool.map(partial(_read, folder), manifest.files):
             tensors |= found
-    return manifest, tensors
+    return tensors
 
 
 def _read(folder: Path, file: WeightFile) -> dict[str, Tensor]:
     path = folder / file.name
-    data = path.read_bytes() if path.is_file() else b""
+    try:
+        data = read_regular_file(path, file.nbytes)
+    except OSError as error:
+        raise _other_file_error(path, str(error)) from error
     if len(data) != file.nbytes or hashlib.sha256(data).hexdigest() != file.sha256:
-        raise WeightsError(
-            f"{path} is not the file that its manifest names ({len(data)} bytes, "
-            f"not {file.nbytes}, or another checksum)",
-            "publish the version again; the engine keeps the weights it has",
-        )
+        what = f"{len(data)} bytes, not {file.nbytes}, or another checksum"
+        raise _other_file_error(path, what)
     try:
         return load(data)  # from the bytes that were checked: the file may go meanwhile
     except SafetensorError as error:
         raise WeightsError(
             f"{path} is no safetensors file: {error}", "publish the version again"
         ) from error
+
+
+def _other_file_error(path: Path, what: str) -> WeightsError:
+    return WeightsError(
+        f"{path} is not the file that its manifest names ({what})",
+        "publish the version again; the engine keeps the weights it has",
+    )
 
 
 def adopt_into(model: torch.nn.Module, tensors: dict[str, Tensor]) -> None:

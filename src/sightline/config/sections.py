@@ -176,9 +176,12 @@ class OrchestratorConfig(ConfigSection):
     credit: str = "rollout"
     """Which turns get which advantage: rollout (all the same), turn (by Outcome.per_turn), or
     'module:function' of your own."""
-    diagnostics_every: int = Field(0, ge=0)
-    """Steps between two measurements of the mismatch at lag 0 and of blindness; 0 never
-    measures."""
+    diagnostics_every: int = Field(25, ge=0)
+    """Steps between two measurements of the mismatch at lag 0 and of blindness, for which a step
+    waits; 0 measures where it costs nothing."""
+    max_mismatch: Mutable[float] = Field(0.1, ge=0)
+    """Most mismatch KL a token, of tokens that the trainer's own version sampled, that a step may
+    have; one over it ends the run, unpublished. 0 is no limit."""
     max_resample_fraction: float = Field(1.0, ge=0)
     """Most groups without signal that a step replaces, as a fraction of its groups."""
     max_empty_batches: Mutable[int] = Field(5, ge=1)

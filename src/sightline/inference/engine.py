@@ -23,7 +23,7 @@ from sightline.inference.server_spec import ServerSpec
 from sightline.inference.validator import ValidatedRequest
 from sightline.pixels import Materializer
 from sightline.wire.generate import SamplingParams, VersionSpan
-from sightline.wire.weights import Manifest
+from sightline.wire.weights import Manifest, read_manifest
 
 JOIN_GAP_S = 0.02
 MAX_INTERVALS = 20_000
@@ -208,14 +208,17 @@ class Engine(ABC):
             return
         raise build_engine_error("overloaded", full, "try again, or send fewer at once")
 
-    def adopt(self, path: Path) -> Manifest:
+    def adopt(self, path: Path, check: Callable[[Manifest], None] = lambda m: None) -> Manifest:
         """Takes the weights of a manifest between two steps, and returns when it has.
 
-        What is torn or does not fit is refused, and the weights stay. Not on the event loop.
+        What is torn, does not fit or fails `check` is refused, and the weights stay. Not on the
+        event loop.
         """
         try:
-            update = self._read_update(path)
-            if update.manifest != self.manifest:
+            manifest = read_manifest(path)
+            check(manifest)
+            if manifest != self.manifest:
+                update = self._read_update(path.parent, manifest)
                 if self._is_stopping:
                     raise stopping_error()
                 self._take_update(update)
@@ -226,11 +229,11 @@ class Engine(ABC):
         except OSError as error:
             fix = "let the server read the weights"
             raise build_engine_error("weights", str(error), fix) from error
-        return update.manifest
+        return manifest
 
     @abstractmethod
-    def _read_update(self, path: Path) -> Any:
-        """Reads and checks the weights of a manifest; what it returns has a `manifest`."""
+    def _read_update(self, folder: Path, manifest: Manifest) -> Any:
+        """Reads and checks the weights of a manifest in `folder`."""
 
     @abstractmethod
     def _take_update(self, update: Any) -> None:

@@ -45,6 +45,7 @@ STATUS_BY_TYPE = {
     "media_missing": 404,
     "unfinished": 408,
     "fingerprint": 409,
+    "leased": 409,
     "too_large": 413,
     "content_type": 415,
     "host": 421,

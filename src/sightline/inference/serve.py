@@ -91,7 +91,7 @@ class ServerComponents:
         stages = open_stages(spec.otel, spec.name)
         guard = RequestGuard(spec.inference.host, resolve_secret(spec.inference.token))
         return InferenceServer(
-            engine, validator, chat, identity, spec.max_body_bytes, guard, stages
+            engine, validator, chat, identity, spec.max_body_bytes, guard, stages, spec.weights_root
         )
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from sightline.errors import EngineError
 from sightline.inference.chat_endpoint import ChatEndpoint
 from sightline.inference.errors import answer_errors, build_engine_error, json_response, read_body
 from sightline.inference.validator import RequestValidator, ValidatedRequest
@@ -31,6 +32,7 @@ from sightline.wire.generate import (
     Choice,
     GenerateRequest,
     GenerateResponse,
+    LeaseRequest,
     Logprobs,
     PromptLogprob,
     SightlineFields,
@@ -38,11 +40,13 @@ from sightline.wire.generate import (
     join_version_labels,
 )
 from sightline.wire.prometheus import CONTENT_TYPE, format_prometheus
+from sightline.wire.weights import Manifest, resolve_manifest
 
 if TYPE_CHECKING:
     from sightline.inference.engine import Engine, EngineRequest
 
 DISCONNECT_CHECK_S = 0.25
+Asked = TypeVar("Asked")
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +61,47 @@ class _PendingCall:
 
 
 @dataclass
+class ServerLease:
+    """The one run whose weights a server takes; another may take the lease when it has expired."""
+
+    run: str = ""
+    until: float = 0.0
+    """By the monotonic clock."""
+
+    @property
+    def holder(self) -> str:
+        """The run that has the lease; empty for none."""
+        return self.run if time.monotonic() < self.until else ""
+
+    def take(self, asked: LeaseRequest) -> None:
+        if self.holder not in ("", asked.run):
+            raise self._refusal(asked.run)
+        self.run = asked.run if asked.seconds else ""
+        self.until = time.monotonic() + asked.seconds
+
+    def check(self, run: str) -> None:
+        """Raises unless weights of `run` may be adopted: those of no run, while none holds it."""
+        if run != self.run and (run or self.holder):
+            raise self._refusal(run)
+
+    def _refusal(self, run: str) -> EngineError:
+        asks = f"run {run}" if run else "a manifest of no run"
+        if not self.holder:
+            return build_engine_error(
+                "leased",
+                f"{asks} has no lease of this server",
+                "POST its id to /sightline/v1/lease first, and again before it expires",
+            )
+        left_s = math.ceil(self.until - time.monotonic())
+        return build_engine_error(
+            "leased",
+            f"this server is leased to run {self.holder}, and {asks} asks for it; the lease "
+            f"expires in {left_s} s unless that run renews it",
+            "end the other run, or use another server",
+        )
+
+
+@dataclass
 class InferenceServer:
     engine: Engine
     validator: RequestValidator
@@ -66,6 +111,9 @@ class InferenceServer:
     max_body_bytes: int
     guard: RequestGuard
     stages: StageRecorder = NO_STAGE_RECORDER
+    weights_root: Path | None = None
+    """Weights are adopted from under this folder alone."""
+    lease: ServerLease = field(default_factory=lambda: ServerLease())
 
     def __post_init__(self) -> None:
         self._calls: set[_PendingCall] = set()
@@ -74,6 +122,7 @@ class InferenceServer:
             routes=[
                 Route("/inference/v1/generate", answer_errors(self._generate), methods=["POST"]),
                 *self.chat.routes(self._generate_for_chat),
+                Route("/sightline/v1/lease", answer_errors(self._lease), methods=["POST"]),
                 Route("/sightline/v1/adopt", answer_errors(self._adopt), methods=["POST"]),
                 Route("/sightline/v1/stats", answer_errors(self._stats)),
                 Route("/health", answer_errors(self._health)),
@@ -155,19 +204,28 @@ class InferenceServer:
 
     # --- the rest
 
+    async def _lease(self, http: Request) -> Response:
+        asked = await self._read(http, LeaseRequest, "send run, its id, and seconds, 0 to 3600")
+        self.lease.take(asked)
+        return json_response({"run": self.lease.holder, "seconds": asked.seconds})
+
     async def _adopt(self, http: Request) -> Response:
-        try:
-            body = await read_body(http, self.max_body_bytes)
-            manifest_path = Path(msgspec.json.decode(body, type=AdoptRequest).manifest)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise build_engine_error(
-                "schema",
-                f"not an adopt request: {error}",
-                "send the path of a manifest as manifest",
-            ) from error
+        asked = await self._read(http, AdoptRequest, "send the path of a manifest as manifest")
+
+        def adopt() -> Manifest:
+            path = resolve_manifest(asked.manifest, self.weights_root)
+            return self.engine.adopt(path, lambda manifest: self.lease.check(manifest.run))
+
         async with self._adopting:
-            manifest = await asyncio.to_thread(self.engine.adopt, manifest_path)
+            manifest = await asyncio.to_thread(adopt)
         return json_response({"version": manifest.label, "vision_version": manifest.vision_version})
+
+    async def _read(self, http: Request, kind: type[Asked], fix: str) -> Asked:
+        body = await read_body(http, self.max_body_bytes)
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise build_engine_error("schema", f"not a {kind.__name__}: {error}", fix) from error
 
     async def _stats(self, http: Request) -> Response:
         text = http.query_params.get("since", "0")
@@ -189,6 +247,7 @@ class InferenceServer:
                 "vision_version": manifest.vision_version,
                 "running": self.engine.num_running,
                 "waiting": self.engine.num_waiting,
+                "leased_to": self.lease.holder,
             }
         )
 

@@ -30,6 +30,12 @@ class ServerSpec(ConfigSection):
     weights: Path | None = Field(
         None, description="Manifest of the weights to begin with, in place of the checkpoint's own."
     )
+    weights_root: Path | None = Field(
+        None,
+        description="Folder under which weights may be adopted, such as that of the runs which use "
+        "this server; none are adopted without one.",
+    )
+    run_id: str = Field("", description="Id of the run that starts the server for itself.")
     enable_prefix_caching: bool = Field(
         True,
         description="Whether a finished sequence keeps its KV cache for the next turn, where its "

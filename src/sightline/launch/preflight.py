@@ -137,6 +137,11 @@ def describe_family(family: Family, engine: str = "") -> str:
     """What a run does because of its model, and why. What vLLM keeps between turns depends on its
     kernels: its server says it in its log."""
     reuse = f"\n{describe_prefix_reuse(family)}" if engine == "torch" else ""
+    if engine == "stock_vllm":
+        reuse = (
+            "\nweights: nothing keeps another run from changing those of this vLLM; the label of "
+            "each answer shows it, and ends the run"
+        )
     return family.packing.description + reuse
 
 

@@ -117,7 +117,9 @@ def exec_vllm(spec: ServerSpec, python: str) -> None:
     What watched for the parent's end in this program is gone then, so the kernel does.
     """
     roots = tuple(root.absolute() for root in spec.media_roots)
-    spec = spec.replace(media_roots=roots, path=str(spec.model_path.absolute()))
+    given = {"weights": spec.weights, "weights_root": spec.weights_root}
+    paths = {name: path.absolute() for name, path in given.items() if path is not None}
+    spec = spec.replace(media_roots=roots, path=str(spec.model_path.absolute()), **paths)
     words = build_vllm_command(spec, python)
     die_with_parent()
     sys.stdout.flush()

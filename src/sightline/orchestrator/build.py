@@ -16,6 +16,7 @@ from sightline.orchestrator.dispatcher import RolloutDispatcher, SendControl
 from sightline.orchestrator.evaluator import Evaluator
 from sightline.orchestrator.loop import LoopComponents
 from sightline.orchestrator.policy_updater import UNKNOWN_VERSION, PolicyUpdater
+from sightline.orchestrator.published_policies import PublishedPolicies
 from sightline.orchestrator.reward_goal import RewardGoal
 from sightline.orchestrator.rollout_scheduler import RolloutScheduler
 from sightline.orchestrator.run_state import RunState
@@ -31,9 +32,11 @@ class OrchestratorComponents(LoopComponents):
 
     evaluator: Evaluator
     background_evaluator: BackgroundEvaluator | None
+    policies: PublishedPolicies
 
     def publish(self, published: PublishedWeights) -> None:
         """Has the engines adopt a new version, and removes the batches that it covers."""
+        self.policies.check_published(published, self.run_state.progress.step)
         if bad := int(published.metrics.get("bad_media") or 0):
             self.run_state.progress.bad_samples[str(published.version)] = bad
         self.judge.epochs[published.version] = published.epoch
@@ -56,6 +59,8 @@ def build(
     evaluator_client: GenerateClient | None,
 ) -> OrchestratorComponents:
     settings = config.orchestrator
+    owns_servers = not config.inference.servers
+    policies = PublishedPolicies(run_dir.read_id(), run_dir.weights, owns_servers)
     rollouts = RolloutScheduler(
         RolloutDispatcher(
             send,
@@ -68,9 +73,10 @@ def build(
         seed=config.run.seed,
         next_group=run_state.progress.next_group,
         unjudged_groups=list(run_state.progress.open_groups),
+        check_trace=policies.check_trace,
     )
     # Servers that ran before the run hold whatever they hold, until they adopt its first weights.
-    first_version = UNKNOWN_VERSION if config.inference.servers else 0
+    first_version = 0 if owns_servers else UNKNOWN_VERSION
     policy = PolicyUpdater([client.adopt for client in clients], run_dir.weights, first_version)
     observer = StepMetrics(run_state, policy, store, events, rollouts, config.run.steps)
     evaluator = Evaluator(
@@ -112,4 +118,5 @@ def build(
         goal=goal,
         evaluator=evaluator,
         background_evaluator=background_evaluator,
+        policies=policies,
     )

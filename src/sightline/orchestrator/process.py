@@ -15,6 +15,7 @@ from sightline.media import MediaStore
 from sightline.orchestrator import loop
 from sightline.orchestrator.build import OrchestratorComponents, build
 from sightline.orchestrator.run_state import RunState
+from sightline.orchestrator.server_leases import ServerLeases
 from sightline.orchestrator.server_stats import ServerStatsPoller
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.stock_vllm_client import StockVLLMClient
@@ -86,13 +87,19 @@ class ControlRouter:
                     async with self._ready_changed:
                         self.ready[peer] = message
                         self._ready_changed.notify_all()
-                case TrainingFinished() if peer == TRAINER:
+                case TrainingFinished() if (
+                    peer == TRAINER and message.step <= self.components.run_state.progress.step
+                ):
                     self.last_step = message.step
                     self.finished.set()
                 case _:
-                    raise WireError(
-                        f"{peer} sent a {type(message).__name__}", "this is a bug; report it"
-                    )
+                    raise _unexpected_error(peer, message)
+
+
+def _unexpected_error(peer: str, message: ControlMessage) -> WireError:
+    return WireError(
+        f"{peer} sent {str(message)[:200]}", "this is a bug, or no process of this run; report it"
+    )
 
 
 async def main(
@@ -125,6 +132,7 @@ async def main(
     )  # fmt: skip
     router.components = components
     heartbeat = None if config.inference.servers else run_dir.heartbeat("server")
+    leases = ServerLeases((*clients, *evaluator_clients), run_dir.read_id())
     stats_poller = ServerStatsPoller(clients, events, components.observer.caches, heartbeat)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -134,6 +142,7 @@ async def main(
         events.write("state", phase="starting")
         for client in (*clients, *evaluator_clients):
             await client.wait_healthy()
+        await leases.take()
         await router.wait_until_ready({TRAINER, *workers})
         await _replay_batches(router, components)
         await _train(config, components, events, stop)
@@ -145,6 +154,7 @@ async def main(
         components.policy.keep_adopting(),
         components.rollouts.dispatcher.keep_sending(),
         stats_poller.keep_polling(),
+        leases.keep_renewing(),
         _keep_checking_disk(store),
     ]
     if components.background_evaluator is not None:
@@ -152,6 +162,8 @@ async def main(
     try:
         await _run_with_helpers(job(), *helpers)
     finally:
+        if config.inference.servers:  # its own end with the run
+            await leases.give_back()
         for client in (*clients, *evaluator_clients):
             await client.close()
         router.hub.close()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sightline.errors import ProcessFailed
@@ -47,6 +48,8 @@ class RolloutScheduler:
     next_group: int = 0
     unjudged_groups: list[int] = field(default_factory=list)
     """Groups that were started and not judged before the run was resumed; they come first."""
+    check_trace: Callable[[Trace], None] = lambda trace: None
+    """Raises for a trace of training or evaluation that must end the run."""
 
     def __post_init__(self) -> None:
         self._open: dict[str, Group] = {}
@@ -125,7 +128,9 @@ class RolloutScheduler:
         self._wires[worker] = result.wire
         self.trace_bytes += len(result.trace)
         if self.dispatcher.take_result(result.rollout_id, result.held_bytes):
-            self._accept_trace(decode_trace(result.trace, what=f"rollout {result.rollout_id}"))
+            trace = decode_trace(result.trace, what=f"rollout {result.rollout_id}")
+            self.check_trace(trace)
+            self._accept_trace(trace)
 
     def on_worker_lost(self, worker: str, why: str) -> None:
         """A worker has been replaced: what it was playing is broken, and counted."""

@@ -178,16 +178,17 @@ def build_policy_chats(
     family = load_family(model.path, **model.overrides())
     resolver = ImageIngestor(store, media.file_roots, media.http_hosts)
     renderer = load_renderer(model.path, store, family, resolver, model.number_images)
-    token = inference.read_token(run_secret)
-    client = GenerateClient(servers[0], token=token, settings=family.settings)
+    known: dict[str, Any] = {
+        "token": inference.read_token(run_secret),
+        "vocab_size": renderer.vocab_size,
+        "banned_token_ids": renderer.pad_token_ids,
+        "max_model_len": inference.max_model_len,
+    }
     if inference.engine == "stock_vllm":
-        client = StockVLLMClient(
-            servers[0],
-            token=token,
-            store=store,
-            banned_token_ids=renderer.pad_token_ids,
-            shares_store=not inference.inline_images,
-        )
+        known |= {"store": store, "shares_store": not inference.inline_images}
+        client: GenerateClient = StockVLLMClient(servers[0], **known)
+    else:
+        client = GenerateClient(servers[0], settings=family.settings, **known)
     return PolicyChats(
         store=store,
         max_tokens=config.rollout.max_tokens,

@@ -18,6 +18,9 @@ from sightline.wire.generate import (
     ErrorAnswer,
     GenerateRequest,
     GenerateResponse,
+    LeaseRequest,
+    check_answer,
+    decode_answer,
 )
 
 
@@ -32,6 +35,12 @@ class GenerateClient(RetryingClient):
         "it), and start it again",
         kw_only=True,
     )
+    vocab_size: int = field(default=0, kw_only=True)
+    """Ids of answers are below it; 0 is not known."""
+    banned_token_ids: tuple[int, ...] = field(default=(), kw_only=True)
+    """Ids that no answer may have: the renderer's pads."""
+    max_model_len: int = field(default=0, kw_only=True)
+    """Longest sequence that the server takes, prompt and answer; 0 is not known."""
     pacer: LoopPacer = field(default_factory=LoopPacer, kw_only=True)
     """Shared by the clients of all servers: what they do on the event loop takes turns."""
 
@@ -46,7 +55,14 @@ class GenerateClient(RetryingClient):
                 len(raw) for raws in request.features.kwargs_data.values() for raw in raws
             )
         answer = await self._post_generate(msgspec.json.encode(request), turn)
-        return msgspec.json.decode(answer, type=GenerateResponse)
+        return self._check_answer(request, decode_answer(answer, GenerateResponse))
+
+    def _check_answer(
+        self, request: GenerateRequest, response: GenerateResponse
+    ) -> GenerateResponse:
+        ids = (self.vocab_size, self.banned_token_ids)
+        check_answer(request, response, *ids, self.max_model_len)
+        return response
 
     async def _post_generate(self, body: bytes, turn: Stage) -> bytes:
         with turn.begin("generate", server=self.base_url, request_bytes=len(body)) as stage:
@@ -64,6 +80,11 @@ class GenerateClient(RetryingClient):
         """Returns when the server samples from the weights that `manifest` lists."""
         path = str(Path(manifest).absolute())  # the server may run in another folder
         await self.request("POST", "/sightline/v1/adopt", msgspec.json.encode(AdoptRequest(path)))
+
+    async def lease(self, run: str, seconds: float) -> None:
+        """Lets `run` alone change the server's weights; raises where another may."""
+        body = msgspec.json.encode(LeaseRequest(run, seconds))
+        await self.request("POST", "/sightline/v1/lease", body)
 
     async def wait_healthy(self) -> None:
         """Returns when the server answers; the launcher ends the run if it never will."""

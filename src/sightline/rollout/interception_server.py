@@ -252,14 +252,16 @@ class InterceptionServer:
             refusal = OpenAIErrorResponse.of(error)
             if refusal.status == 500:
                 # A promise is broken. The agent may go on; its rollout may not train.
-                chat.failure = chat.failure or error
+                chat.failures.append(error)
             elif isinstance(error, EngineError):
                 chat.record_refusal(error)
             return refusal
         except Exception as error:  # an endpoint: the agent is told, and the rollout ends
-            chat.failure = chat.failure or EnvironmentFailed(
-                f"a request of the agent failed: {traceback.format_exc()}",
-                "this is a bug of the endpoint; report it",
+            chat.failures.append(
+                EnvironmentFailed(
+                    f"a request of the agent failed: {traceback.format_exc()}",
+                    "this is a bug of the endpoint; report it",
+                )
             )
             return OpenAIErrorResponse(500, type(error).__name__, f"{error}")
 

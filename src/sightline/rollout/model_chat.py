@@ -60,8 +60,9 @@ class ModelChat(ABC):
     swapped_images: tuple[MediaRef, ...] = ()
     """Images that are shown in place of those that are put, in order."""
     agent_endpoint: AgentEndpoint | None = None
-    failure: SightlineError | None = None
-    """What broke a promise while an agent asked; the agent may go on, the rollout is dropped."""
+    failures: list[SightlineError] = field(default_factory=list)
+    """What broke a promise of the endpoint or of the server; whatever an agent or an environment
+    makes of it, the rollout is dropped. Branches share it."""
     num_put: int = 0
     substitutes: dict[str, MediaRef] = field(default_factory=dict)
     """By the digest of an agent's own image, the one that is shown for it."""

@@ -112,13 +112,13 @@ class RolloutPlayer:
         try:
             result = await self._play(env, task, chat, request.rollout_id)
         except Exception as error:  # user code: what followed from a failure is not its cause
-            if chat.failure is not None:
-                raise chat.failure from error
+            if chat.failures:
+                raise chat.failures[0] from error
             if not chat.truncated:
                 raise
             result = env.truncated(task)
-        if chat.failure is not None:
-            raise chat.failure
+        if chat.failures:
+            raise chat.failures[0]
         # An image that was put and never sent may be a bad one all the same.
         await chat.pending.settle()
         return result

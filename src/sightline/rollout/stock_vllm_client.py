@@ -22,11 +22,18 @@ from sightline.media import MediaStore
 from sightline.rollout.client import GenerateClient
 from sightline.run.stages import NO_STAGE, Stage
 from sightline.wire import Slot
-from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, Placeholder
-from sightline.wire.weights import Manifest
+from sightline.wire.generate import (
+    Choice,
+    GenerateRequest,
+    GenerateResponse,
+    Placeholder,
+    decode_answer,
+)
+from sightline.wire.weights import read_manifest
 
 BAN_BIAS = -100.0
-"""The lowest bias that vLLM takes: a banned id keeps less than 1e-43 of its probability."""
+"""The lowest bias that vLLM takes: a banned id keeps less than 1e-43 of its probability. The pads
+go into each request's `logit_bias` so."""
 NUM_SHOWN_IDS = 8
 """Ids on either side of a difference that an error shows."""
 
@@ -46,8 +53,6 @@ class StockVLLMClient(GenerateClient):
     """A client of one vLLM server that does not have our plugin."""
 
     store: MediaStore
-    banned_token_ids: tuple[int, ...]
-    """The renderer's pads: they go into each request's `logit_bias`."""
     shares_store: bool = True
     """Whether the server may read the store (`--allowed-local-media-path`). Where it may not,
     images are sent as data urls."""
@@ -55,14 +60,18 @@ class StockVLLMClient(GenerateClient):
     async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
         slots = request.slots()
         sent = msgspec.json.encode(self._body(request, slots))
-        answer = msgspec.json.decode(await self._post_generate(sent, turn), type=StockVLLMResponse)
+        answer = decode_answer(await self._post_generate(sent, turn), StockVLLMResponse)
         check_expansion(request.token_ids, slots, answer)
-        return GenerateResponse(request_id=answer.request_id, choices=answer.choices)
+        response = GenerateResponse(request_id=answer.request_id, choices=answer.choices)
+        return self._check_answer(request, response)
+
+    async def lease(self, run: str, seconds: float) -> None:
+        """A vLLM of its own knows no lease: the label of its weights shows who changed them."""
 
     async def adopt(self, manifest: str) -> None:
         """Returns when the server holds the published weights, under their version's name."""
         file = Path(manifest).absolute()
-        label = msgspec.json.decode(file.read_bytes(), type=Manifest).label
+        label = read_manifest(file).label
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(file.parent)}}
         # Requests end first: one that is prefilled again would kill vLLM 0.32, which has let go
         # of its pixels.

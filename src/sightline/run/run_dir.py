@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
+
+from sightline.errors import ResumeRefused
+from sightline.wire.file import write_atomic
 
 
 class _Inside:
@@ -45,6 +49,8 @@ class RunDir:
     """The OpenTelemetry spans of a run that keeps them itself."""
     secret = _Inside("secret")
     """What the processes of the run know one another by; nobody but its owner may read it."""
+    id_file = _Inside("run_id")
+    """The run's id: every version that it publishes carries it, before and after a resume."""
     lock = _Inside(".lock")
     """Held by the launcher for as long as the run goes on."""
     progress = _Inside("checkpoints/orchestrator.json")
@@ -56,6 +62,17 @@ class RunDir:
             self.logs, self.report,
         ):  # fmt: skip
             folder.mkdir(parents=True, exist_ok=True)
+        if not self.id_file.exists():
+            write_atomic(self.id_file, secrets.token_hex(8).encode())
+
+    def read_id(self) -> str:
+        try:
+            return self.id_file.read_text().strip()
+        except OSError as error:
+            raise ResumeRefused(
+                f"{self.id_file} cannot be read: {error.strerror}",
+                "resume the run, which makes a missing one, or restore it from a copy",
+            ) from error
 
     def heartbeat(self, name: str) -> Path:
         """The file that a process touches for as long as it can run."""

@@ -13,7 +13,7 @@ from sightline.message import Message
 from sightline.wire import Array, MediaItem, Slot, Span
 from sightline.wire.generate import VersionSpan
 from sightline.wire.item import check_slots
-from sightline.wire.weights import parse_version_label
+from sightline.wire.weights import PolicyLabel, parse_version_label
 
 ROOT = -1
 """The parent of a first message."""
@@ -31,17 +31,25 @@ def float32_array(values: Iterable[float]) -> Array:
     return Array(dtype="float32", shape=(len(numbers),), data=numbers.tobytes())
 
 
-class PolicySpan(Span, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PolicySpan(Span, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Tokens [start, stop), counted from a node's first sampled one, come from this policy."""
 
     version: int
     epoch: int
+    run: str = ""
+    """Id of the run that published it; this and `digest` are empty in older traces, and for
+    weights of no run."""
+    digest: str = ""
+    """The first 16 hex digits of the weights' sha256."""
 
     @classmethod
     def of(cls, span: VersionSpan) -> PolicySpan:
         """The span as the generate protocol writes it, its label taken apart."""
-        version, epoch = parse_version_label(span.version)
-        return cls(span.start, span.end, version=version, epoch=epoch)
+        return cls(span.start, span.end, **parse_version_label(span.version)._asdict())
+
+    @property
+    def policy(self) -> PolicyLabel:
+        return PolicyLabel(self.version, self.epoch, self.run, self.digest)
 
 
 _NO_LOGPROBS = Array(dtype="float32", shape=(0,), data=b"")

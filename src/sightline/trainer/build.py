@@ -309,13 +309,15 @@ def _add_publishing(
     """Lets every version leave, as `rl` needs it; every rank calls it, before the first step."""
     writer.publishes = True
     writer.learner.diagnostics_every = config.orchestrator.diagnostics_every
+    writer.max_mismatch = config.orchestrator.max_mismatch
     if config.lora.publish != "merged":
         writer.adapter = describe_adapter_base(writer.learner.forward.model, writer.dtype)
     if orchestrator is None:
         return
     sends = config.trainer.publish != "files"
     broadcaster = Broadcaster(config.trainer.address) if sends else None
+    run_dir = writer.run_dir
     writer.async_publisher = AsyncPublisher(
-        writer.run_dir.weights, writer.dtype, task, broadcaster, writer.adapter
+        run_dir.weights, writer.dtype, task, broadcaster, writer.adapter, run_dir.read_id()
     )
     writer.ledger, writer.send = Ledger(writer.run_dir.ledger, step), orchestrator.send

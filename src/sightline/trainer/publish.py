@@ -59,6 +59,8 @@ class AsyncPublisher:
     """Sends tensors to the engines; None where they read them from files."""
     adapter: Adapter | None = None
     """The base of adapters, where they leave unmerged."""
+    run: str = ""
+    """Id of the run, which every manifest carries."""
     copy: HostCopy = field(default_factory=HostCopy)
     previous: PublishTiming | None = None
     """When the version before the newest was published."""
@@ -83,4 +85,4 @@ class AsyncPublisher:
     def write(self, tensors: NamedTensors, step: int, vision_version: int) -> tuple[Path, Manifest]:
         """Puts a manifest on the disk, with the tensors where files are read."""
         put = write_weights if self.broadcaster is None else self.broadcaster.announce
-        return put(self.root, tensors, step, vision_version, self.adapter)
+        return put(self.root, tensors, step, vision_version, self.adapter, self.run)

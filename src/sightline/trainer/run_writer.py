@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 
+from sightline.algo.mismatch import describe_mismatch, measure_mismatch
+from sightline.errors import PolicyMismatch, SightlineError
 from sightline.run import EventLog, RunDir
+from sightline.trace import read_traces
 from sightline.trainer.checkpoint import CheckpointSaver
 from sightline.trainer.export import export_checkpoint, gather_for_export
 from sightline.trainer.feed import ReadyBatch
@@ -58,6 +61,8 @@ class RunWriter:
     """Writes or sends versions in a thread; on rank 0 of `rl`."""
     send: Callable[[ControlMessage], None] | None = None
     """Tells the orchestrator; on rank 0 of `rl`."""
+    max_mismatch: float = 0.0
+    """Most mismatch KL a token of a step that is kept; 0 is no limit."""
     _nll: float = 0.0
     _num_tokens: float = 0.0
 
@@ -67,10 +72,32 @@ class RunWriter:
             self.async_publisher.background_task.check()
 
     def record(self, ready: ReadyBatch, result: StepResult) -> None:
-        """Writes down what the step was trained on, before anyone hears of its weights."""
+        """Writes down what the step was trained on, before anyone hears of its weights.
+
+        A step whose sampler was another policy ends here: it is neither published nor kept.
+        """
         if self.ledger is not None:
             write_atomic(self.run_dir.scores_of(ready.step), result.scores.to_bytes())
+            kl = result.metrics["mismatch_kl"]
+            if self.max_mismatch and kl is not None and not kl <= self.max_mismatch:
+                raise self._explain_mismatch(ready.step, result, kl)
             self.ledger.add(ready.step, ready.digest)
+
+    def _explain_mismatch(self, step: int, result: StepResult, kl: float) -> PolicyMismatch:
+        try:
+            traces = {t.id: (0, t) for t in read_traces(self.run_dir.traces_of(step))}
+            split = describe_mismatch(measure_mismatch(result.scores, step, traces))
+        except (OSError, SightlineError) as error:
+            split = f"no split: {error}"
+        return PolicyMismatch(
+            f"step {step}: sampler and trainer differ by a KL of {kl:.3g} a token, over "
+            f"{result.metrics['fresh_tokens']:.0f} tokens that version {step - 1} sampled; "
+            f"[orchestrator] max_mismatch is {self.max_mismatch} ({split})",
+            "the step was not published or kept. Alike everywhere: other weights, another dtype or "
+            "wrong logprobs at the server; with images alone: other pixels or another tower. Mend "
+            "the server, then start a new run, or resume with a higher max_mismatch to train on "
+            "this batch",
+        )
 
     def publish(self, step: int, metrics: Metrics) -> None:
         """Lets version `step` leave; returns when the weights may change again.

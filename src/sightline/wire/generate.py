@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+from typing import Annotated, TypeVar
+
 import msgspec
 
-from sightline.errors import Misaligned, WireError
+from sightline.errors import EngineError, Misaligned, WireError
 from sightline.wire.item import MediaItem, Slot, check_slots
+from sightline.wire.weights import parse_version_label
+
+WRONG_ANSWER = "wrong_answer"
+"""The kind of an EngineError about an answer that a sampler cannot give."""
+FINISH_REASONS = ("stop", "length", "abort")
+LOGPROB_ROUNDING = 1e-4
+"""How far over 0 rounding may bring a logprob."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -170,6 +181,111 @@ class GenerateResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     cannot be sampled."""
 
 
+Answer = TypeVar("Answer")
+
+
+def decode_answer(data: bytes, kind: type[Answer]) -> Answer:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _wrong_answer("", f"it cannot be read: {error}") from error
+
+
+def check_answer(
+    request: GenerateRequest,
+    response: GenerateResponse,
+    vocab_size: int = 0,
+    banned_token_ids: Collection[int] = (),
+    max_model_len: int = 0,
+) -> None:
+    """Raises for an answer that a sampler of this request cannot give; 0 is not known.
+
+    The error is about the server, not about one rollout: it ends a run.
+    """
+    params = request.sampling_params
+    if sorted(choice.index for choice in response.choices) != list(range(params.n)):
+        indices = [choice.index for choice in response.choices[:8]]
+        raise _wrong_answer(request.request_id, f"choices {indices} where n = {params.n}")
+    banned = {*banned_token_ids, *params.banned_token_ids}
+    for choice in response.choices:
+        problem = (
+            _find_wrong_end(request, choice, max_model_len)
+            or _find_wrong_ids(choice.token_ids, vocab_size, banned)
+            or _find_wrong_logprobs(params, choice)
+            or _find_wrong_versions(choice)
+        )
+        if problem:
+            raise _wrong_answer(request.request_id, problem)
+
+
+def _find_wrong_end(request: GenerateRequest, choice: Choice, max_model_len: int) -> str:
+    ids, params, reason = choice.token_ids, request.sampling_params, choice.finish_reason
+    if reason not in FINISH_REASONS:
+        return f"finish reason {reason[:40]!r}"
+    if len(ids) > params.max_tokens:
+        return f"{len(ids)} tokens where max_tokens = {params.max_tokens}"
+    is_full = 0 < max_model_len <= len(request.token_ids) + len(ids)
+    if reason == "length" and len(ids) < params.max_tokens and not is_full:
+        return f"{len(ids)} tokens, ended by length, where max_tokens = {params.max_tokens}"
+    stops = [at for at, token in enumerate(ids) if token in params.stop_token_ids]
+    if stops[:1] not in ([], [len(ids) - 1]):
+        return f"tokens after the stop token at {stops[0]}"
+    if reason == "stop" and not stops:
+        return f"ended by stop with token {ids[-1:]}, which is no stop token"
+    return ""
+
+
+def _find_wrong_ids(ids: list[int], vocab_size: int, banned: set[int]) -> str:
+    for at, token in enumerate(ids):
+        if token in banned:
+            return f"token {at} is {token}, which is banned"
+        if token < 0 or 0 < vocab_size <= token:
+            return f"token {at} is {token}, of a vocabulary of {vocab_size or 'unknown size'}"
+    return ""
+
+
+def _find_wrong_logprobs(params: SamplingParams, choice: Choice) -> str:
+    if params.logprobs is None:
+        return ""
+    entries = [] if choice.logprobs is None else choice.logprobs.content
+    if [entry.token_id for entry in entries] != choice.token_ids:
+        return f"{len(entries)} logprobs that are not those of its {len(choice.token_ids)} tokens"
+    for at, entry in enumerate(entries):
+        if not -math.inf < entry.logprob <= LOGPROB_ROUNDING:
+            return f"the logprob of token {at} is {entry.logprob}"
+    return ""
+
+
+def _find_wrong_versions(choice: Choice) -> str:
+    """A server that names no versions at all is refused where they are needed."""
+    if choice.weight_versions is None:
+        return ""
+    end = 0
+    for span in choice.weight_versions:
+        try:
+            parse_version_label(span.version)
+        except WireError as error:
+            return error.problem
+        if span.start != end or span.end <= span.start:
+            break
+        end = span.end
+    else:
+        if end == len(choice.token_ids):
+            return ""
+    spans = [(span.start, span.end) for span in choice.weight_versions[:8]]
+    return f"weight_versions {spans} of {len(choice.token_ids)} tokens"
+
+
+def _wrong_answer(request_id: str, what: str) -> EngineError:
+    return EngineError(
+        f"the inference server gave a wrong answer{f' to {request_id}' * bool(request_id)}: {what}",
+        "serve with an engine that docs/serving.md describes, and look at its log; what it sampled "
+        "cannot be trusted, and this answer was not trained on",
+        kind=WRONG_ANSWER,
+        status=502,
+    )
+
+
 class ErrorBody(msgspec.Struct, frozen=True):
     message: str
     type: str
@@ -189,3 +305,12 @@ class AdoptRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     manifest: str
     """Path of the manifest file, as the server sees it."""
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Takes, renews or, for 0 seconds, gives back the right to change a server's weights."""
+
+    run: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,64}$")]
+    """Id of the run."""
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+    """How long it holds from now on."""

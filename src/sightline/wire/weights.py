@@ -1,16 +1,23 @@
 """The manifest of a published set of weights: written last, so that what it names is whole.
 
-A version means its bits, once and for all; made again with others, it is a new epoch.
+A version means its bits, once and for all; made again with others, it is a new epoch. Its label
+says whose weights they are, and every answer of an engine carries the label.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import re
+import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
+from sightline.errors import WeightsError, WireError
 from sightline.wire.codec import check_schema
 from sightline.wire.file import append_line, read_lines
 
@@ -18,6 +25,8 @@ WEIGHTS_SCHEMA = 1
 MANIFEST = "manifest.json"
 HISTORY = "history.jsonl"
 """The digest of every version that was ever published, beside the folders of versions."""
+MAX_MANIFEST_BYTES = 8 << 20
+_LABEL = re.compile(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?(?:-([0-9a-f]{1,64})-([0-9a-f]{16}))?")
 
 
 class WeightFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,24 +77,71 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the weights are sent, where `files` is empty; None for weights on disk."""
     adapter: Adapter | None = None
     """What the tensors are added to; None where they are whole weights."""
+    run: str = ""
+    """Id of the run that published them; empty for weights that no run published."""
     schema: int = WEIGHTS_SCHEMA
 
     def __post_init__(self) -> None:
         check_schema(self.schema, WEIGHTS_SCHEMA, "weights")
 
     @property
+    def digest(self) -> str:
+        """sha256 over the weights: their files or what is sent, and the base of adapters."""
+        parts = [file.sha256 for file in self.files]
+        parts += [self.broadcast.sha256] if self.broadcast is not None else []
+        parts += [self.adapter.base] if self.adapter is not None else []
+        return parts[0] if len(parts) == 1 else hashlib.sha256("".join(parts).encode()).hexdigest()
+
+    @property
+    def policy(self) -> PolicyLabel:
+        """Whose weights they are; a run's own carry its id and a part of their digest."""
+        digest = self.digest[:16] if self.run else ""
+        return PolicyLabel(self.version, self.epoch, self.run, digest)
+
+    @property
     def label(self) -> str:
-        """The name of the version on the generate protocol: `7`, or `7.1` for its epoch 1."""
-        return f"{self.version}.{self.epoch}" if self.epoch else str(self.version)
+        """The name of the version on the generate protocol."""
+        return str(self.policy)
 
 
-def log_version(root: Path, version: int, sha256: str) -> tuple[Path, int]:
-    """The folder and the epoch of `version` with these bits.
+class PolicyLabel(NamedTuple):
+    """What names the weights that sampled a token: `7-RUN-DIGEST`, `7.1-RUN-DIGEST` for epoch 1 of
+    a version, `7` for weights of no run."""
+
+    version: int
+    epoch: int = 0
+    run: str = ""
+    digest: str = ""
+    """The first 16 hex digits of the weights' sha256."""
+
+    def __str__(self) -> str:
+        number = f"{self.version}.{self.epoch}" if self.epoch else str(self.version)
+        return f"{number}-{self.run}-{self.digest}" if self.run else number
+
+
+def parse_version_label(label: str) -> PolicyLabel:
+    found = _LABEL.fullmatch(label)
+    if found is None:
+        raise WireError(
+            f"{label[:100]!r} is no label of weights", "see docs/serving.md for what one looks like"
+        )
+    version, epoch, run, digest = found.groups(default="")
+    return PolicyLabel(int(version), int(epoch or 0), run, digest)
+
+
+def read_history(root: Path, run: str) -> set[PolicyLabel]:
+    """Every policy that the run with this folder of versions has published."""
+    lines = [json.loads(line) for line in read_lines(root / HISTORY)]
+    return {PolicyLabel(x["version"], x["epoch"], run, x["sha256"][:16]) for x in lines}
+
+
+def log_version(root: Path, manifest: Manifest) -> tuple[Path, Manifest]:
+    """The folder of a version with these bits, and its manifest with their epoch.
 
     The history outlasts the folders, which go when no engine can need them: a version that is made
     again is compared with what it was.
     """
-    history = root / HISTORY
+    history, version, sha256 = root / HISTORY, manifest.version, manifest.digest
     lines = [json.loads(line) for line in read_lines(history)]
     known = [line["sha256"] for line in lines if line["version"] == version]
     if sha256 in known:
@@ -95,13 +151,53 @@ def log_version(root: Path, version: int, sha256: str) -> tuple[Path, int]:
         root.mkdir(parents=True, exist_ok=True)
         line = {"version": version, "epoch": epoch, "sha256": sha256}
         append_line(history, json.dumps(line).encode())
-    return root / (f"v{version:06d}" + (f".{epoch}" if epoch else "")), epoch
+    folder = root / (f"v{version:06d}" + (f".{epoch}" if epoch else ""))
+    return folder, msgspec.structs.replace(manifest, epoch=epoch)
 
 
-def parse_version_label(label: str) -> tuple[int, int]:
-    """Version and epoch of a label."""
-    version, _, epoch = label.partition(".")
-    return int(version), int(epoch or 0)
+def resolve_manifest(path: str, root: Path | None) -> Path:
+    """The real path of a manifest, which must lie under `root`; what lies elsewhere is not told."""
+    try:
+        real = Path(os.path.realpath(path))
+    except ValueError:  # a NUL byte
+        real = Path()
+    if root is None or not real.is_relative_to(os.path.realpath(root)):
+        raise WeightsError(
+            "the manifest is not in the folder that this server takes weights from",
+            "start the server with --weights-root, the folder of the runs that use it"
+            if root is None
+            else "publish under the server's --weights-root, or start it with another",
+        )
+    return real
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest at `path`; its files have plain names, and so lie beside it."""
+    try:
+        manifest = msgspec.json.decode(read_regular_file(path, MAX_MANIFEST_BYTES), type=Manifest)
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise WireError(
+            f"no complete manifest at {path}: {error}", "publish the version again"
+        ) from error
+    for file in manifest.files:
+        if file.name in ("", ".", "..") or "/" in file.name or "\0" in file.name:
+            raise WireError(
+                f"the manifest at {path} names {file.name[:100]!r}, which is not in its folder",
+                "publish the version again",
+            )
+    return manifest
+
+
+def read_regular_file(path: Path, max_bytes: int) -> bytes:
+    """All of a file of at most `max_bytes`; raises OSError for a link, a FIFO and the like."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(handle, "rb") as file:
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError("not a regular file")
+        if found.st_size > max_bytes:
+            raise OSError(f"{found.st_size} bytes, and {max_bytes} at most are read")
+        return file.read(max_bytes + 1)
 
 
 def is_transposed(stored: Iterable[int], own: Iterable[int]) -> bool:

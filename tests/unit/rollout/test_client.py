@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from agents import listening
+from agents import Worker, listening
 from aiohttp import web
 
+from sightline.bench.harness.scripted_policy import ScriptedPolicy
 from sightline.errors import EngineError
 from sightline.inference.errors import STATUS_BY_TYPE, build_engine_error, encode_error
+from sightline.media import MediaStore
+from sightline.message import user
 from sightline.rollout.client import GenerateClient
-from sightline.wire.generate import Choice, GenerateRequest, GenerateResponse, SamplingParams
+from sightline.rollout.stock_vllm_client import StockVLLMClient
+from sightline.trace import Trace
+from sightline.wire.generate import (
+    Choice,
+    GenerateRequest,
+    GenerateResponse,
+    Logprobs,
+    SamplingParams,
+    TokenLogprob,
+    check_answer,
+)
 
-REQUEST = GenerateRequest.of([1, 2], [], SamplingParams())
-ANSWER = msgspec.json.encode(GenerateResponse("", [Choice(0, [3], "stop")]))
+REQUEST = GenerateRequest.of([1, 2], [], SamplingParams(stop_token_ids=(3,)))
+LOGPROBS = Logprobs([TokenLogprob(3, -0.5)])
+ANSWER = msgspec.json.encode(GenerateResponse("", [Choice(0, [3], "stop", LOGPROBS)]))
 
 
 class Refusing:
@@ -126,3 +143,144 @@ def test_other_settings_are_shown_beside_the_servers() -> None:
     with pytest.raises(EngineError) as caught:
         ask(Refusing(["fingerprint"]), settings={"patch": 14})
     assert caught.value.problem == 'token_ids: fingerprint; ours: {"patch": 14}'
+
+
+# --- answers that no sampler gives
+
+STOP, TEXT, PAD = 3, 5, 9
+ASKED = GenerateRequest.of([1, 2], [], SamplingParams(max_tokens=3, stop_token_ids=(STOP,)))
+
+
+def build_answer(*said: int, **changes: Any) -> dict[str, Any]:
+    """An answer that is right, and what is changed about it."""
+    ids = list(said or (TEXT, TEXT, STOP))
+    logprobs = changes.pop("values", [-0.5] * len(ids))
+    entries = [
+        {"token_id": token, "logprob": value} for token, value in zip(ids, logprobs, strict=False)
+    ]
+    choice = {
+        "index": 0,
+        "token_ids": ids,
+        "finish_reason": "stop" if ids[-1] == STOP else "length",
+        "logprobs": {"content": entries},
+        "weight_versions": [{"version": "0", "start": 0, "end": len(ids)}],
+    }
+    return {"request_id": "", "choices": [choice | changes], "prompt_token_ids": [1, 2]}
+
+
+def span(version: str, start: int, end: int) -> dict[str, Any]:
+    return {"version": version, "start": start, "end": end}
+
+
+RIGHT = [
+    build_answer(),
+    build_answer(TEXT, TEXT, TEXT),
+    build_answer(STOP),
+    build_answer(values=[0.0, 1e-6, -30.0]),
+    build_answer(TEXT, finish_reason="abort"),
+    build_answer(weight_versions=[span("0", 0, 1), span("1.2-aa-0123456789abcdef", 1, 3)]),
+]
+WRONG = {
+    "more tokens than asked": build_answer(TEXT, TEXT, TEXT, STOP),
+    "an unknown finish reason": build_answer(finish_reason="tool_calls"),
+    "too short for length": build_answer(TEXT, TEXT),
+    "stopped without a stop token": build_answer(TEXT, TEXT, TEXT, finish_reason="stop"),
+    "stopped without a token": build_answer(token_ids=[], values=[], weight_versions=[]),
+    "on after a stop token": build_answer(TEXT, STOP, TEXT),
+    "an id outside of the vocabulary": build_answer(TEXT, 10, STOP),
+    "an id below 0": build_answer(TEXT, -1, STOP),
+    "a banned id": build_answer(TEXT, PAD, STOP),
+    "a logprob over 0": build_answer(values=[-0.5, 0.3, -0.5]),
+    "a logprob that is no number": build_answer(values=[-0.5, None, -0.5]),
+    "a logprob that JSON cannot hold": build_answer(values=[-0.5, float("nan"), -0.5]),
+    "too few logprobs": build_answer(values=[-0.5, -0.5]),
+    "no logprobs": build_answer(logprobs=None),
+    "replaced tokens": build_answer(token_ids=[TEXT, 6, STOP]),
+    "another index": build_answer(index=1),
+    "no choice": {**build_answer(), "choices": []},
+    "two choices": {**build_answer(), "choices": build_answer()["choices"] * 2},
+    "versions with a gap": build_answer(weight_versions=[span("0", 0, 1), span("0", 2, 3)]),
+    "versions of less": build_answer(weight_versions=[span("0", 0, 2)]),
+    "versions of more": build_answer(weight_versions=[span("0", 0, 4)]),
+    "a version that is none": build_answer(weight_versions=[span("new", 0, 3)]),
+}
+
+
+def answered(kind: type[GenerateClient], answer: bytes, store: MediaStore) -> GenerateResponse:
+    """What a client makes of a server that gives this answer to all requests."""
+    known: dict[str, Any] = {"vocab_size": 10, "banned_token_ids": (PAD,), "max_model_len": 100}
+    if kind is StockVLLMClient:
+        known["store"] = store
+
+    async def generate(http: web.Request) -> web.Response:
+        return web.Response(body=answer)
+
+    async def main() -> GenerateResponse:
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", generate)
+        async with listening(app) as address:
+            client = kind(address, **known)
+            try:
+                return await client.generate(ASKED)
+            finally:
+                await client.close()
+
+    return asyncio.run(main())
+
+
+CLIENTS = pytest.mark.parametrize("kind", [GenerateClient, StockVLLMClient])
+
+
+@CLIENTS
+def test_answers_that_a_sampler_gives_are_taken(
+    kind: type[GenerateClient], store: MediaStore
+) -> None:
+    for answer in RIGHT:
+        assert answered(kind, json.dumps(answer).encode(), store).choices
+
+
+@CLIENTS
+@pytest.mark.parametrize("wrong", [*WRONG, "no JSON", "no object"])
+def test_an_answer_that_no_sampler_gives_is_refused(
+    kind: type[GenerateClient], wrong: str, store: MediaStore
+) -> None:
+    garbage = {"no JSON": b"\xff\xfe{", "no object": b"[1]"}
+    answer = garbage.get(wrong) or json.dumps(WRONG[wrong]).encode()
+    with pytest.raises(EngineError, match="gave a wrong answer") as caught:
+        answered(kind, answer, store)
+    assert caught.value.kind == "wrong_answer"
+
+
+def test_the_context_limit_explains_a_short_answer(store: MediaStore) -> None:
+    short = GenerateResponse("", [Choice(0, [TEXT], "length", Logprobs([TokenLogprob(5, -0.5)]))])
+    check_answer(ASKED, short, max_model_len=3)
+    with pytest.raises(EngineError, match="ended by length"):
+        check_answer(ASKED, short, max_model_len=4)
+
+
+class Lies(ScriptedPolicy):
+    """A policy whose logprobs cannot be."""
+
+    def answer(self, request: GenerateRequest, digests: list[str]) -> GenerateResponse:
+        right = super().answer(request, digests)
+        entries = [TokenLogprob(token, 0.5) for token in right.choices[0].token_ids]
+        choice = msgspec.structs.replace(right.choices[0], logprobs=Logprobs(entries))
+        return msgspec.structs.replace(right, choices=[choice])
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_an_environment_cannot_hide_a_wrong_answer(
+    tiny_model: Path, store: MediaStore, branches: bool
+) -> None:
+    async def rollout(chat: Any) -> float:
+        with contextlib.suppress(Exception):
+            await (chat.branch() if branches else chat).send([user("q")])
+        return 1.0
+
+    async def main() -> Trace:
+        async with listening(Lies().app()) as address:
+            return await Worker(tiny_model, store, address).play(rollout)
+
+    trace = asyncio.run(main())
+    assert trace.error_kind == "wrong_answer" and trace.reward is None
+    assert "the logprob of token 0 is 0.5" in trace.error

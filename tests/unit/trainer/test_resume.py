@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from sightline.config import RunFile
-from sightline.errors import ResumeRefused
+from sightline.errors import PolicyMismatch, ResumeRefused
 from sightline.media import MediaStore
 from sightline.run import RunDir
 from sightline.trainer import loop
@@ -27,12 +27,14 @@ class Killed(Exception):
     pass
 
 
-def run_file(model: Path, **trainer: object) -> RunFile:
+def run_file(model: Path, max_mismatch: float = 0, **trainer: object) -> RunFile:
+    """Samples are made up, and so are their logprobs: the mismatch is no matter."""
     return RunFile.model_validate(
         {
             "model": {"path": str(model)},
             "env": {"name": "color_codeword"},
             "run": {"steps": STEPS},
+            "orchestrator": {"max_mismatch": max_mismatch},
             "trainer": {
                 "device": "cpu",
                 "lr": 1e-3,
@@ -147,6 +149,18 @@ def test_checkpoints_beyond_the_number_to_keep_go(tiny_model: Path, run_dir: Run
     config = run_file(tiny_model, keep_checkpoints=1)
     train(config, run_dir, write_batches(run_dir, tiny_model))
     assert [p.name for p in sorted(run_dir.checkpoints.glob("step_*"))] == ["step_000005"]
+
+
+def test_a_step_whose_sampler_was_another_policy_is_neither_kept_nor_published(
+    tiny_model: Path, run_dir: RunDir
+) -> None:
+    batches = write_batches(run_dir, tiny_model)
+    config = run_file(tiny_model, RunFile.model_fields["orchestrator"].default.max_mismatch)
+    with pytest.raises(PolicyMismatch, match="step 1: sampler and trainer differ by a KL of"):
+        train(config, run_dir, batches)
+    assert not list(run_dir.weights.glob("v*")) and not list(run_dir.checkpoints.glob("step_*"))
+    assert not run_dir.ledger.exists() or not run_dir.ledger.read_bytes()
+    assert run_dir.scores_of(1).is_file(), "the dashboard shows where they differ"
 
 
 def test_a_frozen_tower_keeps_its_weights_and_its_version(

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from sightline.algo.mismatch import DIMENSIONS
 from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.run import RunDir
 from sightline.trace import Trace, read_traces, write_traces
 from sightline.view.dashboard import queries
 from sightline.view.dashboard.index import RolloutIndex
-from sightline.view.dashboard.mismatch import DIMENSIONS
 from sightline.view.dashboard.rollout_page import read_node_scores
 from sightline.view.dashboard.run_view import RunView
 from sightline.wire.micro_batch import StepScores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import making
 import msgspec
@@ -21,7 +22,13 @@ from sightline.wire.generate import GenerateRequest, MultiModalFeatures, Placeho
 from sightline.wire.item import check_slots
 from sightline.wire.micro_batch import MicroBatch, StepScores, TokenOrigin
 from sightline.wire.sample import Batch, Segment
-from sightline.wire.weights import Manifest, WeightFile, parse_version_label
+from sightline.wire.weights import (
+    Adapter,
+    Broadcast,
+    Manifest,
+    WeightFile,
+    parse_version_label,
+)
 
 REF = MediaRef("ab" * 32, "image/png", 64, 32, 100)
 ITEM = MediaItem(REF, "some_family", (1, 2, 4), "f" * 32)
@@ -127,9 +134,36 @@ def test_control_messages_come_back_as_what_they_were() -> None:
 
 
 def test_a_version_made_again_has_a_label_of_its_own() -> None:
-    file = WeightFile("f", 1, "s")
+    file = WeightFile("f", 1, "a" * 64)
     assert Manifest(7, 7, [file]).label == "7" and Manifest(7, 7, [file], epoch=2).label == "7.2"
-    assert parse_version_label("7.2") == (7, 2) and parse_version_label("7") == (7, 0)
+    for epoch, run in ((0, ""), (2, ""), (0, "1f"), (3, "1f")):
+        manifest = Manifest(7, 7, [file], epoch=epoch, run=run)
+        found = parse_version_label(manifest.label)
+        assert found == manifest.policy and (found.version, found.epoch, found.run) == (
+            7,
+            epoch,
+            run,
+        )
+
+
+def test_a_label_proves_the_run_and_every_file_and_the_base_of_adapters() -> None:
+    def label(**changes: Any) -> str:
+        files = [WeightFile(name, 1, changes.pop(name, name)) for name in ("a", "b")]
+        return Manifest(7, 7, files, run=changes.pop("run", "1f"), **changes).label
+
+    sent = Broadcast("h:1", 1, [], "a")
+    others = [label(a="c"), label(b="c"), label(run="2f"), label(epoch=1), label(broadcast=sent)]
+    bases = [label(adapter=Adapter(base, "F32", {})) for base in ("x", "y")]
+    assert len({label(), *others, *bases}) == 8
+    assert label().startswith("7-1f-") and len(label().split("-")[2]) == 16
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "-1", "7.", "7-", "7-1f", "7-1f-zz", "7" * 10, "٣", "7\n"]
+)
+def test_a_label_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(WireError, match="no label of weights"):
+        parse_version_label(text)
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ from sightline.wire.control import (
     RolloutResult,
 )
 from sightline.wire.generate import AdoptRequest
-from sightline.wire.weights import Manifest
+from sightline.wire.weights import Manifest, PolicyLabel, read_manifest
 
 HOST = "127.0.0.1"
 ORCHESTRATOR, WORKER = "orchestrator", "worker-0"
@@ -105,8 +105,7 @@ class RecordedSampler:
     """The stand-in: worker to the orchestrator's channel, engine to its client."""
 
     traces: list[Trace]
-    version: int = 0
-    epoch: int = 0
+    policy: PolicyLabel
     played: int = 0
     _next: Iterator[Trace] = field(init=False)
 
@@ -120,6 +119,7 @@ class RecordedSampler:
         app.router.add_get("/health", self._health)
         app.router.add_get("/sightline/v1/stats", self._stats)
         app.router.add_post("/sightline/v1/adopt", self._adopt)
+        app.router.add_post("/sightline/v1/lease", self._lease)
         return app
 
     async def work(self, hub: str, secret: str) -> None:
@@ -141,7 +141,7 @@ class RecordedSampler:
         nodes = [
             msgspec.structs.replace(
                 node,
-                versions=(PolicySpan(0, node.num_sampled, version=self.version, epoch=self.epoch),),
+                versions=(PolicySpan(0, node.num_sampled, **self.policy._asdict()),),
             )
             if node.is_turn
             else node
@@ -163,8 +163,10 @@ class RecordedSampler:
 
     async def _adopt(self, http: web.Request) -> web.Response:
         asked = msgspec.json.decode(await http.read(), type=AdoptRequest)
-        manifest = msgspec.json.decode(Path(asked.manifest).read_bytes(), type=Manifest)
-        self.version, self.epoch = manifest.version, manifest.epoch
+        self.policy = read_manifest(Path(asked.manifest)).policy
+        return web.json_response({})
+
+    async def _lease(self, http: web.Request) -> web.Response:
         return web.json_response({})
 
     async def _stats(self, http: web.Request) -> web.Response:
@@ -181,15 +183,19 @@ def train_recorded(
     threads: int,
     on_tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Runs `config` from its first step, in `run_dir`, until its last."""
+    """Runs `config` from its first step, in `run_dir`, until its last; what a recording calls
+    logprobs says nothing."""
+    unmeasured = {"max_mismatch": 0.0, "diagnostics_every": 0}
+    orchestrator = config.orchestrator.model_copy(update=unmeasured)
+    config = config.model_copy(update={"orchestrator": orchestrator})
     run_dir.make()
     make_secret(run_dir)
     run_dir.config.write_text(dump_toml(config))
     processes = Processes(run_dir)
+    first = Manifest(version=0, vision_version=0, files=[], run=run_dir.read_id()).policy
+    recorded = RecordedSampler(list(read_traces(traces)), first)
     try:
-        asyncio.run(
-            _train(config, processes, RecordedSampler(list(read_traces(traces))), threads, on_tick)
-        )
+        asyncio.run(_train(config, processes, recorded, threads, on_tick))
     finally:
         processes.kill()
 

@@ -49,6 +49,7 @@ from sightline.wire.control import (
     TrainingFinished,
 )
 from sightline.wire.sample import Batch, digest_batch
+from sightline.wire.weights import MANIFEST, Manifest, log_version
 
 ORCHESTRATOR, WORKER, POLICY, TRAINER = "orchestrator", "worker-0", "policy", "trainer"
 HOST = "127.0.0.1"
@@ -298,7 +299,7 @@ class _Rehearsal:
             match message:
                 case BatchReady():
                     self._take_batch(message)
-                    await spoke.send(control.encode(_build_published(message.step)))
+                    await spoke.send(control.encode(self._publish(message.step)))
                 case FinishTraining():
                     # The step is over and nobody has ended: the peaks of both are known now.
                     self.figures.memory = {
@@ -314,6 +315,13 @@ class _Rehearsal:
                     raise ProcessFailed(
                         f"the trainer was sent a {type(message).__name__}", "report this bug"
                     )
+
+    def _publish(self, step: int) -> PublishedWeights:
+        manifest = Manifest(step, 0, [], run=self.run_dir.read_id())
+        folder, _ = log_version(self.run_dir.weights, manifest)
+        folder.mkdir()
+        (folder / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        return PublishedWeights(step, 0, str(folder / MANIFEST), {}, checkpoint_step=step - 1)
 
     def _take_batch(self, announce: BatchReady) -> None:
         data = Path(announce.path).read_bytes()
@@ -333,12 +341,6 @@ class _Rehearsal:
             self.figures.encoded_images += count_encoded_images(data)
         self.figures.stored = self.store.size_bytes()
         self.figures.stored_images = self.store.count()
-
-
-def _build_published(step: int) -> PublishedWeights:
-    return PublishedWeights(
-        version=step, epoch=0, manifest="scripted", metrics={}, checkpoint_step=step - 1
-    )
 
 
 @dataclass

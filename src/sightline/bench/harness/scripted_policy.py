@@ -17,18 +17,19 @@ from sightline.wire.generate import (
     Choice,
     GenerateRequest,
     GenerateResponse,
+    LeaseRequest,
     Logprobs,
     SightlineFields,
     TokenLogprob,
     VersionSpan,
 )
+from sightline.wire.weights import Manifest
 
 COUNTS_PATH = "/sightline/v1/counts"
 MAX_REQUEST_BYTES = 1 << 30
 NUM_TEXT_IDS = 94
 """The first ids of a byte-level tokenizer are the printable characters of ASCII."""
 LOGPROB = -4.5
-VERSION = "0"
 ENCODED_IMAGES = (b"data:image", b"\x89PNG\r\n\x1a\n", b"iVBORw0KGgo")
 """A data URL, a PNG file, and the latter in base64."""
 
@@ -61,11 +62,13 @@ def count_encoded_images(data: bytes) -> int:
 class ScriptedPolicy:
     def __init__(self) -> None:
         self.counts = PolicyCounts()
+        self.label = Manifest(version=0, vision_version=0, files=[]).label
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post("/inference/v1/generate", self._generate)
         app.router.add_post("/sightline/v1/adopt", self._adopt)
+        app.router.add_post("/sightline/v1/lease", self._lease)
         app.router.add_get("/sightline/v1/stats", self._stats)
         app.router.add_post(AGENT_PATH, run_agent)
         app.router.add_get(COUNTS_PATH, self._counts)
@@ -97,7 +100,7 @@ class ScriptedPolicy:
             token_ids=sampled,
             finish_reason="stop" if params.stop_token_ids else "length",
             logprobs=Logprobs([TokenLogprob(token, LOGPROB) for token in sampled]),
-            weight_versions=[VersionSpan(VERSION, 0, len(sampled))],
+            weight_versions=[VersionSpan(self.label, 0, len(sampled))],
         )
         return GenerateResponse(request.request_id, [choice], SightlineFields(digests))
 
@@ -114,6 +117,12 @@ class ScriptedPolicy:
             counts.slots += sum(map(len, request.features.kwargs_data.values()))
 
     async def _adopt(self, http: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def _lease(self, http: web.Request) -> web.Response:
+        """From here on it is a server of that run's own."""
+        run = msgspec.json.decode(await http.read(), type=LeaseRequest).run
+        self.label = Manifest(version=0, vision_version=0, files=[], run=run).label
         return web.json_response({})
 
     async def _stats(self, http: web.Request) -> web.Response:

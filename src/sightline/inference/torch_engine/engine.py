@@ -29,7 +29,7 @@ from torch import Tensor
 from sightline.compute.feature_cache import FeatureCache
 from sightline.compute.lora_weights import AdapterBase
 from sightline.compute.model import load_model, pick_device
-from sightline.compute.weights import adopt_into, read_weights
+from sightline.compute.weights import adopt_into, read_tensors, read_weights
 from sightline.errors import EngineError
 from sightline.families import Family, Forward
 from sightline.inference.engine import Deliver, Engine
@@ -148,8 +148,8 @@ class TorchEngine(Engine):
         self._pending_cancels.append(request)
         self._event.set()
 
-    def _read_update(self, path: Path) -> _WeightSwap:
-        manifest, tensors = read_weights(path)
+    def _read_update(self, folder: Path, manifest: Manifest) -> _WeightSwap:
+        tensors = read_tensors(folder, manifest)
         return _WeightSwap(manifest, self._base.merge(manifest, tensors), Future())
 
     def _take_update(self, update: _WeightSwap) -> None:
@@ -324,7 +324,7 @@ def build_engine(
         return {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
 
     base = AdapterBase(read_base)
-    manifest = Manifest(version=0, vision_version=0, files=[])
+    manifest = Manifest(version=0, vision_version=0, files=[], run=spec.run_id)
     if spec.weights is not None:
         manifest, tensors = read_weights(spec.weights)
         adopt_into(forward.model, base.merge(manifest, tensors))

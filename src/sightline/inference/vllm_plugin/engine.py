@@ -129,8 +129,8 @@ class VllmEngine(Engine):
     def cancel(self, request: VllmRequest) -> None:
         self._loop.call_soon_threadsafe(self._cancel_request, request, None)
 
-    def _read_update(self, path: Path) -> CheckedWeights:
-        return self._updater.read(path)
+    def _read_update(self, folder: Path, manifest: Manifest) -> CheckedWeights:
+        return self._updater.read(folder, manifest)
 
     def _take_update(self, update: CheckedWeights) -> None:
         asyncio.run_coroutine_threadsafe(self._adopt(update), self._loop).result()

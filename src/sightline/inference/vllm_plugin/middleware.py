@@ -126,7 +126,7 @@ def build_engine(client: Any, components: ServerComponents) -> VllmEngine:
         model=path,
         parameters=empty_parameters(path, family),
         vision=serving.VISION_PREFIXES,
-        manifest=Manifest(version=0, vision_version=0, files=[]),
+        manifest=Manifest(version=0, vision_version=0, files=[], run=spec.run_id),
         vision_digest=vision_digest(open_checkpoint(path), serving.VISION_PREFIXES),
     )
     return VllmEngine(

@@ -16,7 +16,7 @@ from sightline.compute.checkpoint_files import (
     open_checkpoint,
 )
 from sightline.compute.lora_weights import AdapterBase, digest_tensors, resolve_parameter
-from sightline.compute.weights import check_parameters, read_manifest, read_weights
+from sightline.compute.weights import check_parameters, read_tensors
 from sightline.errors import EngineError, WeightsError
 from sightline.inference.vllm_plugin.symbols import WeightTransferUpdateRequest
 from sightline.inference.vllm_plugin.weight_transfer import WEIGHTS_UNCHANGED
@@ -70,15 +70,15 @@ class WeightUpdater:
         """Keeps the KV cache of one version from a prompt of another in vLLM's prefix cache."""
         return f"{self.manifest.label}.{self.count}"
 
-    def read(self, path: Path) -> CheckedWeights:
+    def read(self, folder: Path, manifest: Manifest) -> CheckedWeights:
         """Reads and checks the weights of a manifest; refuses what is torn or does not fit."""
-        if read_manifest(path).broadcast is not None:
+        if manifest.broadcast is not None:
             raise WeightsError(
-                f"{path} names weights that are sent, and vLLM's worker reads files",
+                f"{folder} names weights that are sent, and vLLM's worker reads files",
                 'set [trainer] publish = "files"',
             )
-        manifest, tensors = read_weights(path)
-        info = {"paths": [str(path.parent / file.name) for file in manifest.files]}
+        tensors = read_tensors(folder, manifest)
+        info = {"paths": [str(folder / file.name) for file in manifest.files]}
         return self._check_weights(manifest, tensors, info | {"transposed": self._transposed})
 
     def _check_weights(

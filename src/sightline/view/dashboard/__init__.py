@@ -6,7 +6,6 @@
 
     run.py       one run: its files, its index, its history, what is wrong with it
     index.py     every rollout and image of a run, found again without reading the traces
-    mismatch.py  where sampler and trainer disagree, token by token
     server.py    the routes; access.py who may ask; live.py tells browsers that a run has moved
 
 It never writes to a run but for `view/`, which can be removed at any time.

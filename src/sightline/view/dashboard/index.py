@@ -22,11 +22,11 @@ from typing import Any
 
 import msgspec
 
+from sightline.algo.mismatch import StepMismatch, measure_mismatch
 from sightline.errors import SightlineError
 from sightline.run.run_dir import RunDir
 from sightline.trace import Trace
 from sightline.view.dashboard import schema, trace_files
-from sightline.view.dashboard.mismatch import StepMismatch, measure_mismatch
 from sightline.view.verdicts import parse_verdicts
 from sightline.wire.micro_batch import StepScores
 

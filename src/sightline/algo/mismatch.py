@@ -16,6 +16,7 @@ from sightline.wire.micro_batch import StepScores, TokenOrigin
 
 NUM_WORST = 12
 """Tokens that are kept of each step: so many of the trainer's own version, and of older ones."""
+MAX_SHOWN_BUCKETS = 6
 NO_IMAGE = -1
 """The bucket of tokens with no image before them."""
 
@@ -127,6 +128,28 @@ def measure_mismatch(
     rollouts = np.array([before.rollout for before in around])[of_node]
     found.by_rollout = _by_rollout(rollouts, kl, log_ratio, scores.advantages.numpy()[order])
     return found
+
+
+def describe_mismatch(found: StepMismatch) -> str:
+    """The mean KL of the trainer's own version's tokens by what surrounds them, in one line."""
+    parts = []
+    for dimension in DIMENSIONS:
+        cells = sorted(
+            (b, c) for (d, b, fresh), c in found.cells.items() if d == dimension and fresh
+        )
+        if len(cells) > 1:
+            means = (
+                f"{'none' if b == NO_IMAGE else b} {c.kl / c.tokens:.2g}"
+                for b, c in cells[:MAX_SHOWN_BUCKETS]
+            )
+            parts.append(f"by {dimension}: {', '.join(means)}")
+    if found.worst:
+        worst = found.worst[0]
+        parts.append(
+            f"worst token {worst.token_id}: logprob {worst.sampler:.3g} at the sampler, "
+            f"{worst.trainer:.3g} at the trainer"
+        )
+    return "; ".join(parts)
 
 
 def _join_origin(

@@ -1,0 +1,41 @@
+"""The run's right to change the weights of its servers, renewed for as long as the run lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sightline.errors import EngineError
+from sightline.rollout.client import GenerateClient
+from sightline.transport.http_client import UNREACHABLE
+
+LEASE_S = 60.0
+RENEW_EVERY_S = 10.0
+GIVE_BACK_S = 5.0
+
+
+@dataclass
+class ServerLeases:
+    clients: Sequence[GenerateClient]
+    run: str
+    """Id of the run: a resumed one has its leases again at once."""
+
+    async def take(self, seconds: float = LEASE_S) -> None:
+        """Raises where another run has one of the servers."""
+        await asyncio.gather(*(client.lease(self.run, seconds) for client in self.clients))
+
+    async def keep_renewing(self) -> None:
+        """Raises when another run has taken a server meanwhile."""
+        while True:
+            await asyncio.sleep(RENEW_EVERY_S)
+            try:
+                await self.take()
+            except EngineError as error:
+                if error.kind != UNREACHABLE:  # a server that is gone is the launcher's matter
+                    raise
+
+    async def give_back(self) -> None:
+        with contextlib.suppress(EngineError, TimeoutError):
+            await asyncio.wait_for(self.take(0.0), GIVE_BACK_S)
