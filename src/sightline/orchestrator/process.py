@@ -15,7 +15,7 @@ from sightline.media import MediaStore
 from sightline.orchestrator import loop
 from sightline.orchestrator.build import OrchestratorComponents, build
 from sightline.orchestrator.run_state import RunState
-from sightline.orchestrator.server_stats import ServerStatsPoller
+from sightline.orchestrator.server_stats import ServerHealthWatch, ServerStatsPoller
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.stock_vllm_client import StockVLLMClient
 from sightline.run import EventLog, RunDir
@@ -136,6 +136,7 @@ async def main(
         components.policy.keep_adopting(),
         components.rollouts.dispatcher.keep_sending(),
         stats_poller.keep_polling(),
+        ServerHealthWatch((*clients, *evaluator_clients), events).keep_watching(),
         _keep_checking_disk(store),
     ]
     if components.background_evaluator is not None:
