@@ -16,7 +16,7 @@ from sightline.view.events import read_events
 
 pytestmark = [pytest.mark.loop, pytest.mark.timeout(600)]
 
-ENVIRONMENT = '''
+ENVIRONMENT = """
 from sightline.envs.color_codeword import ColorCodeword
 
 
@@ -24,7 +24,7 @@ class Random(ColorCodeword):
     async def rollout(self, task, chat):
         await chat.send([self._show(task, 0, chat.put)])
         return chat.rng.random()
-'''
+"""
 RUN = """
 [run]
 name = "job"

@@ -19,9 +19,6 @@ STOPPED_AFTER_S = 3.0
 """A debugger, or a shell, stops a process for a moment."""
 MARK_VARIABLE = "SIGHTLINE_PROCESS"
 """Names the process of a run that a process is, or was started by, were it at many removes."""
-LOG_LIMIT_BYTES = 64 << 20
-LOG_HEAD_BYTES = 1 << 20
-LOG_TAIL_BYTES = 32 << 20
 _KILL_ROUNDS = 100
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
 _BLOCK = 4096
@@ -99,34 +96,48 @@ def _find_marked(marks: set[bytes]) -> set[int]:
     return found
 
 
-def bound_logs(folder: Path) -> None:
-    """Cuts the middle out of each log that takes more than `LOG_LIMIT_BYTES` on the disk. Its first
-    lines stay, and its last, which say why a process died."""
+@dataclass(frozen=True)
+class LogLimits:
+    """Bytes of a log: what it may take on the disk, and what stays of one that takes more."""
+
+    total: int = 64 << 20
+    head: int = 1 << 20
+    tail: int = 32 << 20
+
+
+DEFAULT_LOG_LIMITS = LogLimits()
+
+
+def bound_logs(folder: Path, limits: LogLimits = DEFAULT_LOG_LIMITS) -> None:
+    """Cuts the middle out of each log that takes more on the disk than it may. Its first lines
+    stay, and its last, which say why a process died."""
     for path in folder.glob("*.log"):
         with suppress(OSError):
-            if path.stat(follow_symlinks=False).st_blocks * 512 > LOG_LIMIT_BYTES:
-                _cut_middle(path)
+            if path.stat(follow_symlinks=False).st_blocks * 512 > limits.total:
+                _cut_middle(path, limits)
 
 
-def _cut_middle(path: Path) -> None:
+def _cut_middle(path: Path, limits: LogLimits) -> None:
     handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        end = (os.fstat(handle).st_size - LOG_TAIL_BYTES) // _BLOCK * _BLOCK
-        note = f"\n[bytes {LOG_HEAD_BYTES} to {end} were cut: the log is too long]\n".encode()
         # The process goes on appending: a hole takes nothing from it, as truncating could.
-        hole = (ctypes.c_longlong(LOG_HEAD_BYTES), ctypes.c_longlong(end - LOG_HEAD_BYTES))
-        if end > LOG_HEAD_BYTES:
-            if ctypes.CDLL(None).fallocate(handle, _KEEP_SIZE_AND_PUNCH_HOLE, *hole) == 0:
-                os.pwrite(handle, note, LOG_HEAD_BYTES)
-            else:
-                _keep_tail(path, handle, note)
+        end = (os.fstat(handle).st_size - limits.tail) // _BLOCK * _BLOCK
+        hole = (ctypes.c_longlong(limits.head), ctypes.c_longlong(end - limits.head))
+        if ctypes.CDLL(None).fallocate(handle, _KEEP_SIZE_AND_PUNCH_HOLE, *hole) == 0:
+            note = f"\n[bytes {limits.head} to {end} were cut: the log is too long]\n"
+            os.pwrite(handle, note.encode(), limits.head)
+            return
     finally:
         os.close(handle)
+    keep_tail(path, limits)
 
 
-def _keep_tail(path: Path, handle: int, note: bytes) -> None:
-    """Where the file system has no holes. What is printed meanwhile may be lost."""
-    tail = os.pread(handle, LOG_TAIL_BYTES, os.fstat(handle).st_size - LOG_TAIL_BYTES)
-    os.ftruncate(handle, 0)
+def keep_tail(path: Path, limits: LogLimits) -> None:
+    """Cuts all but the tail, on a file system without holes. What is printed meanwhile may be
+    lost."""
+    with open(path, "rb+", buffering=0) as log:
+        log.seek(-limits.tail, os.SEEK_END)
+        tail = log.read()
+        log.truncate(0)
     with open(path, "ab", buffering=0) as log:
-        log.write(note + tail)
+        log.write(b"[the log is too long: what stood here was cut]\n" + tail)

@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from sightline.launch import process_watch
-from sightline.launch.process_watch import StoppedProcessWatch, bound_logs, kill_marked
+from sightline.launch.process_watch import (
+    LogLimits,
+    StoppedProcessWatch,
+    bound_logs,
+    keep_tail,
+    kill_marked,
+)
 from sightline.launch.processes import Processes, ProcessSpec
 from sightline.run import RunDir
 
@@ -153,36 +159,39 @@ print("the cause of death")
 """
 
 
-@pytest.mark.parametrize("has_holes", [True, False])
-def test_a_log_is_bounded_and_keeps_its_first_and_last_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_holes: bool
-) -> None:
-    monkeypatch.setattr(process_watch, "LOG_LIMIT_BYTES", 1 << 18)
-    monkeypatch.setattr(process_watch, "LOG_HEAD_BYTES", 1 << 14)
-    monkeypatch.setattr(process_watch, "LOG_TAIL_BYTES", 1 << 16)
-    if not has_holes:  # a flag that no file system knows
-        monkeypatch.setattr(process_watch, "_KEEP_SIZE_AND_PUNCH_HOLE", 1 << 30)
-    processes = build_processes(tmp_path)
+LIMITS = LogLimits(total=1 << 18, head=1 << 14, tail=1 << 16)
+
+
+def test_a_log_is_bounded_and_keeps_its_first_and_last_lines(tmp_path: Path) -> None:
+    processes, number = build_processes(tmp_path), 100_000
     log = processes.run_dir.logs / "worker-0.log"
-    start_code(processes, "worker-0", PRINTS.replace("NUMBER", str(number := 100_000)))
+    start_code(processes, "worker-0", PRINTS.replace("NUMBER", str(number)))
     while processes.exit_code("worker-0") is None:
-        if has_holes:
-            bound_logs(log.parent)
+        bound_logs(log.parent, LIMITS)
         time.sleep(0.002)
-    bound_logs(log.parent)
-    assert log.stat().st_blocks * 512 <= 1 << 18
+    bound_logs(log.parent, LIMITS)
+    assert log.stat().st_blocks * 512 <= LIMITS.total
     lines = log.read_bytes().replace(b"\0", b"").splitlines()
-    assert lines[-1] == b"the cause of death" and lines[-2] == b"%011d" % (number - 1)
     [note] = [line for line in lines if line.startswith(b"[bytes ")]
     before, after = lines[: lines.index(note)], lines[lines.index(note) + 1 :]
-    if has_holes:
-        assert before[0] == b"%011d" % 0 and len(before) > 1300
+    assert before[0] == b"%011d" % 0 and len(before) > 1300
     # Whatever was printed while the middle was cut out: the tail has no gap.
     tail = [int(line) for line in after[1:-1]]
     assert tail == list(range(tail[0], number)) and len(tail) > 5000
     how = processes.explain_exit("worker-0", 1)
     assert "the last line of its log: the cause of death" in how.problem
     processes.kill()
+
+
+def test_a_log_on_a_disk_without_holes_keeps_its_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "worker-0.log"
+    with open(log, "ab", buffering=0) as appending:
+        appending.write(b"first\n" + b"line\n" * 100_000)
+        keep_tail(log, LIMITS)
+        appending.write(b"the cause of death\n")
+    assert log.stat().st_size < LIMITS.tail + 100
+    assert log.read_bytes().startswith(b"[the log is too long")
+    assert log.read_bytes().endswith(b"line\nthe cause of death\n")
 
 
 def test_the_last_line_of_a_log_is_quoted_in_part_and_without_what_no_command_line_takes(
