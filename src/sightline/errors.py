@@ -41,11 +41,17 @@ import re
 _PATH = re.compile(r"(\w+(?:\[(?:\d+|\.\.\.)\]|\.\w+)*): ")
 
 
+def escape_surrogates(text: str) -> str:
+    """Text that can be encoded: one half of a surrogate pair, which is no character, is written as
+    an escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class SightlineError(Exception):
     """A `problem` with its values and a `fix` to try; both survive pickling."""
 
     def __init__(self, problem: str, fix: str) -> None:
-        super().__init__(problem, fix)
+        super().__init__(escape_surrogates(problem), escape_surrogates(fix))
 
     @property
     def problem(self) -> str:
@@ -139,7 +145,7 @@ class EngineError(SightlineError):
 
     def __init__(self, problem: str, fix: str, kind: str = "engine", status: int = 500) -> None:
         super().__init__(problem, fix)
-        self.args = (problem, fix, kind, status)
+        self.args = (self.problem, self.fix, kind, status)
 
     @property
     def kind(self) -> str:

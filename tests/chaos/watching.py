@@ -30,9 +30,9 @@ def find_child(parent: int, name: str) -> int | None:
 
 
 def names_of(run: str) -> list[str]:
-    """Processes that work for the run directory `run`, as its launcher was told it."""
+    """Processes that work for the run directory whose path ends with `run`."""
     return [
         words[words.index("process") + 1]
         for _, _, words in processes()
-        if "process" in words and run in words
+        if "process" in words and any(word.endswith(f"/{run}") for word in words)
     ]

@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from sightline.view.eval_table import print_eval_table, to_line
 
     config = _read_settings(args)
+    output = args.output and args.output.absolute()  # the environment may change the folder
     env = build_environment(config.env)
     same = ("api_key", "media", "split", "max_concurrent", "threads")
     played = play_evaluation(
@@ -81,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
         model_name=args.model or "",
         **{name: getattr(args, name) for name in same},
     )
-    if args.output:
-        args.output.write_text("".join(json.dumps(to_line(one)) + "\n" for one in played))
+    if output:
+        output.write_text("".join(json.dumps(to_line(one)) + "\n" for one in played))
     seconds = max(one.trace.ended for one in played) - min(one.trace.started for one in played)
     print_eval_table(played, args.env or env.name, seconds)
     return 0 if any(one.trace.reward is not None for one in played) else 1

@@ -21,6 +21,7 @@ from sightline.errors import SightlineError
 from sightline.launch.claim import read_secret
 from sightline.run import RunDir
 from sightline.run.parent_death import die_with_parent
+from sightline.wire.disk import FULL_DISK_CODES, build_disk_full
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    run_dir = RunDir(args.run_dir)
+    run_dir = RunDir(args.run_dir.absolute())
     if args.parent:
         _end_with_parent(args.parent)
     if args.name.startswith(("trainer", "worker")):
@@ -49,12 +50,15 @@ def run(args: argparse.Namespace) -> int:
     try:
         _run_process(args, run_dir)
     except Exception as error:  # the launcher reports it as the run's one cause
-        traceback.print_exc()
+        if isinstance(error, OSError) and error.errno in FULL_DISK_CODES:
+            error = build_disk_full(Path(error.filename or run_dir.path), error)
         found = {"problem": f"{type(error).__name__}: {error}"}
         found["fix"] = f"see {run_dir.logs / args.name}.log"
         if isinstance(error, SightlineError):
             found = {"problem": error.problem, "fix": error.fix}
-        run_dir.error_file(args.name).write_text(json.dumps(found))
+        with contextlib.suppress(OSError):  # where the disk is full the launcher sees it
+            traceback.print_exc()
+            run_dir.error_file(args.name).write_text(json.dumps(found))
         if args.name.startswith(("trainer", "sft")):
             # Native threads of a trainer may be at work still: where the interpreter takes them
             # down they abort the process, and its status would be theirs.

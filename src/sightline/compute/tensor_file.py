@@ -12,6 +12,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+from sightline.wire.disk import disk_errors
 from sightline.wire.weights import WeightFile
 
 SAFETENSORS_DTYPES = {
@@ -79,7 +80,7 @@ def write_tensors(
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     digest = hashlib.sha256()
-    with open(path, "wb") as file:
+    with disk_errors(path), open(path, "wb") as file:
         for part in (len(head).to_bytes(8, "little"), head):
             digest.update(part)
             file.write(part)

@@ -22,6 +22,7 @@ from torch import Tensor
 from sightline.compute.broadcast import receive
 from sightline.compute.tensor_file import NamedTensors, is_intact, sort_names, write_tensors
 from sightline.errors import WeightsError
+from sightline.wire.disk import disk_errors
 from sightline.wire.weights import (
     MANIFEST,
     Adapter,
@@ -65,7 +66,8 @@ def write_weights(
     if _has_version(target, manifest):
         shutil.rmtree(part)
         return target / MANIFEST, manifest
-    (part / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    with disk_errors(part):
+        (part / MANIFEST).write_bytes(msgspec.json.encode(manifest))
     shutil.rmtree(target, ignore_errors=True)
     os.rename(part, target)
     return target / MANIFEST, manifest

@@ -6,7 +6,14 @@ setting of type `Mutable` may change when a run is resumed; any other would brea
 refused by name.
 """
 
-from sightline.config.files import AnyRun, RunFile, SftFile, check_resume, iter_settings
+from sightline.config.files import (
+    AnyRun,
+    RunFile,
+    SftFile,
+    check_resume,
+    iter_settings,
+    resolve_paths,
+)
 from sightline.config.load import dump_toml, load_config, load_stored_config, validate_config
 from sightline.config.sections import (
     DataConfig,
@@ -42,5 +49,6 @@ __all__ = [
     "iter_settings",
     "load_config",
     "load_stored_config",
+    "resolve_paths",
     "validate_config",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from pydantic import model_validator
@@ -57,6 +58,19 @@ class SftFile(_TrainingFile):
 
 
 AnyRun = TypeVar("AnyRun", RunFile, SftFile)
+_PATHS = (("model", "path"), ("media", "root"), ("data", "path"), ("sft", "output_dir"))
+
+
+def resolve_paths(file: AnyRun) -> AnyRun:
+    """The run file with absolute paths, for code of an environment may change its folder."""
+    update = {}
+    for section, name in _PATHS:
+        found = getattr(file, section, None)
+        path = getattr(found, name, "")
+        is_hub_id = name == "path" and not Path(path).exists()
+        if isinstance(found, ConfigSection) and path and not is_hub_id:
+            update[section] = found.model_copy(update={name: str(Path(path).absolute())})
+    return file.model_copy(update=update)
 
 
 def iter_settings(kind: type[ConfigSection]) -> Iterator[tuple[str, str, Any]]:

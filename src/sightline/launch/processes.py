@@ -17,14 +17,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from sightline.config import RunFile
 from sightline.errors import ConfigError, ProcessFailed
+from sightline.launch.process_watch import MARK_VARIABLE, build_mark, kill_marked
 from sightline.run import RunDir
+from sightline.wire.disk import FIX, measure_free_bytes
 from sightline.wire.rank_messages import EXIT_OTHER_RANK_FAILED
 
 POLL_S = 0.2
@@ -32,6 +34,13 @@ STOP_TIMEOUT_S = 10.0
 """How long a process may take to end after it was told to."""
 STARTUP_GRACE_S = 120.0
 """How much longer than later ones a trainer's first heartbeat may take."""
+NUM_TAIL_BYTES = 1 << 16
+NUM_SHOWN_CHARS = 500
+"""The end of a log that is looked at for its last line, and what is shown of that."""
+MAX_CHECK_GAP_S = 5.0
+"""The longest pause between two looks at heartbeats that counts as their silence."""
+FULL_BYTES = 1 << 20
+"""With less than this on its disk a process cannot even say why it ended."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,8 @@ class Processes:
         return f"sightline {self.command} --resume {self.run_dir.path}"
 
     def start(self, spec: ProcessSpec) -> None:
+        if spec.name in self._running:
+            kill_marked(self.run_dir.path, [spec.name])
         log = open(self.run_dir.logs / f"{spec.name}.log", "ab")  # noqa: SIM115
         self.run_dir.error_file(spec.name).unlink(missing_ok=True)
         with log:
@@ -139,7 +150,9 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=build_environ(spec.threads) | spec.variables,
+                env=build_environ(spec.threads)
+                | spec.variables
+                | {MARK_VARIABLE: build_mark(self.run_dir.path, spec.name)},
                 # A session of its own: Ctrl-C goes to the launcher, which ends the run in order.
                 start_new_session=True,
             )
@@ -149,6 +162,11 @@ class Processes:
 
     def pid(self, name: str) -> int:
         return self._running[name].pid
+
+    def list_pids(self) -> dict[str, int]:
+        """The processes that run."""
+        running = self._running.items()
+        return {name: process.pid for name, process in running if process.poll() is None}
 
     def failed(self) -> list[tuple[str, int]]:
         """Processes that ended with an error: killed by a signal, by themselves, by another's."""
@@ -160,6 +178,7 @@ class Processes:
         self._running[name].send_signal(number)  # one that has ended hears nothing
 
     def kill_process(self, name: str) -> None:
+        kill_marked(self.run_dir.path, [name])
         self._running[name].kill()
         self._running[name].wait()
 
@@ -184,9 +203,11 @@ class Processes:
                 process.wait()
 
     def kill(self) -> None:
+        """Kills all, and whatever they have started."""
+        # First, while what has cleared its environment still has a parent.
+        kill_marked(self.run_dir.path, self._running)
         for process in self._running.values():
             process.kill()
-        for process in self._running.values():
             process.wait()
 
     def explain_exit(self, name: str, exit_code: int) -> ProcessFailed:
@@ -200,14 +221,27 @@ class Processes:
         log = self.run_dir.logs / f"{name}.log"
         can_resume = self.run_dir.progress.parent.is_dir()
         resume = f"then go on with `{self.resume_command}`" * can_resume
-        if file.is_file():
+        with suppress(OSError, ValueError):  # none, or a half: the disk may have been full
             left = json.loads(file.read_text())
             fix = "; ".join(part for part in (left["fix"], resume) if part)
             return ProcessFailed(f"{name} {how}: {left['problem']}", fix)
-        words = log.read_text(errors="replace").strip().splitlines()[-1:] if log.is_file() else []
-        last = f"; the last line of its log: {words[0]}" if words and exit_code > 0 else ""
+        if (free := measure_free_bytes(file)) < FULL_BYTES:
+            return ProcessFailed(
+                f"{name} {how}; the disk of {file.parent} has {free} bytes free", FIX
+            )
+        words = _find_last_line(log)
+        last = f"; the last line of its log: {words}" if words and exit_code > 0 else ""
         fix = ", ".join(part for part in (f"see {log}", resume) if part)
         return ProcessFailed(f"{name} {how}{last}", fix)
+
+
+def _find_last_line(log: Path) -> str:
+    """The last words of a log, which may be huge, and a line of any length."""
+    with suppress(OSError), open(log, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - NUM_TAIL_BYTES))
+        lines = file.read().replace(b"\0", b"").decode(errors="replace").strip().splitlines()
+        return lines[-1][-NUM_SHOWN_CHARS:] if lines else ""
+    return ""
 
 
 @dataclass
@@ -222,16 +256,22 @@ class TrainerWatchdog:
     names: list[str]
     stall_timeout_s: float
     """How long a heartbeat may stand still; 0 watches nothing."""
-    started: float = field(default_factory=time.time)
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
+        self._last_check = self.clock()
+        self._heartbeats = dict.fromkeys(self.names, 0)
+        self._silent_s = dict.fromkeys(self.names, -STARTUP_GRACE_S)
         for name in self.names:
             self.processes.run_dir.heartbeat(name).unlink(missing_ok=True)
 
     def check(self) -> None:
         """Raises for a trainer whose heartbeat stands still."""
+        # Time in which the launcher itself did not run says nothing about the others.
+        passed_s = min(self.clock() - self._last_check, MAX_CHECK_GAP_S)
+        self._last_check = self.clock()
         for name in self.names:
-            silent_s = self._measure_silence(name)
+            silent_s = self._measure_silence(name, passed_s)
             is_silent = 0 < self.stall_timeout_s < silent_s
             if is_silent and self.processes.exit_code(name) is None:
                 raise ProcessFailed(
@@ -240,11 +280,14 @@ class TrainerWatchdog:
                     f"go on with `{self.processes.resume_command}`",
                 )
 
-    def _measure_silence(self, name: str) -> float:
-        try:
-            return time.time() - self.processes.run_dir.heartbeat(name).stat().st_mtime
-        except FileNotFoundError:  # it has yet to import what it needs
-            return time.time() - self.started - STARTUP_GRACE_S
+    def _measure_silence(self, name: str, passed_s: float) -> float:
+        """How long the file's time has not changed; the system's clock may step meanwhile."""
+        self._silent_s[name] += passed_s
+        with suppress(FileNotFoundError):  # it has yet to import what it needs
+            heartbeat = self.processes.run_dir.heartbeat(name).stat().st_mtime_ns
+            if heartbeat != self._heartbeats[name]:
+                self._heartbeats[name], self._silent_s[name] = heartbeat, 0.0
+        return self._silent_s[name]
 
 
 def start_sightline(words: Sequence[str], threads: int) -> subprocess.Popen[str]:
@@ -277,7 +320,8 @@ def temporary_server(
 
 
 class SignalCounter:
-    """Notes Ctrl-C, SIGTERM and a lost terminal, instead of dying of them."""
+    """Notes Ctrl-C, SIGTERM and a lost terminal, instead of dying of them; under `nohup`, a lost
+    terminal stays ignored."""
 
     NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -285,7 +329,9 @@ class SignalCounter:
         self.count = 0
 
     def __enter__(self) -> SignalCounter:
-        self._before = {number: signal.signal(number, self._count) for number in self.NUMBERS}
+        ignores_hangup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        numbers = [n for n in self.NUMBERS if n != signal.SIGHUP or not ignores_hangup]
+        self._before = {number: signal.signal(number, self._count) for number in numbers}
         return self
 
     def __exit__(self, *error: object) -> None:

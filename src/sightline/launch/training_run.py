@@ -8,6 +8,7 @@ A job says what is particular to a command; nothing else claims, locks, records 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -17,7 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic
 
-from sightline.config import AnyRun, LoggingConfig, check_resume, dump_toml, load_config
+from sightline.config import (
+    AnyRun,
+    LoggingConfig,
+    check_resume,
+    dump_toml,
+    load_config,
+    resolve_paths,
+)
 from sightline.errors import ProcessFailed, ResumeRefused
 from sightline.launch.claim import (
     check_model_unchanged,
@@ -27,6 +35,7 @@ from sightline.launch.claim import (
     record_model_digests,
 )
 from sightline.launch.preflight import check_devices, check_store, resolve_model
+from sightline.launch.process_watch import StoppedProcessWatch, bound_logs, kill_marked
 from sightline.launch.processes import (
     POLL_S,
     Processes,
@@ -50,6 +59,7 @@ from sightline.view.notebook import find_notebook_view
 from sightline.view.run_status import SIGNAL, describe_end, get_status
 from sightline.view.sft_progress import SftProgress
 from sightline.view.sinks.process import SinkProcess
+from sightline.wire.disk import disk_errors
 from sightline.wire.file import write_atomic
 
 
@@ -102,15 +112,18 @@ def start_run(job: TrainingJob[AnyRun], file: AnyRun) -> RunDir:
     context = find_context()
     check_devices(file)
     file = _resolve(job, resolve_model(file), context)
-    job.check(file, RunDir(Path(file.run.dir)))
-    run_dir = claim_run_dir(file.run.dir, file.run.name)
-    with lock_run_dir(run_dir):
+    file = resolve_paths(file)
+    run_dir = RunDir(Path(file.run.dir).absolute())
+    with contextlib.chdir("."):  # an environment that is asked for its name may go elsewhere
+        job.check(file, run_dir)
+    run_dir = claim_run_dir(str(run_dir.path), file.run.name)
+    with disk_errors(run_dir.path), lock_run_dir(run_dir):
         return _run(job, file, run_dir, record_model_digests, context)
 
 
 def resume_run(job: TrainingJob[AnyRun], path: Path, overrides: list[str]) -> RunDir:
     """Goes on with a run that was stopped or killed, from its last checkpoint."""
-    run_dir = RunDir(path)
+    run_dir = RunDir(path.absolute())
     if not run_dir.config.is_file():
         raise ResumeRefused(f"{path} is no run directory", "name the folder that holds config.toml")
     context, status = find_context(), get_status(run_dir)
@@ -125,9 +138,10 @@ def resume_run(job: TrainingJob[AnyRun], path: Path, overrides: list[str]) -> Ru
         print(end)
         return run_dir
     check_devices(new)
-    new = _resolve(job, new, context)
-    job.check(new, run_dir)
-    with lock_run_dir(run_dir):
+    new = resolve_paths(_resolve(job, new, context))
+    with contextlib.chdir("."):
+        job.check(new, run_dir)
+    with disk_errors(run_dir.path), lock_run_dir(run_dir):
         return _run(job, new, run_dir, check_model_unchanged, context)
 
 
@@ -160,9 +174,15 @@ def _run(
     ranks = [spec.name for spec in specs if spec.name.partition("-")[0] == job.trainer]
     watchdog = TrainerWatchdog(processes, ranks, file.trainer.stall_timeout_s)
 
+    stopped = StoppedProcessWatch(
+        processes.list_pids, lambda words: events.write("process", words=words)
+    )
+
     def supervise() -> None:
         replace_broken()
         watchdog.check()
+        stopped.check()
+        bound_logs(run_dir.logs)
 
     sinks = SinkProcess(
         job.get_logging(file), run_dir, lambda words: events.write("sink", words=words)
@@ -170,6 +190,8 @@ def _run(
     view = find_notebook_view(run_dir) or job.open_view(file, run_dir)
     failure, was_stopped = None, False
     try:
+        # What is left where an earlier launcher was killed.
+        kill_marked(run_dir.path, [spec.name for spec in specs])
         with sinks, SignalCounter() as signals:
             for spec in specs:
                 processes.start(spec)
@@ -216,10 +238,13 @@ def run_as_follower(job: TrainingJob[AnyRun]) -> bool:
         signal.signal(number, signal.SIG_IGN)
     try:
         watchdog = TrainerWatchdog(processes, [spec.name], file.trainer.stall_timeout_s)
+        stopped = StoppedProcessWatch(processes.list_pids, print)
         processes.start(spec)
         while (exit_code := processes.exit_code(spec.name)) is None:
             time.sleep(POLL_S)
             watchdog.check()
+            stopped.check()
+            bound_logs(run_dir.logs)
     finally:
         processes.kill()
     if exit_code:

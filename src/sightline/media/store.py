@@ -66,8 +66,9 @@ class MediaStore:
         max_bytes: int | None = None,
         reserve_bytes: int = DEFAULT_RESERVE_BYTES,
     ) -> None:
-        self.root = Path(root)
-        self.fallback_roots = tuple(Path(fallback) for fallback in fallback_roots)
+        # Absolute: an environment may change the folder of its process.
+        self.root = Path(root).absolute()
+        self.fallback_roots = tuple(Path(fallback).absolute() for fallback in fallback_roots)
         self.limits = limits
         self.max_bytes = max_bytes
         self.reserve_bytes = reserve_bytes

@@ -24,6 +24,7 @@ from sightline.orchestrator.step_metrics import StepMetrics
 from sightline.rollout.client import GenerateClient
 from sightline.run import EventLog, RunDir
 from sightline.wire.control import BatchReady, PublishedWeights
+from sightline.wire.disk import check_disk_room
 
 
 @dataclass
@@ -93,6 +94,11 @@ def build(
             evaluator, policy, best_checkpoint, run_state, events, evaluator_client,
             config.eval.every, config.run.steps,
         )  # fmt: skip
+
+    def check_room() -> None:
+        store.check_room()
+        check_disk_room(run_dir.path)
+
     return OrchestratorComponents(
         rollouts=rollouts,
         policy=policy,
@@ -114,7 +120,7 @@ def build(
         max_resampled_groups=int(settings.max_resample_fraction * settings.groups_per_step),
         max_bad_fraction=config.media.max_bad_fraction,
         last_step=config.run.steps,
-        check_room=store.check_room,
+        check_room=check_room,
         goal=goal,
         evaluator=evaluator,
         background_evaluator=background_evaluator,

@@ -16,7 +16,7 @@ from sightline.orchestrator import loop
 from sightline.orchestrator.build import OrchestratorComponents, build
 from sightline.orchestrator.run_state import RunState
 from sightline.orchestrator.server_leases import ServerLeases
-from sightline.orchestrator.server_stats import ServerStatsPoller
+from sightline.orchestrator.server_stats import ServerHealthWatch, ServerStatsPoller
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.stock_vllm_client import StockVLLMClient
 from sightline.run import EventLog, RunDir
@@ -155,6 +155,7 @@ async def main(
         components.rollouts.dispatcher.keep_sending(),
         stats_poller.keep_polling(),
         leases.keep_renewing(),
+        ServerHealthWatch((*clients, *evaluator_clients), events).keep_watching(),
         _keep_checking_disk(store),
     ]
     if components.background_evaluator is not None:

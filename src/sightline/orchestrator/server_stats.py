@@ -17,6 +17,54 @@ from sightline.rollout.client import GenerateClient
 from sightline.run import EventLog
 
 POLL_EVERY_S = 2.0
+STATS_TIMEOUT_S = 10.0
+
+
+@dataclass
+class ServerHealthWatch:
+    """Tells a server that is gone, or stopped, from one that takes long over its answers: its event
+    loop answers /health, whatever the engine computes."""
+
+    clients: Sequence[GenerateClient]
+    events: EventLog
+    ask_every_s: float = 1.0
+    timeout_s: float = 2.0
+    """How long one answer may take."""
+    silent_after_s: float = 5.0
+    """How long there may be none before the server is named; two requests at least."""
+
+    async def keep_watching(self) -> None:
+        await asyncio.gather(*map(self._watch, self.clients))
+
+    async def _watch(self, client: GenerateClient) -> None:
+        await client.wait_healthy()
+        num_missed, since, is_named = 0, 0.0, False
+        while True:
+            await asyncio.sleep(self.ask_every_s)
+            if not num_missed:
+                since = time.monotonic()
+            is_there = await self._is_answered(client)
+            num_missed = 0 if is_there else num_missed + 1
+            silent_s = time.monotonic() - since
+            if num_missed > 1 and silent_s >= self.silent_after_s and not is_named:
+                is_named = True
+                self._tell(
+                    f"{client.base_url} has not answered for {silent_s:.0f} s: the server is "
+                    "stopped or gone, or its machine cannot be reached; rollouts wait for it"
+                )
+            elif is_there and is_named:
+                is_named = False
+                self._tell(f"{client.base_url} answers again, after {silent_s:.0f} s")
+
+    async def _is_answered(self, client: GenerateClient) -> bool:
+        try:
+            await asyncio.wait_for(client.get("/health"), self.timeout_s)
+        except (OSError, aiohttp.ClientError):
+            return False
+        return True
+
+    def _tell(self, words: str) -> None:
+        self.events.write("process", words=words)
 
 
 @dataclass
@@ -37,11 +85,12 @@ class ServerStatsPoller:
             await self.poll()
 
     async def poll(self) -> None:
-        """Asks the servers once. One that does not answer is the launcher's matter."""
+        """Asks the servers once. One that does not answer is for others to name."""
         with contextlib.suppress(OSError, ValueError, aiohttp.ClientError):
             now = time.time()
             path = f"/sightline/v1/stats?since={self.since}"
-            answers = await asyncio.gather(*(client.get(path) for client in self.clients))
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                answers = await asyncio.gather(*(client.get(path) for client in self.clients))
             stats = [json.loads(answer) for answer in answers]
             if self.heartbeat_file is not None:
                 self.heartbeat_file.touch()

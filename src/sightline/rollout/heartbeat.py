@@ -11,6 +11,7 @@ or a thread that never returns, shows in the second and not in the first.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -77,8 +78,9 @@ class Heartbeat:
             record = HeartbeatRecord(time.monotonic(), self._loop_s, self.stuck_s(), is_last)
             # Not synced: one that outlasts the machine is of no use to anyone.
             part = self.path.with_name(f".{self.path.name}.part")
-            part.write_bytes(msgspec.json.encode(record))
-            os.replace(part, self.path)
+            with contextlib.suppress(OSError):  # a full disk is for those to say who need it
+                part.write_bytes(msgspec.json.encode(record))
+                os.replace(part, self.path)
             if is_last:
                 return
             self._stop.wait(self.every_s)

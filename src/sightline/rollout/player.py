@@ -12,7 +12,12 @@ from functools import partial
 from typing import Any
 
 from sightline.envs import Environment, Outcome, Task
-from sightline.errors import EngineError, EnvironmentFailed, SightlineError
+from sightline.errors import (
+    EngineError,
+    EnvironmentFailed,
+    SightlineError,
+    escape_surrogates,
+)
 from sightline.rollout.chat_sources import ChatSource
 from sightline.rollout.evaluation import open_trace
 from sightline.rollout.model_chat import ModelChat
@@ -102,7 +107,7 @@ class RolloutPlayer:
             error, kind = traceback.format_exc(), EnvironmentFailed.__name__
         finally:
             self._in_play.pop(request.rollout_id, None)
-        trace.error, trace.error_kind = error, kind
+        trace.error, trace.error_kind = escape_surrogates(error), kind
         trace.ended = time.time()
 
     async def _run_user_code(self, request: RolloutRequest, chat: ModelChat) -> Any:

@@ -15,12 +15,14 @@ from typing import Any
 
 from sightline.config import RunFile
 from sightline.envs.mix import build_environment
+from sightline.errors import EnvironmentFailed
 from sightline.media import MediaStore
 from sightline.rollout.chat_sources import build_policy_chats
+from sightline.rollout.evaluation import open_trace
 from sightline.rollout.heartbeat import Heartbeat
 from sightline.rollout.player import RolloutPlayer
 from sightline.run.stages import StageRecorder
-from sightline.trace import encode_trace
+from sightline.trace import Trace, encode_trace
 from sightline.transport.zmq_channel import AsyncSpoke
 from sightline.wire import control
 from sightline.wire.control import (
@@ -74,7 +76,7 @@ async def main(
             result = RolloutResult(
                 rollout_id=request.rollout_id,
                 group_id=request.group_id,
-                trace=encode_trace(played.trace),
+                trace=_encode_trace(request, played.trace),
                 wire=player.chats.wire_counts,
                 held_bytes=played.memory_bytes,
             )
@@ -109,6 +111,15 @@ async def main(
     await asyncio.gather(*ending, return_exceptions=True)
     await player.close()
     spoke.close()
+
+
+def _encode_trace(request: RolloutRequest, trace: Trace) -> bytes:
+    try:
+        return encode_trace(trace)
+    except UnicodeEncodeError as error:
+        problem = f"a text or a name of the environment cannot be written: {error}"
+        kind = EnvironmentFailed.__name__
+        return encode_trace(open_trace(request, error=problem, error_kind=kind))
 
 
 async def _report_memory(player: RolloutPlayer, spoke: AsyncSpoke) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from sightline.errors import DiskFull
 from sightline.wire.event import Event
 from sightline.wire.file import append_line
 
@@ -28,8 +30,9 @@ class EventLog:
         event = Event(time=time.time(), process=self._process, kind=kind, step=step, values=values)
         try:
             append_line(self._path, _encoder.encode(event))
-        except OSError as error:
+        except (OSError, DiskFull) as error:
             if not self.num_lost:
-                print(f"events are lost, {self._path}: {error}", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # the log may be on the same disk
+                    print(f"events are lost, {self._path}: {error}", file=sys.stderr, flush=True)
             self.num_lost += 1
         return event

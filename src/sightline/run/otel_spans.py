@@ -10,6 +10,7 @@ oldest, and a line on stderr says so.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import logging
 import sys
@@ -170,4 +171,5 @@ class _LossReporter(SpanExporter):
 
 
 def _print(words: str) -> None:
-    print(words, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(words, file=sys.stderr, flush=True)

@@ -26,6 +26,7 @@ from sightline.trainer.lora import gather_for_lead, select_published
 from sightline.trainer.publish import AsyncPublisher
 from sightline.trainer.step_result import StepResult
 from sightline.wire.control import ControlMessage, PublishedWeights, TrainingFinished
+from sightline.wire.disk import check_disk_room
 from sightline.wire.file import write_atomic
 from sightline.wire.weights import Adapter, Manifest
 
@@ -67,9 +68,12 @@ class RunWriter:
     _num_tokens: float = 0.0
 
     def check(self) -> None:
-        """Raises what went wrong in the publisher's thread."""
+        """Raises what went wrong in the publisher's thread; and in `sft`, for a disk that is nearly
+        full."""
         if self.async_publisher is not None:
             self.async_publisher.background_task.check()
+        elif self.events is not None:  # in `rl` the orchestrator looks
+            check_disk_room(self.run_dir.path)
 
     def record(self, ready: ReadyBatch, result: StepResult) -> None:
         """Writes down what the step was trained on, before anyone hears of its weights.

@@ -224,7 +224,7 @@ class _ConsoleState:
             return f"{name} was replaced ({why})"
         elif event.kind == "probe" and event.values.get("is_blind"):
             return f"step {event.step}: {event.values.get('words', '')}"
-        elif event.kind == "sink":
+        elif event.kind in ("sink", "process"):
             return str(event.values.get("words", ""))
         elif event.kind == "state" and event.process in _PHASE_PROCESSES:
             return self._update_phase(event.values.get("phase"))

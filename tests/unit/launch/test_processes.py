@@ -79,19 +79,33 @@ def test_a_trainer_whose_heartbeat_stands_still_ends_the_run(tmp_path: Path) -> 
     run_dir.make()
     beat = run_dir.heartbeat("trainer")
     beat.touch()
-    processes = Processes(run_dir)
-    trainers = TrainerWatchdog(processes, ["trainer"], stall_timeout_s=60.0)
+    processes, now = Processes(run_dir), [0.0]
+    trainers = TrainerWatchdog(processes, ["trainer"], 60.0, clock=lambda: now[0])
+
+    def check_after(seconds: float) -> None:
+        for _ in range(int(seconds)):
+            now[0] += 1.0
+            trainers.check()
+
     assert not beat.exists(), "one from before the run was resumed says nothing"
     processes.start(
         ProcessSpec("trainer", ["bench", "rollout", "--serve", "http://127.0.0.1:0"], 1)
     )
     try:
-        trainers.check()
+        check_after(179)
         beat.touch()
+        check_after(60)
+        # The clock of the system steps by two hours, ahead and back again.
+        for step_s in (7200, -7200):
+            os.utime(beat, (time.time() + step_s, time.time() + step_s))
+            check_after(60)
+        # The launcher itself did not run for an hour.
+        beat.touch()
+        check_after(30)
+        now[0] += 3600.0
         trainers.check()
-        os.utime(beat, (time.time() - 61, time.time() - 61))
         with pytest.raises(ProcessFailed, match="trainer gave no heartbeat for 61 s"):
-            trainers.check()
+            check_after(31)
     finally:
         processes.kill()
     trainers.check()  # one that has ended has another cause

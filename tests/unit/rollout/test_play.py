@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sightline.envs import Environment, Outcome, Task
+from sightline.errors import EnvironmentFailed
 from sightline.families import load_renderer
 from sightline.media import MediaStore
 from sightline.rollout.chat_sources import PolicyChats
@@ -80,6 +81,13 @@ def test_what_is_no_reward_breaks_the_rollout(play, result: Any) -> None:
 def test_an_exception_is_recorded_with_its_traceback(play) -> None:
     trace = play(RuntimeError("the game crashed"))
     assert "the game crashed" in trace.error and "Traceback" in trace.error
+
+
+def test_text_that_is_no_unicode_can_be_recorded(play) -> None:
+    trace = play(RuntimeError("half of a pair: \ud800"))
+    assert "half of a pair: \\ud800" in trace.error and trace.error_kind == "EnvironmentFailed"
+    error = EnvironmentFailed("\ud800", "\udfff")
+    assert (error.problem, error.fix) == ("\\ud800", "\\udfff")
 
 
 def test_a_timeout_of_the_environments_own_is_not_ours(play) -> None:

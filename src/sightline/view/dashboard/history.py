@@ -14,7 +14,7 @@ STEP_EVENT_KINDS = ("step", "train", "probe", "sft", "sft_eval")
 """The kinds of event that give one row of numbers a step."""
 NOTE_KINDS = (
     "state", "lost", "dropped", "sink", "totals", "bad_media", "checkpoint_refused", "eval_skipped",
-    "goal", "end",
+    "goal", "end", "process",
 )  # fmt: skip
 """The kinds of event that say what happened, beside the numbers."""
 _MOST_NOTES = 200

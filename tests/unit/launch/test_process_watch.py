@@ -1,0 +1,241 @@
+"""Stopped processes are named, logs are bounded, and nothing that a process started outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sightline.launch import process_watch
+from sightline.launch.process_watch import (
+    LogLimits,
+    StoppedProcessWatch,
+    bound_logs,
+    keep_tail,
+    kill_marked,
+)
+from sightline.launch.processes import Processes, ProcessSpec
+from sightline.run import RunDir
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def build_processes(folder: Path) -> Processes:
+    run_dir = RunDir(folder / "run")
+    run_dir.make()
+    return Processes(run_dir)
+
+
+def start_code(processes: Processes, name: str, code: str) -> None:
+    """Starts `code` as a process of a run."""
+    folder = processes.run_dir.path
+    (folder / f"{name}.py").write_text(code)
+    python = folder / f"{name}.sh"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} {folder}/{name}.py\n")
+    python.chmod(0o755)
+    processes.start(ProcessSpec(name, [], threads=1, python=str(python)))
+
+
+def wait_for(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_stopped_process_is_named_and_said_to_go_on(tmp_path: Path) -> None:
+    processes, said = build_processes(tmp_path), list[str]()
+    watch = StoppedProcessWatch(processes.list_pids, said.append, after_s=0.2)
+
+    def look() -> list[str]:
+        watch.check()
+        return said
+
+    try:
+        for name in ("orchestrator", "worker-0"):
+            start_code(processes, name, "import time\ntime.sleep(1000)\n")
+        pid = processes.pid("orchestrator")
+        assert not look()
+        processes.signal("orchestrator", signal.SIGSTOP)
+        wait_for(look)
+        assert f"orchestrator (process {pid}) is stopped by a signal since " in said[0]
+        assert f"`kill -CONT {pid}`" in said[0]
+        watch.check()
+        assert len(said) == 1, "said once"
+        processes.signal("orchestrator", signal.SIGCONT)
+        wait_for(lambda: len(look()) == 2)
+        assert f"orchestrator (process {pid}) goes on, after " in said[1]
+        processes.signal("orchestrator", signal.SIGSTOP)
+        wait_for(lambda: len(look()) == 3)
+        processes.kill_process("orchestrator")
+        watch.check()
+        assert len(said) == 3, "one that was killed does not go on"
+    finally:
+        processes.kill()
+
+
+LEAVES = """
+import os, subprocess, sys, time
+from pathlib import Path
+
+def note(pid):
+    with open("pids", "a") as file:
+        file.write(f"{pid}\\n")
+
+os.chdir(os.path.dirname(__file__))
+note(subprocess.Popen(["sleep", "1000"]).pid)
+note(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+cleared = "sleep 1000 & sleep 1000"
+note(subprocess.Popen(["sh", "-c", cleared], env={}, process_group=0).pid)
+if os.fork() == 0:  # a daemon: two forks and a session of its own
+    os.setsid()
+    if os.fork() == 0:
+        note(os.getpid())
+        time.sleep(1000)
+    os._exit(0)
+if os.fork() == 0:
+    note(os.getpid())
+    time.sleep(1000)
+    os._exit(0)
+END
+"""
+
+
+@pytest.mark.parametrize("end", ["time.sleep(1000)", "os._exit(3)"])
+def test_what_a_process_started_does_not_outlive_the_run(tmp_path: Path, end: str) -> None:
+    processes = build_processes(tmp_path)
+    others = subprocess.Popen(["sleep", "1000"])
+    start_code(processes, "worker-0", LEAVES.replace("END", end))
+    noted = processes.run_dir.path / "pids"
+    try:
+        wait_for(lambda: noted.is_file() and len(noted.read_text().split()) == 5)
+        pids = [int(pid) for pid in noted.read_text().split()]
+        assert all(map(is_alive, pids))
+        wait_for(lambda: "sleep" in end or processes.exit_code("worker-0") == 3)
+    finally:
+        processes.kill()
+    if "exit" in end:  # nothing tells whose it was
+        os.killpg(pids.pop(2), signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, pids)))
+    assert others.poll() is None, "what is not of the run goes on"
+    others.kill()
+    others.wait()
+
+
+def test_a_resumed_run_ends_what_a_killed_launcher_left(tmp_path: Path) -> None:
+    processes = build_processes(tmp_path)
+    mark = process_watch.build_mark(processes.run_dir.path, "worker-0")
+    other = process_watch.build_mark(processes.run_dir.path, "worker-01")
+    left, kept = (
+        subprocess.Popen(["sleep", "1000"], env={process_watch.MARK_VARIABLE: value})
+        for value in (mark, other)
+    )
+    kill_marked(processes.run_dir.path, ["worker-0"])
+    assert left.wait(30) == -signal.SIGKILL and kept.poll() is None
+    kept.kill()
+    kept.wait()
+
+
+PRINTS = """
+import sys, time
+for number in range(NUMBER):
+    print(f"{number:011d}")
+    if number % 1000 == 0:
+        time.sleep(0.0001)
+print("the cause of death")
+"""
+
+
+LIMITS = LogLimits(total=1 << 18, head=1 << 14, tail=1 << 16)
+
+
+def test_a_log_is_bounded_and_keeps_its_first_and_last_lines(tmp_path: Path) -> None:
+    processes, number = build_processes(tmp_path), 100_000
+    log = processes.run_dir.logs / "worker-0.log"
+    start_code(processes, "worker-0", PRINTS.replace("NUMBER", str(number)))
+    while processes.exit_code("worker-0") is None:
+        bound_logs(log.parent, LIMITS)
+        time.sleep(0.002)
+    bound_logs(log.parent, LIMITS)
+    assert log.stat().st_blocks * 512 <= LIMITS.total
+    lines = log.read_bytes().replace(b"\0", b"").splitlines()
+    [note] = [line for line in lines if line.startswith(b"[bytes ")]
+    before, after = lines[: lines.index(note)], lines[lines.index(note) + 1 :]
+    assert before[0] == b"%011d" % 0 and len(before) > 1300
+    # Whatever was printed while the middle was cut out: the tail has no gap.
+    tail = [int(line) for line in after[1:-1]]
+    assert tail == list(range(tail[0], number)) and len(tail) > 5000
+    how = processes.explain_exit("worker-0", 1)
+    assert "the last line of its log: the cause of death" in how.problem
+    processes.kill()
+
+
+def test_a_log_on_a_disk_without_holes_keeps_its_last_lines(tmp_path: Path) -> None:
+    log = tmp_path / "worker-0.log"
+    with open(log, "ab", buffering=0) as appending:
+        appending.write(b"first\n" + b"line\n" * 100_000)
+        keep_tail(log, LIMITS)
+        appending.write(b"the cause of death\n")
+    assert log.stat().st_size < LIMITS.tail + 100
+    assert log.read_bytes().startswith(b"[the log is too long")
+    assert log.read_bytes().endswith(b"line\nthe cause of death\n")
+
+
+def test_the_last_line_of_a_log_is_quoted_in_part_and_without_what_no_command_line_takes(
+    tmp_path: Path,
+) -> None:
+    processes = build_processes(tmp_path)
+    (processes.run_dir.logs / "worker-0.log").write_bytes(b"x" * (1 << 20) + b"\0end")
+    problem = processes.explain_exit("worker-0", 1).problem
+    assert problem.endswith("xend") and len(problem) < 700 and "\0" not in problem
+
+
+HANGS_UP = """
+import os, signal, sys, time
+from pathlib import Path
+from sightline.launch.processes import Processes, ProcessSpec, SignalCounter
+from sightline.run import RunDir
+
+run_dir = RunDir(Path(sys.argv[1]))
+run_dir.make()
+with SignalCounter() as signals:
+    processes = Processes(run_dir)
+    processes.start(ProcessSpec("server", ["1000"], 1, python=sys.argv[2]))
+    ignored = [
+        line.split()[1] for line in open(f"/proc/{processes.pid('server')}/status")
+        if line.startswith("SigIgn")
+    ]
+    os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(0.2)
+    processes.kill()
+    print(signals.count, int(ignored[0], 16) & 1)
+"""
+
+
+@pytest.mark.parametrize(("is_ignored", "heard"), [(True, "0 1"), (False, "1 0")])
+def test_a_hangup_that_nohup_ignores_stays_ignored(
+    tmp_path: Path, is_ignored: bool, heard: str
+) -> None:
+    sleeps = tmp_path / "sleeps"
+    sleeps.write_text("#!/bin/sh\nexec sleep 1000\n")
+    sleeps.chmod(0o755)
+    words = [sys.executable, "-c", HANGS_UP, str(tmp_path / "run"), str(sleeps)]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, env=dict(os.environ))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert done.stdout.strip() == heard, done.stderr

@@ -1,0 +1,128 @@
+"""A disk that is full is an error with a name, and leaves no half of a file behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from sightline.compute.weights import write_weights
+from sightline.errors import DiskFull
+from sightline.launch.processes import Processes
+from sightline.media import MediaStore
+from sightline.run import EventLog, RunDir
+from sightline.trace import Trace, write_traces
+from sightline.trainer.ledger import Ledger, read_ledger
+from sightline.view.events import read_events
+from sightline.wire.disk import check_disk_room
+from sightline.wire.file import append_line, read_lines, write_atomic
+
+SIZE = 256 << 10
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 256 KB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "none", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(words, capture_output=True).returncode != 0:
+        pytest.skip("needs the right to mount a disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    with pytest.raises(OSError, match="No space"), open(folder / "filler", "wb", 0) as file:
+        while file.write(b"x" * 4096):
+            pass
+
+
+def test_what_does_not_fit_names_the_file_and_leaves_nothing(small_disk: Path) -> None:
+    write_atomic(small_disk / "state", b"before")
+    before = sorted(small_disk.iterdir())
+    with pytest.raises(DiskFull, match=f"cannot write {small_disk}/state: No space left .* free"):
+        write_atomic(small_disk / "state", b"x" * SIZE * 2)
+    with pytest.raises(DiskFull, match="traces"):
+        write_traces(small_disk / "traces", [Trace(id="r", error="x" * SIZE * 2)])
+    assert sorted(small_disk.iterdir()) == before
+    assert (small_disk / "state").read_bytes() == b"before"
+
+
+def test_half_written_weights_are_no_version(small_disk: Path) -> None:
+    with pytest.raises(DiskFull, match="model.safetensors"):
+        write_weights(small_disk / "weights", {"a": torch.zeros(SIZE)}, 1, 0)
+    assert not (small_disk / "weights" / "v000001").exists()
+    path, _ = write_weights(small_disk / "weights", {"a": torch.zeros(16)}, 1, 0)
+    assert path.is_file()
+
+
+def test_a_line_that_is_cut_off_goes_and_the_next_one_is_whole(small_disk: Path) -> None:
+    ledger, events = Ledger(small_disk / "ledger", 0), small_disk / "events"
+    append_line(events, b'{"a": 1}')
+    fill(small_disk)
+    with pytest.raises(DiskFull, match=str(events)):
+        append_line(events, b"x" * 8192)
+    with pytest.raises(DiskFull):
+        for step in range(1, 4096):
+            ledger.add(step, "digest" * 8)
+    num_steps = len(read_ledger(small_disk / "ledger"))
+    (small_disk / "filler").unlink()
+    append_line(events, b'{"a": 2}')
+    assert [msgspec.json.decode(line) for line in read_lines(events)] == [{"a": 1}, {"a": 2}]
+    ledger.add(num_steps + 1, "d")
+    assert [line.step for line in read_ledger(small_disk / "ledger")] == [*range(1, num_steps + 2)]
+
+
+def test_a_process_that_cannot_say_why_it_ended_is_explained(small_disk: Path) -> None:
+    run_dir = RunDir(small_disk / "run")
+    run_dir.make()
+    run_dir.error_file("trainer").write_text('{"problem": "hal')
+    fill(small_disk)
+    events = EventLog(run_dir.metrics, "trainer")
+    for _ in range(300):
+        events.write("step", text="x" * 40)
+    assert events.num_lost and all(event.kind == "step" for event in read_events(run_dir.metrics))
+    error = Processes(run_dir).explain_exit("trainer", 1)
+    assert f"the disk of {run_dir.logs} has" in error.problem and "free space" in error.fix
+
+
+def test_the_reserve_is_kept(small_disk: Path) -> None:
+    check_disk_room(small_disk / "run" / "not_there_yet", SIZE // 2)
+    (small_disk / "more").write_bytes(b"x" * (SIZE // 4 * 3))
+    problem = f"the disk under {small_disk} has [0-9]+ bytes left, {SIZE // 2} are kept in reserve"
+    with pytest.raises(DiskFull, match=problem):
+        check_disk_room(small_disk, SIZE // 2)
+
+
+def test_a_limit_of_the_size_of_files_is_an_error_with_a_path(tmp_path: Path) -> None:
+    """Needs no rights: the process may not write files of more than 8 KB."""
+    code = (
+        "import resource, sys; from pathlib import Path\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
+        "from sightline.errors import DiskFull\n"
+        "from sightline.wire.file import append_line, write_atomic\n"
+        "for write in (write_atomic, append_line):\n"
+        "    try: write(Path(sys.argv[1]) / write.__name__, b'x' * 100_000)\n"
+        "    except DiskFull as error: print(error.problem)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    first, second = done.stdout.splitlines()
+    assert f"cannot write {tmp_path}/write_atomic: File too large" in first
+    assert f"cannot write {tmp_path}/append_line" in second
+    assert not list(tmp_path.glob(".tmp*")) and (tmp_path / "append_line").read_bytes() == b""
+
+
+def test_a_store_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = MediaStore("media", fallback_roots=["other"])
+    os.chdir("/")
+    assert store.root == tmp_path / "media" and store.fallback_roots == (tmp_path / "other",)
