@@ -7,7 +7,13 @@ refused by name.
 """
 
 from sightline.config.files import AnyRun, RunFile, SftFile, check_resume, iter_settings
-from sightline.config.load import dump_toml, load_config, load_stored_config, validate_config
+from sightline.config.load import (
+    dump_checked_toml,
+    dump_toml,
+    load_config,
+    load_stored_config,
+    validate_config,
+)
 from sightline.config.sections import (
     DataConfig,
     EnvConfig,
@@ -37,6 +43,7 @@ __all__ = [
     "SftFile",
     "TrainerConfig",
     "check_resume",
+    "dump_checked_toml",
     "dump_toml",
     "get_section_class",
     "iter_settings",

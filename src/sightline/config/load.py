@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import itertools
 import re
@@ -18,6 +19,7 @@ from sightline.config.renamed import find_new_name, spell_setting, translate_old
 from sightline.config.sections import ConfigSection, get_section_class
 from sightline.errors import ConfigError
 
+_CHECKSUM_LINE = re.compile(r"^# sha256 ([0-9a-f]{64})\n?\Z", re.MULTILINE)
 AnyFile = TypeVar("AnyFile", bound=ConfigSection)
 
 
@@ -49,7 +51,9 @@ def load_stored_config(kind: type[AnyFile], path: Path, overrides: Sequence[str]
 def read_run_file(path: Path) -> dict[str, Any]:
     """The sections of the file, not checked yet."""
     try:
-        return tomllib.loads(path.read_text())
+        text = path.read_text()
+        _check_unchanged(text, path)
+        return tomllib.loads(text)
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(f"no run file at {path}", "check the path") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -127,6 +131,22 @@ def _known_names(kind: type[ConfigSection], names: list[str]) -> list[str]:
 def dump_toml(file: ConfigSection) -> str:
     """The file as TOML, every setting spelled out."""
     return tomli_w.dumps(file.model_dump(exclude_none=True))
+
+
+def dump_checked_toml(file: ConfigSection) -> str:
+    """The file as a run keeps it: its last line is a checksum of the others."""
+    text = dump_toml(file)
+    return f"{text}# sha256 {hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
+def _check_unchanged(text: str, path: Path) -> None:
+    found = _CHECKSUM_LINE.search(text)
+    if found and hashlib.sha256(text[: found.start()].encode()).hexdigest() != found[1]:
+        raise ConfigError(
+            f"{path} is not as the run wrote it: the checksum in its last line is of other text",
+            "put it back from a copy; a change is made by section.key=value, and a file that is "
+            "yours has no such line",
+        )
 
 
 def load_object(path: str, setting: str) -> Any:

@@ -27,6 +27,7 @@ from sightline.run import RunDir
 from sightline.run.otel import check_otel
 from sightline.trainer.conversations import check_rows_for_images
 from sightline.view.sinks.protocol import check_sinks
+from sightline.wire.codec import check_release
 
 HTTP_TIMEOUT_S = 10.0
 STOCK_VERSION = "0.32."
@@ -292,6 +293,7 @@ def _check_sightline_server(config: RunFile, family: Family, address: str) -> No
             f"[inference] servers: {address} is no server of sightline's",
             'start it with `sightline serve`, or set engine = "stock_vllm"',
         )
+    check_release(str(health.get("release", "")), f"[inference] servers: {address}")
     for name, ours in (("fingerprint", family.fingerprint), ("engine", config.inference.engine)):
         if health[name] != ours:
             raise ConfigError(

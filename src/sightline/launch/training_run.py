@@ -17,7 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic
 
-from sightline.config import AnyRun, LoggingConfig, check_resume, dump_toml, load_config
+from sightline.config import (
+    AnyRun,
+    LoggingConfig,
+    check_resume,
+    dump_checked_toml,
+    load_config,
+)
 from sightline.errors import ProcessFailed, ResumeRefused
 from sightline.launch.claim import (
     check_model_unchanged,
@@ -144,7 +150,7 @@ def _run(
     check_store(Path(file.media.root or run_dir.media), file.media.max_gb)
     look_at_model(run_dir, Path(file.model.path))
     run_dir.make()
-    write_atomic(run_dir.config, dump_toml(file).encode())
+    write_atomic(run_dir.config, dump_checked_toml(file).encode())
     run_dir.summary.unlink(missing_ok=True)  # of the run as it was before this resume
     specs = []
     for spec in job.build_specs(file, run_dir):

@@ -59,6 +59,9 @@ class StockVLLMClient(GenerateClient):
         check_expansion(request.token_ids, slots, answer)
         return GenerateResponse(request_id=answer.request_id, choices=answer.choices)
 
+    async def wait_healthy(self) -> None:
+        await self.wait_reachable("/health")  # its version is checked before the run
+
     async def adopt(self, manifest: str) -> None:
         """Returns when the server holds the published weights, under their version's name."""
         file = Path(manifest).absolute()

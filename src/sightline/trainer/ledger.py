@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from sightline.errors import ResumeRefused
-from sightline.wire.file import append_line, read_lines, write_atomic
+from sightline.wire.file import add_checksum, append_line, read_checked_lines, write_atomic
 
 
 class LedgerLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,7 +29,7 @@ class Ledger:
                 f"{path} does not hold every step up to the checkpoint's {step}",
                 "start a new run from the checkpoint",
             )
-        write_atomic(path, b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
+        write_atomic(path, b"".join(_encode(line) + b"\n" for line in kept))
 
     def add(self, step: int, batch: str) -> None:
         known = self._before.get(step)
@@ -39,8 +39,14 @@ class Ledger:
                 f"{batch[:12]}",
                 "restore batches/ of the run, or start a new run",
             )
-        append_line(self._path, msgspec.json.encode(LedgerLine(step, batch)), sync=True)
+        append_line(self._path, _encode(LedgerLine(step, batch)), sync=True)
 
 
 def read_ledger(path: Path) -> list[LedgerLine]:
-    return [msgspec.json.decode(line, type=LedgerLine) for line in read_lines(path)]
+    """Its lines; one that is damaged is refused by its number."""
+    fix = "put it back from a copy; checkpoints and batches are not touched"
+    return read_checked_lines(path, LedgerLine, fix)
+
+
+def _encode(line: LedgerLine) -> bytes:
+    return add_checksum(msgspec.json.encode(line))

@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+import sightline
 from sightline.errors import WireError
 
 Message = TypeVar("Message")
@@ -28,6 +29,19 @@ class Codec(Generic[Message]):
             return self._decoder.decode(data)
         except msgspec.MsgspecError as error:
             raise WireError(f"{len(data)} bytes are not {self._name}: {error}", _FIX) from error
+
+
+def get_release() -> str:
+    """What a process says of itself at a handshake."""
+    return f"sightline {sightline.__version__}"
+
+
+def check_release(found: str, who: str) -> None:
+    """Refuses a process of another version, which may mean other things by the same words."""
+    if found != get_release():
+        raise WireError(
+            f"{who} runs {found or 'an older sightline'}, this is {get_release()}", _FIX
+        )
 
 
 def check_schema(found: int, known: int, name: str) -> None:

@@ -5,19 +5,26 @@ A version means its bits, once and for all; made again with others, it is a new 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from sightline.wire.codec import check_schema
-from sightline.wire.file import append_line, read_lines
+from sightline.wire.file import add_checksum, append_line, read_checked_lines
 
 WEIGHTS_SCHEMA = 1
 MANIFEST = "manifest.json"
 HISTORY = "history.jsonl"
 """The digest of every version that was ever published, beside the folders of versions."""
+
+
+class HistoryLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of the history."""
+
+    version: int
+    epoch: int
+    sha256: str
 
 
 class WeightFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,15 +93,16 @@ def log_version(root: Path, version: int, sha256: str) -> tuple[Path, int]:
     again is compared with what it was.
     """
     history = root / HISTORY
-    lines = [json.loads(line) for line in read_lines(history)]
-    known = [line["sha256"] for line in lines if line["version"] == version]
+    fix = "put it back from a copy; checkpoints and batches are not touched"
+    lines = read_checked_lines(history, HistoryLine, fix)
+    known = [line.sha256 for line in lines if line.version == version]
     if sha256 in known:
         epoch = known.index(sha256)
     else:
         epoch = len(known)
         root.mkdir(parents=True, exist_ok=True)
-        line = {"version": version, "epoch": epoch, "sha256": sha256}
-        append_line(history, json.dumps(line).encode())
+        line = msgspec.json.encode(HistoryLine(version, epoch, sha256))
+        append_line(history, add_checksum(line))
     return root / (f"v{version:06d}" + (f".{epoch}" if epoch else "")), epoch
 
 
