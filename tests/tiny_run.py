@@ -1,8 +1,8 @@
 """A run directory as a killed run leaves it, in a few kilobytes, written by the code of a run.
 
 Step 3 is made, step 2 is trained and has a checkpoint: the batch of step 3 waits. Nothing is
-computed. `python tests/tiny_run.py` writes it into tests/golden/runs under this version, where later
-versions have to read it; what stands there is never written again.
+computed. `python tests/tiny_run.py` writes it into tests/golden/run_dirs under this version, where later
+versions have to read it: what stands there is not written again once its version is released.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import msgspec
 import torch
 
 import sightline
@@ -31,7 +30,7 @@ from sightline.trainer.ranks import SINGLE_RANK
 from sightline.trainer.snapshot import ShardSnapshot
 from sightline.wire.sample import Batch
 
-GOLDEN = Path(__file__).resolve().parent / "golden" / "runs"
+GOLDEN = Path(__file__).resolve().parent / "golden" / "run_dirs"
 SIZE = SyntheticSize(steps=3, rollouts_per_step=4, images=2, conversations=2, group_size=2)
 STEP, TRAINED = 3, 2
 
@@ -78,12 +77,6 @@ def write_run(path: Path, model: str = "") -> RunDir:
     run_state.save()
     run_dir.summary.write_text(json.dumps({"steps": TRAINED, "stopped_by": "a signal"}))
     return run_dir
-
-
-def describe(run_dir: RunDir) -> bytes:
-    """What readers of later versions must find again."""
-    progress = RunState.open(run_dir).progress
-    return msgspec.json.encode({"step": progress.step, "batches": progress.batches})
 
 
 if __name__ == "__main__":
