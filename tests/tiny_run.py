@@ -1,8 +1,8 @@
 """A run directory as a killed run leaves it, in a few kilobytes, written by the code of a run.
 
 Step 3 is made, step 2 is trained and has a checkpoint: the batch of step 3 waits. Nothing is
-computed. `python tests/tiny_run.py` writes it into tests/golden/run_dirs under this version, where later
-versions have to read it: what stands there is not written again once its version is released.
+computed. `python tests/tiny_run.py` writes it into tests/golden/run_dirs under this version, where
+later versions have to read it: it is not written again once its version is released.
 """
 
 from __future__ import annotations

@@ -31,7 +31,13 @@ from sightline.launch.claim import (
     lock_run_dir,
     record_model_digests,
 )
-from sightline.launch.preflight import check_devices, check_store, resolve_model
+from sightline.launch.preflight import (
+    Show,
+    check_devices,
+    check_store,
+    resolve_model,
+    say_nothing,
+)
 from sightline.launch.processes import (
     POLL_S,
     Processes,
@@ -73,8 +79,9 @@ class TrainingJob(ABC, Generic[AnyRun]):
         return file
 
     @abstractmethod
-    def check(self, file: AnyRun, run_dir: RunDir) -> None:
-        """Refuses what cannot work, and prints what follows from the model."""
+    def check(self, file: AnyRun, run_dir: RunDir, show: Show = say_nothing) -> None:
+        """Refuses what cannot work, and prints what follows from the model; `show` hears of each
+        check that was passed."""
 
     @abstractmethod
     def count_trainer_threads(self, file: AnyRun) -> int:

@@ -21,14 +21,9 @@ class Ledger:
     def __init__(self, path: Path, step: int) -> None:
         # Steps after the checkpoint are about to be played again: they leave the ledger first.
         self._path = path
-        lines = read_ledger(path)
+        lines = read_ledger(path, step)
         self._before = {line.step: line.batch for line in lines}
         kept = [line for line in lines if line.step <= step]
-        if [line.step for line in kept] != list(range(1, step + 1)):
-            raise ResumeRefused(
-                f"{path} does not hold every step up to the checkpoint's {step}",
-                "start a new run from the checkpoint",
-            )
         write_atomic(path, b"".join(_encode(line) + b"\n" for line in kept))
 
     def add(self, step: int, batch: str) -> None:
@@ -42,10 +37,15 @@ class Ledger:
         append_line(self._path, _encode(LedgerLine(step, batch)), sync=True)
 
 
-def read_ledger(path: Path) -> list[LedgerLine]:
-    """Its lines; one that is damaged is refused by its number."""
+def read_ledger(path: Path, step: int = 0) -> list[LedgerLine]:
+    """Its lines. One that is damaged is refused by its number, and a ledger that does not hold
+    every step up to `step`, the checkpoint's."""
     fix = "put it back from a copy; checkpoints and batches are not touched"
-    return read_checked_lines(path, LedgerLine, fix)
+    lines = read_checked_lines(path, LedgerLine, fix)
+    if [line.step for line in lines if line.step <= step] != list(range(1, step + 1)):
+        problem = f"{path} does not hold every step up to the checkpoint's {step}"
+        raise ResumeRefused(problem, "put it back from a copy, or start a new run")
+    return lines
 
 
 def _encode(line: LedgerLine) -> bytes:

@@ -86,6 +86,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.version}.{self.epoch}" if self.epoch else str(self.version)
 
 
+def read_history(root: Path) -> list[HistoryLine]:
+    """The lines of the history; one that is damaged is refused by its number."""
+    fix = "put it back from a copy; checkpoints and batches are not touched"
+    return read_checked_lines(root / HISTORY, HistoryLine, fix)
+
+
 def log_version(root: Path, version: int, sha256: str) -> tuple[Path, int]:
     """The folder and the epoch of `version` with these bits.
 
@@ -93,9 +99,7 @@ def log_version(root: Path, version: int, sha256: str) -> tuple[Path, int]:
     again is compared with what it was.
     """
     history = root / HISTORY
-    fix = "put it back from a copy; checkpoints and batches are not touched"
-    lines = read_checked_lines(history, HistoryLine, fix)
-    known = [line.sha256 for line in lines if line.version == version]
+    known = [line.sha256 for line in read_history(root) if line.version == version]
     if sha256 in known:
         epoch = known.index(sha256)
     else:

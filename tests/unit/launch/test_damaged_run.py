@@ -1,4 +1,4 @@
-"""A file of a run that is damaged or missing is refused by its name, and nothing else is touched."""
+"""A file of a run that is damaged or missing is refused by its name; nothing else is touched."""
 
 from __future__ import annotations
 
