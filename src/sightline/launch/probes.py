@@ -8,7 +8,7 @@ import math
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -112,8 +112,7 @@ def check_prompts(config: RunFile) -> str:
 
     async def play(folder: str) -> None:
         chats = build_policy_chats(config, [meter.base_url], MediaStore(Path(folder)))
-        chats.max_model_len, chats.client = 0, meter
-        chats._clients = {meter.base_url: meter}
+        chats = replace(chats, client=meter, max_model_len=0)
         player = RolloutPlayer(build_environment(config.env), chats, config.rollout.timeout_s)
         try:
             for task in range(NUM_TASKS):
