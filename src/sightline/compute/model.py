@@ -81,6 +81,15 @@ def pick_device(name: str) -> str:
     return name
 
 
+def describe_gpus() -> str:
+    """The GPUs that torch sees, with their memory; empty for none."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [(torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)) for i in range(count)]
+    return ", ".join(
+        f"{n} ({free / 1e9:.0f} of {all_ / 1e9:.0f} GB free)" for n, (free, all_) in names
+    )
+
+
 def empty_parameters(path: str | Path, family: Family) -> dict[str, Tensor]:
     """The parameters that a trainer of this checkpoint publishes: names and shapes, no values."""
     auto = AutoModelForImageTextToText if family.shows_images else AutoModelForCausalLM

@@ -14,7 +14,13 @@ from sightline.config.files import (
     iter_settings,
     resolve_paths,
 )
-from sightline.config.load import dump_toml, load_config, load_stored_config, validate_config
+from sightline.config.load import (
+    dump_checked_toml,
+    dump_toml,
+    load_config,
+    load_stored_config,
+    validate_config,
+)
 from sightline.config.sections import (
     DataConfig,
     EnvConfig,
@@ -44,6 +50,7 @@ __all__ = [
     "SftFile",
     "TrainerConfig",
     "check_resume",
+    "dump_checked_toml",
     "dump_toml",
     "get_section_class",
     "iter_settings",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import itertools
 import re
@@ -25,6 +26,7 @@ from sightline.config.secret_refs import hide_secrets, is_secret_name
 from sightline.config.sections import ConfigSection, get_section_class
 from sightline.errors import ConfigError
 
+_CHECKSUM_LINE = re.compile(r"^# sha256 ([0-9a-f]{64})\n?\Z", re.MULTILINE)
 AnyFile = TypeVar("AnyFile", bound=ConfigSection)
 
 
@@ -58,6 +60,7 @@ def read_run_file(path: Path, is_stored: bool = False) -> dict[str, Any]:
     """The sections of the file, not checked yet; of a stored one without secrets."""
     try:
         text = path.read_text()
+        _check_unchanged(text, path)
         return tomllib.loads(hide_secrets(text) if is_stored else text)
     except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(f"no run file at {path}", "check the path") from None
@@ -142,6 +145,22 @@ def _known_names(kind: type[ConfigSection], names: list[str]) -> list[str]:
 def dump_toml(file: ConfigSection) -> str:
     """The file as TOML, every setting spelled out."""
     return tomli_w.dumps(file.model_dump(exclude_none=True))
+
+
+def dump_checked_toml(file: ConfigSection) -> str:
+    """The file as a run keeps it: its last line is a checksum of the others."""
+    text = dump_toml(file)
+    return f"{text}# sha256 {hashlib.sha256(text.encode()).hexdigest()}\n"
+
+
+def _check_unchanged(text: str, path: Path) -> None:
+    found = _CHECKSUM_LINE.search(text)
+    if found and hashlib.sha256(text[: found.start()].encode()).hexdigest() != found[1]:
+        raise ConfigError(
+            f"{path} is not as the run wrote it: the checksum in its last line is of other text",
+            "put it back from a copy; a change is made by section.key=value, and a file that is "
+            "yours has no such line",
+        )
 
 
 def load_object(path: str, setting: str) -> Any:

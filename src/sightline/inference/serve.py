@@ -26,6 +26,7 @@ from sightline.render import Renderer
 from sightline.run.otel import open_stages
 from sightline.transport.http_server import RequestGuard, build_uvicorn_config, check_address
 from sightline.transport.listen import bind_socket, build_listen_error, describe_link
+from sightline.wire.codec import get_release
 
 KEEP_ALIVE_S = 600
 SHUTDOWN_GRACE_S = 10
@@ -76,6 +77,7 @@ class ServerComponents:
             models=frozenset({path.name, str(path)}),
         )
         identity = {
+            "release": get_release(),
             "model": path.name,
             "engine": name,
             "family": family.name,

@@ -9,19 +9,19 @@ import os
 import secrets
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 from sightline.errors import ConfigError, ResumeRefused
 from sightline.run import RunDir
-from sightline.wire.file import write_atomic
+from sightline.wire.file import add_checksum, read_checked, write_atomic
 
 SECRET_VARIABLE = "SIGHTLINE_SECRET"
 """Gives the secret of a run to ranks of other machines that cannot read its directory."""
 MIN_SECRET_CHARS = 16
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-MAX_FULL_HASH_BYTES = 64 << 20
-"""Larger files are told apart by size, head and tail."""
+MAX_THREADS = 8
 
 
 def claim_run_dir(base: str, name: str) -> RunDir:
@@ -91,19 +91,21 @@ def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
 
 def record_model_digests(run_dir: RunDir, model: Path) -> None:
     """Remembers what the checkpoint of a new run holds."""
-    write_atomic(_get_digest_file(run_dir), json.dumps(_hash_model(model), indent=1).encode())
+    data = json.dumps(_hash_model(model), indent=1).encode()
+    write_atomic(_get_digest_file(run_dir), add_checksum(data))
 
 
 def check_model_unchanged(run_dir: RunDir, model: Path) -> None:
     """Refuses to go on from another checkpoint than the run began with: it is the reference of the
     KL, and version 0 of the policy."""
-    if not _get_digest_file(run_dir).is_file():
-        return
-    before, now = json.loads(_get_digest_file(run_dir).read_bytes()), _hash_model(model)
+    fix = "put it back from a copy: it alone says which checkpoint the run began with"
+    before = read_checked(_get_digest_file(run_dir), dict[str, str], fix)
+    now = _hash_model(model)
     changed = sorted({name for name, _ in before.items() ^ now.items()})
     if changed:
         raise ResumeRefused(
-            f"{model / changed[0]} is not what it was when the run began",
+            f"{model / changed[0]} is not what it was when the run began, by "
+            f"{_get_digest_file(run_dir)}",
             "restore the checkpoint, or start a new run",
         )
 
@@ -114,14 +116,10 @@ def _get_digest_file(run_dir: RunDir) -> Path:
 
 def _hash_model(model: Path) -> dict[str, str]:
     files = sorted({file for pattern in MODEL_FILES for file in model.glob(pattern)})
-    return {file.name: _hash_file(file) for file in files}
+    with ThreadPoolExecutor(MAX_THREADS, "digests") as pool:
+        return dict(zip((file.name for file in files), pool.map(_hash_file, files), strict=True))
 
 
 def _hash_file(file: Path) -> str:
-    size = file.stat().st_size
-    if size <= MAX_FULL_HASH_BYTES:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
     with open(file, "rb") as opened:
-        head = opened.read(1 << 20)
-        opened.seek(-(1 << 20), 2)
-        return hashlib.sha256(str(size).encode() + head + opened.read()).hexdigest()
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from sightline.families import Family, load_family
 from sightline.families.hub import resolve_checkpoint
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import describe_prefix_reuse
+from sightline.launch.probes import check_memory, check_probe_images, describe_versions
 from sightline.launch.processes import build_environ, num_cores, reserve_port, split_threads
 from sightline.launch.vllm_server import check_vllm_python, has_gpu
 from sightline.media import MediaStore
@@ -28,6 +30,7 @@ from sightline.run.otel import check_otel
 from sightline.trainer.conversations import check_rows_for_images
 from sightline.transport.http_client import bearer
 from sightline.view.sinks.protocol import check_sinks
+from sightline.wire.codec import check_release
 
 HTTP_TIMEOUT_S = 10.0
 STOCK_VERSION = "0.32."
@@ -39,6 +42,13 @@ DESCRIBE_TIMEOUT_S = 120.0
 """A cold disk may take a minute to import a large package."""
 BYTES_PER_TOKEN = 16
 """A batch on disk has for each token its id, and logprob, advantage and version where it trains."""
+
+Show = Callable[[str, str], None]
+"""Hears the name of a check and its figure."""
+
+
+def say_nothing(name: str, figure: str) -> None:
+    pass
 
 
 def resolve_model(config: AnyRun) -> AnyRun:
@@ -166,7 +176,7 @@ def check_store(root: Path, max_gb: float) -> None:
     store.check_room()
 
 
-def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SPARE_BYTES) -> None:
+def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SPARE_BYTES) -> str:
     """Refuses a disk that cannot hold what exists at one time: checkpoints, published versions and
     batches."""
     weights = sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
@@ -192,6 +202,7 @@ def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SP
             f"{weights / 1e9:.2f} GB each can need {needed / 1e9:.1f} GB",
             "free some space, set [run] dir to a larger disk, or lower keep_checkpoints",
         )
+    return f"{needed / 1e9:.1f} GB of {free / 1e9:.1f} GB that are free"
 
 
 def _count_batch_bytes(config: RunFile) -> int:
@@ -300,6 +311,7 @@ def _check_sightline_server(config: RunFile, family: Family, address: str, token
             f"[inference] servers: {address} is no server of sightline's",
             'start it with `sightline serve`, or set engine = "stock_vllm"',
         )
+    check_release(str(health.get("release", "")), f"[inference] servers: {address}")
     for name, ours in (("fingerprint", family.fingerprint), ("engine", config.inference.engine)):
         if health[name] != ours:
             raise ConfigError(
@@ -380,17 +392,26 @@ def check_algorithm(config: RunFile) -> None:
         load_loss(trainer.loss, trainer.loss_args)
 
 
-def check_run(config: RunFile, run_dir: RunDir) -> Family:
-    """The family of the run's model, when nothing of the run file has to be refused."""
+def check_run(config: RunFile, run_dir: RunDir, show: Show = say_nothing) -> Family:
+    """The family of the run's model, when nothing of the run file has to be refused; `show` hears
+    of each check that was passed."""
+    show("versions", describe_versions())
     family = check_model(config.model, config.env, config.rollout.python)
+    show("model", f"{family.name} for [env] {config.env.name!r}: {config.model.path}")
     check_algorithm(config)
     check_sinks(config.logging.sinks)
     check_otel(config.logging.otel)
-    split_threads(config, num_cores())
+    threads = split_threads(config, num_cores())
     check_compatible_settings(config)
+    show("settings", f"threads on {num_cores()} cores: {threads.server} and {threads.trainer}")
     check_engine(config, family)
-    reserve_port(config.inference.host, config.inference.port, "[inference] port")
-    check_disk(config, run_dir)
+    show("engine", ", ".join(config.inference.servers) or config.inference.engine)
+    host, port = config.inference.host, config.inference.port
+    port = reserve_port(host, port, "[inference] port")
+    show("ports", f"{host}:{port} is free")
+    show("images", check_probe_images(config, family))
+    show("memory", check_memory(config))
+    show("disk", check_disk(config, run_dir))
     return family
 
 

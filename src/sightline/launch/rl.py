@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from sightline.config import LoggingConfig, RunFile
-from sightline.launch.preflight import check_run, describe_family
+from sightline.launch.preflight import Show, check_run, describe_family, say_nothing
 from sightline.launch.processes import (
     Processes,
     ProcessSpec,
@@ -41,8 +41,8 @@ class RlJob(TrainingJob[RunFile]):
         print(why)
         return file
 
-    def check(self, file: RunFile, run_dir: RunDir) -> None:
-        print(describe_family(check_run(file, run_dir), file.inference.engine))
+    def check(self, file: RunFile, run_dir: RunDir, show: Show = say_nothing) -> None:
+        print(describe_family(check_run(file, run_dir, show), file.inference.engine))
 
     def count_trainer_threads(self, file: RunFile) -> int:
         return split_threads(file, num_cores()).trainer

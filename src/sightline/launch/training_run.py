@@ -22,7 +22,7 @@ from sightline.config import (
     AnyRun,
     LoggingConfig,
     check_resume,
-    dump_toml,
+    dump_checked_toml,
     load_config,
     resolve_paths,
 )
@@ -34,7 +34,13 @@ from sightline.launch.claim import (
     make_secret,
     record_model_digests,
 )
-from sightline.launch.preflight import check_devices, check_store, resolve_model
+from sightline.launch.preflight import (
+    Show,
+    check_devices,
+    check_store,
+    resolve_model,
+    say_nothing,
+)
 from sightline.launch.process_watch import StoppedProcessWatch, bound_logs, kill_marked
 from sightline.launch.processes import (
     POLL_S,
@@ -78,8 +84,9 @@ class TrainingJob(ABC, Generic[AnyRun]):
         return file
 
     @abstractmethod
-    def check(self, file: AnyRun, run_dir: RunDir) -> None:
-        """Refuses what cannot work, and prints what follows from the model."""
+    def check(self, file: AnyRun, run_dir: RunDir, show: Show = say_nothing) -> None:
+        """Refuses what cannot work, and prints what follows from the model; `show` hears of each
+        check that was passed."""
 
     @abstractmethod
     def count_trainer_threads(self, file: AnyRun) -> int:
@@ -160,7 +167,7 @@ def _run(
     look_at_model(run_dir, Path(file.model.path))
     run_dir.make()
     make_secret(run_dir)
-    write_atomic(run_dir.config, dump_toml(file).encode())
+    write_atomic(run_dir.config, dump_checked_toml(file).encode())
     run_dir.summary.unlink(missing_ok=True)  # of the run as it was before this resume
     specs = []
     for spec in job.build_specs(file, run_dir):

@@ -7,6 +7,7 @@ checkpoint has beside parameters comes from the one that the run started from.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 import os
@@ -36,11 +37,30 @@ class BestCheckpoint:
         if progress.best_step and measure <= progress.best_measure:
             return
         # In a thread: a large checkpoint takes a while to copy.
-        await asyncio.to_thread(self._write, published)
+        progress.best_digest = await asyncio.to_thread(self._write, published)
         progress.best_step, progress.best_measure = step, measure
         self.run_state.save()
 
-    def _write(self, published: Path) -> None:
+    def find_problem(self) -> str:
+        """What is wrong with the best checkpoint of a run that goes on; empty where nothing is."""
+        progress, weights = self.run_state.progress, self.target / WEIGHTS
+        if not progress.best_step:
+            return ""
+        if not weights.is_file():
+            return f"{weights} is gone"
+        with open(weights, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        is_known = found == (progress.best_digest or found)
+        return "" if is_known else f"{weights} is damaged: it is not what was written"
+
+    def forget(self) -> None:
+        """Lets the next evaluation write the best checkpoint anew."""
+        progress = self.run_state.progress
+        progress.best_step, progress.best_measure, progress.best_digest = 0, 0.0, ""
+        self.run_state.save()
+
+    def _write(self, published: Path) -> str:
+        """Returns the digest of the weights."""
         part = self.target.with_name(f".{self.target.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -50,14 +70,16 @@ class BestCheckpoint:
         weights, others = (
             sorted(folder.glob("*.safetensors")) for folder in (published, self.source)
         )
-        merge_safetensors(weights, others, part / WEIGHTS)
+        digest = merge_safetensors(weights, others, part / WEIGHTS)
         # A reader finds the old one, none for a moment, or the new one; never a part.
         shutil.rmtree(self.target, ignore_errors=True)
         os.rename(part, self.target)
+        return digest
 
 
-def merge_safetensors(weights: list[Path], others: list[Path], target: Path) -> None:
-    """A file with all of `weights`, in the layout of `others`, and with what only those have."""
+def merge_safetensors(weights: list[Path], others: list[Path], target: Path) -> str:
+    """Writes a file with all of `weights`, in the layout of `others`, and with what only those
+    have; returns its digest."""
     sources: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     shapes: dict[str, list[int]] = {}
     for path in (*weights, *others):
@@ -77,20 +99,27 @@ def merge_safetensors(weights: list[Path], others: list[Path], target: Path) -> 
         at += last - first
     encoded = json.dumps(header_out, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
+    digest = hashlib.sha256()
     with open(target, "wb") as out:
-        out.write(len(encoded).to_bytes(8, "little") + encoded)
+
+        def write(data: bytes | memoryview) -> None:
+            digest.update(data)
+            out.write(data)
+
+        write(len(encoded).to_bytes(8, "little") + encoded)
         for name, (path, start, described) in sources.items():
             (first, last), shape = described["data_offsets"], described["shape"]
             stored = np.memmap(path, mode="r")[start + first : start + last]
             if shapes[name] == shape:
-                out.write(stored.data)
+                write(stored.data)
                 continue
             # Each matrix of a stack is transposed; what its numbers are does not matter.
             stack = stored.view(f"V{len(stored) // math.prod(shape)}").reshape(-1, *shape[-2:])
             for matrix in stack:
-                out.write(matrix.T.tobytes())
+                write(matrix.T.tobytes())
         out.flush()
         os.fsync(out.fileno())
+    return digest.hexdigest()
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,10 @@ def build(
         best_checkpoint = BestCheckpoint(
             Path(config.model.path), run_dir.checkpoints / "best", run_state
         )
+        if problem := best_checkpoint.find_problem():
+            print(f"refused: {problem}", file=sys.stderr, flush=True)
+            events.write("checkpoint_refused", run_state.progress.best_step, problem=problem)
+            best_checkpoint.forget()
         background_evaluator = BackgroundEvaluator(
             evaluator, policy, best_checkpoint, run_state, events, evaluator_client,
             config.eval.every, config.run.steps,

@@ -22,6 +22,7 @@ from sightline.rollout.stock_vllm_client import StockVLLMClient
 from sightline.run import EventLog, RunDir
 from sightline.transport.zmq_channel import AsyncHub
 from sightline.wire import control
+from sightline.wire.codec import check_release
 from sightline.wire.control import (
     BatchReady,
     ControlMessage,
@@ -82,6 +83,7 @@ class ControlRouter:
                 case MemoryReport() if peer != TRAINER:
                     rollouts.dispatcher.on_memory_report(peer, message.held_bytes)
                 case ProcessReady():
+                    check_release(message.release, peer)
                     if message.after:
                         rollouts.on_worker_lost(peer, message.after)
                     async with self._ready_changed:

@@ -14,8 +14,8 @@ from sightline.wire.weights import (
     MANIFEST,
     Manifest,
     PolicyLabel,
-    read_history,
     read_manifest,
+    read_policies,
     resolve_manifest,
 )
 
@@ -32,7 +32,7 @@ class PublishedPolicies:
     """The version that was published last in this process."""
 
     def __post_init__(self) -> None:
-        self.known = read_history(self.weights, self.run)
+        self.known = read_policies(self.weights, self.run)
         if self.owns_servers:
             self.known.add(Manifest(version=0, vision_version=0, files=[], run=self.run).policy)
 
@@ -77,7 +77,7 @@ class PublishedPolicies:
             raise self._refusal(published, error.problem) from error
         if found[:3] != (version, published.epoch, self.run):
             raise self._refusal(published, f"its manifest is of {found}")
-        if found not in read_history(self.weights, self.run):
+        if found not in read_policies(self.weights, self.run):
             raise self._refusal(published, f"the history of versions does not have {found}")
         self.known.add(found)
         self.last = version

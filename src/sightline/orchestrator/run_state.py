@@ -1,8 +1,9 @@
 """What the orchestrator remembers over a kill.
 
-Order of writing in a step: verdicts, traces, batch, progress; then the announcement. A batch that
-is newer than the progress was never announced and is made again; what a step that was cut short has
-seen is not counted.
+Order of writing in a step: verdicts, traces, batch, progress; then the announcement. The batch
+after the progress was never announced and is made again; what a step that was cut short has seen is
+not counted. The digests of batches that wait stand in the progress, apart from the files: what is
+not the batch that was made is refused, and without its progress a run is not touched.
 """
 
 from __future__ import annotations
@@ -17,10 +18,19 @@ import msgspec
 
 from sightline.errors import ResumeRefused
 from sightline.run import RunDir
-from sightline.trace import Trace, write_traces
+from sightline.trace import Trace, encode_traces
 from sightline.wire.control import BatchReady
-from sightline.wire.file import append_line, write_atomic
+from sightline.wire.file import (
+    add_checksum,
+    append_line,
+    read_checked,
+    read_lines,
+    write_atomic,
+)
 from sightline.wire.sample import Batch, digest_batch
+
+SCHEMA = 2
+"""Of a progress with digests; schema 1 had none."""
 
 
 class RewardRange(msgspec.Struct, forbid_unknown_fields=True):
@@ -67,12 +77,50 @@ class Progress(msgspec.Struct, forbid_unknown_fields=True):
     best_step: int = 0
     """The step whose weights stand in checkpoints/best; 0 for none."""
     best_measure: float = 0.0
+    best_digest: str = ""
+    """SHA-256 of the weights in checkpoints/best."""
+    batches: dict[str, str] = {}
+    """The digest of each batch that no checkpoint covers, by step."""
     reward_range: RewardRange = msgspec.field(default_factory=RewardRange, name="earned")
     goal_reached: float | None = None
     """The `[run] stop_at` that the run has reached, if it has."""
     seconds: float = 0.0
     """Seconds that the run has taken so far, resumed or not."""
-    schema: int = 1
+    schema: int = SCHEMA
+
+
+def read_progress(run_dir: RunDir) -> Progress:
+    """The progress of a run; that of a new one where no step was made.
+
+    Refuses one that is damaged, and one that is missing or older than what else is there: batches
+    would be made again that were trained on.
+    """
+    trained = len(read_lines(run_dir.ledger))
+    checkpoints = [int(path.name[5:]) for path in run_dir.checkpoints.glob("step_*")]
+    # The batch of one step can be there before the progress says so.
+    batches = [step - 1 for step, _ in run_dir.list_batches()]
+    newest = max(trained, *checkpoints, *batches, 0)
+    path = run_dir.progress
+    fix = (
+        f"put it back from a copy; nothing was changed, and `sightline doctor {run_dir.path}` says "
+        "what is safe"
+    )
+    if not path.exists():
+        if trained or checkpoints or batches:
+            steps = max(trained, *checkpoints, *(step + 1 for step in batches), 0)
+            raise ResumeRefused(f"{path} is gone, and the run has come to step {steps}", fix)
+        return Progress()
+    progress = read_checked(path, Progress, fix)
+    if progress.schema > SCHEMA:
+        raise ResumeRefused(
+            f"{path} is of schema {progress.schema}, this reads {SCHEMA}",
+            "go on with the version of sightline that wrote it",
+        )
+    if newest > progress.step:
+        raise ResumeRefused(
+            f"{path} is of step {progress.step}, and the run has come to step {newest}", fix
+        )
+    return progress
 
 
 @dataclass
@@ -89,13 +137,16 @@ class RunState:
 
     @classmethod
     def open(cls, run_dir: RunDir, keep_batches: bool = False) -> RunState:
-        progress = Progress()
-        if run_dir.progress.is_file():
-            progress = msgspec.json.decode(run_dir.progress.read_bytes(), type=Progress)
+        progress = read_progress(run_dir)
         run_state = cls(run_dir, progress, Counter(progress.verdicts), keep_batches)
         for step, file in run_dir.list_batches():
             if step > progress.step:
                 file.unlink()
+            elif progress.schema == 1:  # there is no other word on it than its own
+                progress.batches[str(step)] = digest_batch(file.read_bytes())
+        if progress.schema < SCHEMA or not run_dir.progress.exists():
+            progress.schema = SCHEMA
+            run_state.save()  # from here on a progress that is missing was lost
         return run_state
 
     def write_step(
@@ -107,22 +158,21 @@ class RunState:
         open_groups: list[int],
     ) -> BatchReady:
         """Counts a step, puts it on disk and returns its announcement."""
-        line = {"step": batch.step, "verdicts": ids_by_verdict}
+        played, data = encode_traces(traces), batch.to_bytes()
+        line = {"step": batch.step, "verdicts": ids_by_verdict, "traces": digest_batch(played)}
         append_line(self.run_dir.verdicts, json.dumps(line, separators=(",", ":")).encode())
         self.verdicts.update({name: len(ids) for name, ids in ids_by_verdict.items()})
         for trace in traces:
             self.count_trace(trace)
         self.progress.tokens_trained += sum(len(sample.trained) for sample in batch.samples)
-        write_traces(self.run_dir.traces_of(batch.step), traces)
-        data = batch.to_bytes()
+        write_atomic(self.run_dir.traces_of(batch.step), played)
         write_atomic(self.run_dir.batch(batch.step), data)
         self.progress.step = batch.step
+        digest = self.progress.batches[str(batch.step)] = digest_batch(data)
         self.progress.next_group = next_group
         self.progress.open_groups = open_groups
         self.save()
-        return BatchReady(
-            batch.step, str(self.run_dir.batch(batch.step).resolve()), digest_batch(data)
-        )
+        return BatchReady(batch.step, str(self.run_dir.batch(batch.step).resolve()), digest)
 
     def count_trace(self, trace: Trace) -> None:
         """Adds a trace that is on disk, or about to be, to the figures of the whole run."""
@@ -148,23 +198,29 @@ class RunState:
     def save(self) -> None:
         self.progress.verdicts = dict(self.verdicts)
         self.progress.seconds = time.monotonic() - self._began
-        write_atomic(self.run_dir.progress, msgspec.json.encode(self.progress))
+        write_atomic(self.run_dir.progress, add_checksum(msgspec.json.encode(self.progress)))
 
     def announcements_after(self, step: int) -> list[BatchReady]:
         """The batches that a trainer at `step` has still to apply, in their order."""
         found = []
         for later in range(step + 1, self.progress.step + 1):
-            path = self.run_dir.batch(later)
+            path, digest = self.run_dir.batch(later), self.progress.batches.get(str(later), "")
+            fix = (
+                "put it back from a copy, or the newer checkpoint; the checkpoint of step "
+                f"{step} is safe: `sightline export {self.run_dir.path} DIR` makes a model of it"
+            )
             if not path.is_file():
-                raise ResumeRefused(
-                    f"{path} is gone, and the trainer's checkpoint is of step {step}",
-                    "restore the newer checkpoint, or the batch, from a copy",
-                )
-            found.append(BatchReady(later, str(path.resolve()), digest_batch(path.read_bytes())))
+                problem = f"{path} is gone, and the trainer's checkpoint is of step {step}"
+                raise ResumeRefused(problem, fix)
+            if digest_batch(path.read_bytes()) != digest:
+                raise ResumeRefused(f"{path} is damaged: it is not the batch that was made", fix)
+            found.append(BatchReady(later, str(path.resolve()), digest))
         return found
 
     def remove_covered_batches(self, upto: int) -> None:
         """Removes batches that a checkpoint covers."""
+        for covered in [step for step in self.progress.batches if int(step) <= upto]:
+            del self.progress.batches[covered]
         if self.keep_batches:
             return
         for step, file in self.run_dir.list_batches():

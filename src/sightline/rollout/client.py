@@ -13,6 +13,7 @@ from sightline.errors import EngineError
 from sightline.rollout.pacer import LoopPacer
 from sightline.run.stages import NO_STAGE, Stage
 from sightline.transport.http_client import RequestCounts, RetryingClient
+from sightline.wire.codec import check_release
 from sightline.wire.generate import (
     AdoptRequest,
     ErrorAnswer,
@@ -87,8 +88,13 @@ class GenerateClient(RetryingClient):
         await self.request("POST", "/sightline/v1/lease", body)
 
     async def wait_healthy(self) -> None:
-        """Returns when the server answers; the launcher ends the run if it never will."""
-        await self.wait_reachable("/health")
+        """Returns when the server answers; the launcher ends the run if it never will. A server of
+        another version is refused."""
+        try:
+            health = json.loads(await self.wait_reachable("/health"))
+        except ValueError:
+            health = {}
+        check_release(str(health.get("release", "")), f"the server at {self.base_url}")
 
     def read_error(self, status: int, data: bytes) -> EngineError:
         try:

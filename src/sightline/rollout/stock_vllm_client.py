@@ -68,6 +68,9 @@ class StockVLLMClient(GenerateClient):
     async def lease(self, run: str, seconds: float) -> None:
         """A vLLM of its own knows no lease: the label of its weights shows who changed them."""
 
+    async def wait_healthy(self) -> None:
+        await self.wait_reachable("/health")  # its version is checked before the run
+
     async def adopt(self, manifest: str) -> None:
         """Returns when the server holds the published weights, under their version's name."""
         file = Path(manifest).absolute()

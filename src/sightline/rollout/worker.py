@@ -25,6 +25,7 @@ from sightline.run.stages import StageRecorder
 from sightline.trace import Trace, encode_trace
 from sightline.transport.zmq_channel import AsyncSpoke
 from sightline.wire import control
+from sightline.wire.codec import get_release
 from sightline.wire.control import (
     CancelRollouts,
     MemoryReport,
@@ -67,7 +68,8 @@ async def main(
     heartbeat = Heartbeat(heartbeat_file, player.threads.stuck_s)
     heartbeat.start()
     spoke = AsyncSpoke(hub, name, secret)
-    await spoke.send(control.encode(ProcessReady(name, after=after)))
+    hello = ProcessReady(name, after=after, release=get_release())
+    await spoke.send(control.encode(hello))
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def play(request: RolloutRequest) -> None:

@@ -8,7 +8,13 @@ A model call is prepared, sent and committed; what was committed can be trained 
     samples = flatten(trace, {node.id: advantage})
 """
 
-from sightline.trace.codec import decode_trace, encode_trace, read_traces, write_traces
+from sightline.trace.codec import (
+    decode_trace,
+    encode_trace,
+    encode_traces,
+    read_traces,
+    write_traces,
+)
 from sightline.trace.node import Node, PolicySpan
 from sightline.trace.sample import flatten
 from sightline.trace.trace import Trace
@@ -21,6 +27,7 @@ __all__ = [
     "Turn",
     "decode_trace",
     "encode_trace",
+    "encode_traces",
     "flatten",
     "read_traces",
     "write_traces",

@@ -59,13 +59,18 @@ def decode_trace(data: bytes, what: str = "data") -> Trace:
         ) from error
 
 
-def write_traces(path: Path | str, traces: Iterable[Trace]) -> None:
-    """Writes all of `traces` to `path`, or leaves it as it was."""
+def encode_traces(traces: Iterable[Trace]) -> bytes:
+    """The bytes of a file of traces."""
     parts = [FILE_MAGIC]
     for trace in traces:
         data = encode_trace(trace)
         parts += [len(data).to_bytes(4, "big"), data]
-    write_atomic(Path(path), b"".join(parts))
+    return b"".join(parts)
+
+
+def write_traces(path: Path | str, traces: Iterable[Trace]) -> None:
+    """Writes all of `traces` to `path`, or leaves it as it was."""
+    write_atomic(Path(path), encode_traces(traces))
 
 
 def read_traces(path: Path | str) -> Iterator[Trace]:

@@ -35,7 +35,7 @@ from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.ranks import NO_CHANNEL, SINGLE_RANK, RankInfo
 from sightline.trainer.shard import all_gather_list
 from sightline.trainer.snapshot import ShardReader, ShardSnapshot, take_snapshot
-from sightline.wire.file import write_atomic
+from sightline.wire.file import add_checksum, read_checked, write_atomic
 from sightline.wire.weights import MANIFEST, WeightFile
 
 SCHEMA = 2
@@ -62,9 +62,10 @@ class ResumePoint:
 def read_manifest(path: Path) -> CheckpointManifest:
     """The manifest of the checkpoint folder at `path`; raises where it is missing or torn."""
     try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=CheckpointManifest)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ResumeRefused(f"{path} has no valid manifest: {error}", _USE_ANOTHER) from None
+        manifest = read_checked(path / MANIFEST, CheckpointManifest, _USE_ANOTHER)
+    except ResumeRefused as error:
+        problem = f"{path} has no valid manifest: {error.problem}"
+        raise ResumeRefused(problem, _USE_ANOTHER) from None
     if manifest.schema != SCHEMA:
         raise ResumeRefused(
             f"{path} is of schema {manifest.schema}, this is {SCHEMA}",
@@ -138,7 +139,7 @@ class CheckpointStore:
                     "give all ranks the same run directory",
                 )
         ShardReader(part / file.name for file in manifest.files)  # raises where a row is missing
-        write_atomic(part / MANIFEST, msgspec.json.encode(manifest))
+        write_atomic(part / MANIFEST, add_checksum(msgspec.json.encode(manifest)))
         fsync_path(part)
         # One of this step that is there was refused, or the run would not have made it again.
         shutil.rmtree(target, ignore_errors=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from sightline.errors import ResumeRefused
-from sightline.wire.file import append_line, read_lines, write_atomic
+from sightline.wire.file import add_checksum, append_line, read_checked_lines, write_atomic
 
 
 class LedgerLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,15 +21,10 @@ class Ledger:
     def __init__(self, path: Path, step: int) -> None:
         # Steps after the checkpoint are about to be played again: they leave the ledger first.
         self._path = path
-        lines = read_ledger(path)
+        lines = read_ledger(path, step)
         self._before = {line.step: line.batch for line in lines}
         kept = [line for line in lines if line.step <= step]
-        if [line.step for line in kept] != list(range(1, step + 1)):
-            raise ResumeRefused(
-                f"{path} does not hold every step up to the checkpoint's {step}",
-                "start a new run from the checkpoint",
-            )
-        write_atomic(path, b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
+        write_atomic(path, b"".join(_encode(line) + b"\n" for line in kept))
 
     def add(self, step: int, batch: str) -> None:
         known = self._before.get(step)
@@ -39,8 +34,19 @@ class Ledger:
                 f"{batch[:12]}",
                 "restore batches/ of the run, or start a new run",
             )
-        append_line(self._path, msgspec.json.encode(LedgerLine(step, batch)), sync=True)
+        append_line(self._path, _encode(LedgerLine(step, batch)), sync=True)
 
 
-def read_ledger(path: Path) -> list[LedgerLine]:
-    return [msgspec.json.decode(line, type=LedgerLine) for line in read_lines(path)]
+def read_ledger(path: Path, step: int = 0) -> list[LedgerLine]:
+    """Its lines. One that is damaged is refused by its number, and a ledger that does not hold
+    every step up to `step`, the checkpoint's."""
+    fix = "put it back from a copy; checkpoints and batches are not touched"
+    lines = read_checked_lines(path, LedgerLine, fix)
+    if [line.step for line in lines if line.step <= step] != list(range(1, step + 1)):
+        problem = f"{path} does not hold every step up to the checkpoint's {step}"
+        raise ResumeRefused(problem, "put it back from a copy, or start a new run")
+    return lines
+
+
+def _encode(line: LedgerLine) -> bytes:
+    return add_checksum(msgspec.json.encode(line))

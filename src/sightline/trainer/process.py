@@ -14,6 +14,7 @@ from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo, open
 from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
 from sightline.transport.zmq_channel import Spoke
 from sightline.wire import control
+from sightline.wire.codec import get_release
 from sightline.wire.control import BatchReady
 
 NAME = "trainer"
@@ -46,7 +47,8 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
         elif isinstance(channel, FollowerChannel):
             channel.report_ready(components.first_step)
         if orchestrator is not None:
-            orchestrator.send(control.ProcessReady(NAME, components.first_step))
+            hello = control.ProcessReady(NAME, components.first_step, release=get_release())
+            orchestrator.send(hello)
         if isinstance(config, RunFile) and (components.first_step or config.inference.servers):
             # Servers that the run starts hold its checkpoint; others hold whatever they hold.
             watchdog.enter(f"publishing version {components.first_step}", LONG_LIMIT_S)

@@ -26,6 +26,7 @@ import msgspec
 from sightline.errors import ProcessFailed, WireError
 from sightline.transport.zmq_channel import Hub, Spoke
 from sightline.wire import rank_messages as wire
+from sightline.wire.codec import get_release
 from sightline.wire.rank_messages import RankAssignment, RankFailed, RankMessage, rank_process_name
 from sightline.wire.weights import WeightFile
 
@@ -192,6 +193,10 @@ class LeadChannel:
         if isinstance(message, (wire.RankStarted, wire.RankReady)):
             if peer == rank_process_name(message.rank) and message.rank in self._others:
                 self._started.add(message.rank)
+                if isinstance(message, wire.RankStarted) and message.release != get_release():
+                    theirs = message.release or "an older sightline"
+                    problem = f"rank {message.rank} runs {theirs}, rank 0 {get_release()}"
+                    self._end_all(RankFailed(0, problem))
                 if isinstance(message, wire.RankReady):
                     self._ready[message.rank] = message.step
             else:
@@ -233,7 +238,7 @@ class FollowerChannel:
         self._step = 0
         self._shares: queue.SimpleQueue[RankAssignment | None] = queue.SimpleQueue()
         threading.Thread(target=listen, args=(self,), daemon=True, name="ranks").start()
-        self._send(wire.RankStarted(ranks.rank))
+        self._send(wire.RankStarted(ranks.rank, get_release()))
 
     def report_ready(self, step: int = 0) -> None:
         """Tells rank 0 that this rank is ready for its share of the step after `step`."""

@@ -105,13 +105,13 @@ class RetryingClient:
             await asyncio.sleep(pause_s)
             wait_s = min(wait_s * 2, self.longest_retry_s)
 
-    async def wait_reachable(self, path: str, timeout_s: float = math.inf) -> None:
-        """Returns when the server answers a GET of `path`, were it with a refusal for good."""
+    async def wait_reachable(self, path: str, timeout_s: float = math.inf) -> bytes:
+        """The server's answer to a GET of `path`, once it comes; empty for a refusal for good."""
         give_up = time.monotonic() + timeout_s
         while True:
             found = await self._try("GET", path, None, {})
             if isinstance(found, bytes) or not self._may_heal(found[0]):
-                return
+                return found if isinstance(found, bytes) else b""
             if time.monotonic() > give_up:
                 raise found[0]
             await asyncio.sleep(0.1)

@@ -6,6 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+import sightline
 from sightline.errors import WireError
 
 Message = TypeVar("Message")
@@ -35,6 +36,19 @@ class Codec(Generic[Message]):
             return self.decode(data)
         except WireError as error:
             raise WireError(f"{peer} sent {error.problem}", error.fix) from error
+
+
+def get_release() -> str:
+    """What a process says of itself at a handshake."""
+    return f"sightline {sightline.__version__}"
+
+
+def check_release(found: str, who: str) -> None:
+    """Refuses a process of another version, which may mean other things by the same words."""
+    if found != get_release():
+        raise WireError(
+            f"{who} runs {found or 'an older sightline'}, this is {get_release()}", _FIX
+        )
 
 
 def check_schema(found: int, known: int, name: str) -> None:

@@ -40,6 +40,8 @@ class ProcessReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     version: int = 0
     after: str = ""
     """How the process ended that this one replaces; empty for the first of its name."""
+    release: str = ""
+    """The sender's version of sightline; of another one it is refused."""
 
 
 class TrainingFinished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finished"):

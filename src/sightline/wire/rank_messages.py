@@ -31,6 +31,8 @@ class RankStarted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """A rank has started, and listens; it has yet to load its model."""
 
     rank: int
+    release: str = ""
+    """The sender's version of sightline; of another one it is refused."""
 
 
 class RankReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):

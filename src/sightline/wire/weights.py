@@ -7,7 +7,6 @@ says whose weights they are, and every answer of an engine carries the label.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import stat
@@ -19,7 +18,7 @@ import msgspec
 
 from sightline.errors import WeightsError, WireError
 from sightline.wire.codec import check_schema
-from sightline.wire.file import append_line, read_lines
+from sightline.wire.file import add_checksum, append_line, read_checked_lines
 
 WEIGHTS_SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -27,6 +26,14 @@ HISTORY = "history.jsonl"
 """The digest of every version that was ever published, beside the folders of versions."""
 MAX_MANIFEST_BYTES = 8 << 20
 _LABEL = re.compile(r"([0-9]{1,9})(?:\.([0-9]{1,9}))?(?:-([0-9a-f]{1,64})-([0-9a-f]{16}))?")
+
+
+class HistoryLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of the history."""
+
+    version: int
+    epoch: int
+    sha256: str
 
 
 class WeightFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,10 +136,15 @@ def parse_version_label(label: str) -> PolicyLabel:
     return PolicyLabel(int(version), int(epoch or 0), run, digest)
 
 
-def read_history(root: Path, run: str) -> set[PolicyLabel]:
+def read_history(root: Path) -> list[HistoryLine]:
+    """The lines of the history; one that is damaged is refused by its number."""
+    fix = "put it back from a copy; checkpoints and batches are not touched"
+    return read_checked_lines(root / HISTORY, HistoryLine, fix)
+
+
+def read_policies(root: Path, run: str) -> set[PolicyLabel]:
     """Every policy that the run with this folder of versions has published."""
-    lines = [json.loads(line) for line in read_lines(root / HISTORY)]
-    return {PolicyLabel(x["version"], x["epoch"], run, x["sha256"][:16]) for x in lines}
+    return {PolicyLabel(x.version, x.epoch, run, x.sha256[:16]) for x in read_history(root)}
 
 
 def log_version(root: Path, manifest: Manifest) -> tuple[Path, Manifest]:
@@ -142,15 +154,14 @@ def log_version(root: Path, manifest: Manifest) -> tuple[Path, Manifest]:
     again is compared with what it was.
     """
     history, version, sha256 = root / HISTORY, manifest.version, manifest.digest
-    lines = [json.loads(line) for line in read_lines(history)]
-    known = [line["sha256"] for line in lines if line["version"] == version]
+    known = [line.sha256 for line in read_history(root) if line.version == version]
     if sha256 in known:
         epoch = known.index(sha256)
     else:
         epoch = len(known)
         root.mkdir(parents=True, exist_ok=True)
-        line = {"version": version, "epoch": epoch, "sha256": sha256}
-        append_line(history, json.dumps(line).encode())
+        line = msgspec.json.encode(HistoryLine(version, epoch, sha256))
+        append_line(history, add_checksum(line))
     folder = root / (f"v{version:06d}" + (f".{epoch}" if epoch else ""))
     return folder, msgspec.structs.replace(manifest, epoch=epoch)
 

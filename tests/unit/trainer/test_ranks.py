@@ -16,6 +16,7 @@ from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo
 from sightline.trainer.watchdog import StallWatchdog
 from sightline.transport.zmq_channel import Spoke
 from sightline.wire import rank_messages as wire
+from sightline.wire.codec import get_release
 from sightline.wire.rank_messages import (
     RankAssignment,
     RankFailed,
@@ -180,7 +181,7 @@ def test_ranks_that_do_not_take_their_share_or_do_not_write_are_named() -> None:
         others[0].report_ready()
         # Rank 2 says that it is ready, and never listens.
         deaf = Spoke(lead.address, rank_process_name(2), "s")
-        for message in (RankStarted(2), RankReady(2, 0)):
+        for message in (RankStarted(2, get_release()), RankReady(2, 0)):
             deaf.send(wire.encode(message))
         lead.wait_until_loaded(timeout_s=30)
         # A slow machine may name the other too.

@@ -35,6 +35,7 @@ from sightline.run import RunDir
 from sightline.trace import PolicySpan, Trace, encode_trace, read_traces, write_traces
 from sightline.transport.zmq_channel import AsyncSpoke
 from sightline.wire import control
+from sightline.wire.codec import get_release
 from sightline.wire.control import (
     CancelRollouts,
     ProcessReady,
@@ -125,7 +126,7 @@ class RecordedSampler:
     async def work(self, hub: str, secret: str) -> None:
         spoke = AsyncSpoke(hub, WORKER, secret)
         try:
-            await spoke.send(control.encode(ProcessReady(WORKER)))
+            await spoke.send(control.encode(ProcessReady(WORKER, release=get_release())))
             while not isinstance(message := control.decode(await spoke.receive()), QuitRequest):
                 if isinstance(message, RolloutRequest):
                     await spoke.send(control.encode(self.play(message)))
@@ -173,7 +174,7 @@ class RecordedSampler:
         return web.json_response({"busy": []})
 
     async def _health(self, http: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
+        return web.json_response({"status": "ok", "release": get_release()})
 
 
 def train_recorded(

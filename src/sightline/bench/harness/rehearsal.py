@@ -38,6 +38,7 @@ from sightline.rollout.client import GenerateClient
 from sightline.run import RunDir
 from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke
 from sightline.wire import MediaItem, control
+from sightline.wire.codec import get_release
 from sightline.wire.control import (
     BatchReady,
     FinishTraining,
@@ -293,7 +294,7 @@ class _Rehearsal:
     # --- the trainer's part
 
     async def _train(self, spoke: AsyncSpoke) -> None:
-        await spoke.send(control.encode(ProcessReady(TRAINER)))
+        await spoke.send(control.encode(ProcessReady(TRAINER, release=get_release())))
         while True:
             message = control.decode(await spoke.receive())
             match message:

@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from sightline.bench.harness.scripted_agent import AGENT_PATH, run_agent
+from sightline.wire.codec import get_release
 from sightline.wire.generate import (
     Choice,
     GenerateRequest,
@@ -132,7 +133,7 @@ class ScriptedPolicy:
         return web.Response(body=_encoder.encode(self.counts), content_type="application/json")
 
     async def _health(self, http: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
+        return web.json_response({"status": "ok", "release": get_release()})
 
 
 def serve(address: str) -> None:

@@ -1,0 +1,186 @@
+"""Checks that try a thing: images, prompts and memory. Each returns its figure, or refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from sightline.config import RunFile, SftFile
+from sightline.envs.drawing import DIGITS, draw_glyph, encode_png
+from sightline.envs.mix import build_environment
+from sightline.errors import ConfigError, EngineError, EnvironmentFailed, PixelMismatch
+from sightline.families import Family
+from sightline.launch.processes import build_environ
+from sightline.launch.vllm_server import get_vllm_python, runs_on_cpu
+from sightline.media import MediaStore
+from sightline.pixels.probe import ProbeAnswer, ProbedImage, ProbeRequest, probe
+from sightline.rollout.chat_sources import build_policy_chats
+from sightline.rollout.client import GenerateClient
+from sightline.rollout.evaluation import build_eval_request
+from sightline.rollout.player import RolloutPlayer
+from sightline.run.stages import NO_STAGE, Stage
+from sightline.wire.generate import GenerateRequest, GenerateResponse
+
+SIZES = ((64, 64), (150, 91), (420, 236))
+NUM_TASKS = 3
+PROBE_TIMEOUT_S = 300.0
+MEASURED = "measured"
+PACKAGES = ("torch", "transformers", "tokenizers", "pillow", "safetensors", "vllm")
+OPTIMIZER_STATES = 4
+"""Training holds weights, gradients and the two moments of AdamW, in float32."""
+
+
+def check_probe_images(config: RunFile, family: Family) -> str:
+    """Refuses interpreters of the run that do not make the same tokens and pixels of an image."""
+    if not family.shows_images:
+        return "none: the environment shows no images"
+    others = {"[rollout] python": config.rollout.python}
+    if config.inference.engine == "vllm" and not config.inference.servers:
+        others["[inference] python"] = get_vllm_python(config.inference.python)
+    with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
+        store = MediaStore(Path(folder))
+        refs = [store.put(data) for size in SIZES for data in _draw_probe(*size)]
+        model = config.model
+        request = ProbeRequest(model.path, model.overrides(), folder, refs, config.media.root)
+        own = probe(request)
+        pythons = {
+            name: python for name, python in others.items() if python not in ("", sys.executable)
+        }
+        for setting, python in pythons.items():
+            for ref, ours, theirs in zip(
+                refs, own, _ask_probe(setting, python, request), strict=True
+            ):
+                if ours != theirs:
+                    raise PixelMismatch(
+                        f"an image of {ref.width}x{ref.height} ({ref.mime}) is {ours} here, and "
+                        f"{theirs} to {setting} = {python!r}",
+                        "install the same versions there (constraints.txt): decoders differ",
+                    )
+    tokens = sorted({image.num_tokens for image in own})
+    return f"{len(own)} of {tokens[0]} to {tokens[-1]} tokens, in {1 + len(pythons)} interpreters"
+
+
+def _draw_probe(width: int, height: int) -> list[bytes]:
+    """One picture as PNG and as JPEG, whose decoders differ the most."""
+    image = draw_glyph(DIGITS["5"], 30).convert("RGB").resize((width, height))
+    file = io.BytesIO()
+    image.save(file, "JPEG")
+    return [encode_png(image), file.getvalue()]
+
+
+def _ask_probe(setting: str, python: str, request: ProbeRequest) -> list[ProbedImage]:
+    done = subprocess.run(
+        [python, "-m", "sightline.pixels.probe"],
+        input=msgspec.json.encode(request), capture_output=True, timeout=PROBE_TIMEOUT_S,
+        check=False, env=build_environ(threads=1),
+    )  # fmt: skip
+    if done.returncode:
+        words = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        problem = f"{setting} = {python!r} cannot make an image: {''.join(words)}"
+        raise ConfigError(problem, "install the same version of sightline there")
+    answer = msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=ProbeAnswer)
+    if answer.problem:
+        raise ConfigError(f"{setting} = {python!r}: {answer.problem}", answer.fix)
+    return answer.images
+
+
+@dataclass
+class _PromptMeter(GenerateClient):
+    """Answers no request, and keeps the lengths of their prompts."""
+
+    lengths: list[int] = field(default_factory=list, kw_only=True)
+
+    async def generate(self, request: GenerateRequest, turn: Stage = NO_STAGE) -> GenerateResponse:
+        self.lengths.append(len(request.token_ids))
+        raise EngineError("the prompt was measured", "", kind=MEASURED)
+
+
+def check_prompts(config: RunFile) -> str:
+    """Refuses tasks whose first prompt leaves no room for an answer; plays up to it."""
+    if config.rollout.python:
+        return "not measured: the environment is in [rollout] python"
+    limit, meter = config.inference.max_model_len, _PromptMeter("http://none.invalid")
+
+    async def play(folder: str) -> None:
+        chats = build_policy_chats(config, [meter.base_url], MediaStore(Path(folder)))
+        chats = replace(chats, client=meter, max_model_len=0)
+        player = RolloutPlayer(build_environment(config.env), chats, config.rollout.timeout_s)
+        try:
+            for task in range(NUM_TASKS):
+                trace = (await player.play(build_eval_request(task, "train", 0, 1.0))).trace
+                if trace.error and trace.error_kind != MEASURED:
+                    last = trace.error.strip().splitlines()[-1]
+                    raise EnvironmentFailed(
+                        f"task {task} of [env] {config.env.name!r} broke before its first answer: "
+                        f"{last}",
+                        f"play it: `sightline try {config.env.name}`",
+                    )
+        finally:
+            await player.close()
+
+    with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
+        asyncio.run(play(folder))
+    longest = max(meter.lengths, default=0)
+    if longest >= limit:
+        raise ConfigError(
+            f"a first prompt of [env] {config.env.name!r} has {longest} tokens, and [inference] "
+            f"max_model_len = {limit}",
+            "raise max_model_len, or lower [model] max_pixels",
+        )
+    return f"the longest of {NUM_TASKS} tasks begins with {longest} of {limit} tokens"
+
+
+def check_memory(config: RunFile | SftFile, available: int | None = None) -> str:
+    """Refuses a model that the memory of this machine, or `available` bytes, cannot train, where it
+    trains on the CPU."""
+    from safetensors import safe_open
+
+    num_parameters = 0
+    for path in Path(config.model.path).glob("*.safetensors"):
+        with safe_open(path, framework="numpy") as file:
+            num_parameters += sum(math.prod(file.get_slice(n).get_shape()) for n in file.keys())
+    needed = num_parameters * 4 * (1 if config.lora.rank else OPTIMIZER_STATES)
+    if isinstance(config, RunFile) and not config.inference.servers:
+        needed += num_parameters * (4 if config.model.dtype == "float32" else 2)
+    if not runs_on_cpu(config.trainer.device):
+        return f"{num_parameters / 1e6:,.1f} million parameters, on the GPU"
+    available = read_available_memory() if available is None else available
+    figure = f"{needed / 1e9:.2f} GB of {available / 1e9:.1f} GB that are free"
+    if needed > available:
+        raise ConfigError(
+            f"{num_parameters / 1e6:,.1f} million parameters need {figure}, before activations",
+            "take a smaller model, [lora] rank, or a larger machine",
+        )
+    return figure
+
+
+def read_available_memory() -> int:
+    """Bytes that processes can have before the machine swaps."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    found = {
+        name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)
+    }
+    return found["MemAvailable"] * 1024
+
+
+def find_version(package: str) -> str:
+    """The version of an installed package; empty where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def describe_versions() -> str:
+    found = {name: find_version(name) for name in PACKAGES}
+    own = f"python {sys.version.split()[0]}"
+    return ", ".join([own, *(f"{name} {number}" for name, number in found.items() if number)])

@@ -1,0 +1,116 @@
+"""`sightline check`: a line for each check, and the first that fails with what to do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from sightline.cli.main import main
+from sightline.config import RunFile, load_config
+from sightline.errors import ConfigError, PixelMismatch
+from sightline.families import load_family
+from sightline.launch.probes import check_memory, check_probe_images
+
+
+@pytest.fixture
+def file(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.toml"
+    path.write_text(f'[model]\npath = "{tiny_model}"\n[env]\nname = "color_codeword"\n')
+    return path
+
+
+def test_a_run_that_could_start_has_a_figure_for_every_check(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", str(file), "inference.engine=torch"]) == 0
+    said = capsys.readouterr().out
+    names = ("versions", "model", "settings", "engine", "ports", "images", "memory", "disk",
+             "prompts", "store")  # fmt: skip
+    assert [line.split()[0] for line in said.splitlines() if line.split()[0] in names] == [*names]
+    assert "the longest of 3 tasks begins with" in said and "nothing stands in the way" in said
+    assert not (file.parent / "runs").exists()
+
+
+def test_a_supervised_run_is_checked_too(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(file.read_text() + '[sft]\noutput_dir = "out"\n')
+    assert main(["check", str(file)]) == 0
+    assert "memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("inference.max_model_len=10", "tokens, and [inference] max_model_len = 10"),
+        ("media.root=run.toml", "run.toml"),
+        ("env.name=colour", "no module of that name is built in"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_fix(
+    file: Path, capsys: pytest.CaptureFixture[str], override: str, problem: str
+) -> None:
+    assert main(["check", str(file), override, "rollout.max_tokens=4"]) == 2
+    said = capsys.readouterr().err
+    assert problem in said and "fix: " in said and "Traceback" not in said
+
+
+def test_a_tokenizer_of_another_model_is_refused(
+    file: Path, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_model, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (config.get("text_config") or config)["vocab_size"] = 20
+    (copy / "config.json").write_text(json.dumps(config))
+    assert main(["check", str(file), f"model.path={copy}"]) == 2
+    assert "the tokenizer has" in capsys.readouterr().err
+
+
+def test_an_environment_that_breaks_before_its_first_answer_is_named(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_env.py").write_text(
+        "from sightline import Environment, Task\n"
+        "class Broken(Environment):\n"
+        "    def task(self, index, split):\n"
+        "        return Task(index, split, None)\n"
+        "    async def rollout(self, task, chat):\n"
+        "        raise KeyError('colour')\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        assert main(["check", str(file), "env.name=broken_env:Broken"]) == 2
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert "broke before its first answer: KeyError: 'colour'" in capsys.readouterr().err
+
+
+def test_an_interpreter_that_makes_other_pixels_is_refused(
+    file: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Another python, which sees every image a little darker."""
+    other = tmp_path / "python"
+    code = (
+        "import runpy, sys, numpy as np\n"
+        "import sightline.pixels.materialize as m\n"
+        "made = m.pixel_digest\n"
+        "m.pixel_digest = lambda item, patches: made(item, np.maximum(patches, 1))\n"
+        "sys.argv = sys.argv[2:]\n"
+        "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)\n"
+    )
+    (tmp_path / "darker.py").write_text(code)
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path / "darker.py"} "$@"\n')
+    other.chmod(0o755)
+    config = load_config(RunFile, file, [f"rollout.python={other}"])
+    with pytest.raises(PixelMismatch, match=f"image of 64x64.*to .rollout. python = '{other}'"):
+        check_probe_images(config, load_family(tiny_model))
+
+
+def test_a_model_that_memory_cannot_hold_is_refused(file: Path) -> None:
+    config = load_config(RunFile, file, ["trainer.device=cpu"])
+    with pytest.raises(ConfigError, match="before activations"):
+        check_memory(config, available=1000)

@@ -1,0 +1,182 @@
+"""A file of a run that is damaged or missing is refused by its name; nothing else is touched."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny_run
+
+from sightline.config import RunFile, load_config
+from sightline.errors import SightlineError
+from sightline.launch.claim import check_model_unchanged
+from sightline.orchestrator.best_checkpoint import BestCheckpoint
+from sightline.orchestrator.run_state import RunState
+from sightline.run import RunDir
+from sightline.trainer.checkpoint import CheckpointStore
+from sightline.trainer.ledger import Ledger
+from sightline.wire.file import append_line
+from sightline.wire.weights import log_version
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return tiny_run.write_run(tmp_path_factory.mktemp("tiny") / "run")
+
+
+@pytest.fixture
+def run_dir(whole: RunDir, tmp_path: Path) -> RunDir:
+    shutil.copytree(whole.path, tmp_path / "run")
+    return RunDir(tmp_path / "run")
+
+
+def read_config(run_dir: RunDir) -> str:
+    load_config(RunFile, run_dir.config)
+    return ""
+
+
+def read_model(run_dir: RunDir) -> str:
+    check_model_unchanged(run_dir, run_dir.path / "checkpoint")
+    return ""
+
+
+def read_batches(run_dir: RunDir) -> str:
+    announced = RunState.open(run_dir).announcements_after(tiny_run.TRAINED)
+    assert [ready.step for ready in announced] == [3]
+    return ""
+
+
+def read_ledger(run_dir: RunDir) -> str:
+    Ledger(run_dir.ledger, tiny_run.TRAINED)
+    return ""
+
+
+def read_history(run_dir: RunDir) -> str:
+    log_version(run_dir.weights, 2, "0" * 64)
+    return ""
+
+
+def read_checkpoint(run_dir: RunDir) -> str:
+    found = CheckpointStore(run_dir.checkpoints, 2).choose()
+    assert (found.step == 2) == (not found.refused)
+    return "".join(found.refused)
+
+
+def read_best(run_dir: RunDir) -> str:
+    return BestCheckpoint(
+        run_dir.path / "checkpoint", run_dir.checkpoints / "best", RunState.open(run_dir)
+    ).find_problem()
+
+
+FILES: dict[str, Callable[[RunDir], str]] = {
+    "config.toml": read_config,
+    "model.json": read_model,
+    "checkpoint/model.safetensors": read_model,
+    "checkpoint/tokenizer.json": read_model,
+    "batches/step_000003.msgpack": read_batches,
+    "checkpoints/orchestrator.json": read_batches,
+    "ledger.jsonl": read_ledger,
+    "weights/history.jsonl": read_history,
+    "checkpoints/step_000002/manifest.json": read_checkpoint,
+    "checkpoints/step_000002/rank_000.safetensors": read_checkpoint,
+    "checkpoints/best/model.safetensors": read_best,
+}
+
+
+def find_problem(run_dir: RunDir, read: Callable[[RunDir], str]) -> str:
+    try:
+        return read(run_dir)
+    except SightlineError as error:
+        assert error.fix
+        return error.problem
+
+
+def list_files(run_dir: RunDir) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in run_dir.path.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_anywhere_in_a_file_is_refused_by_its_name(
+    run_dir: RunDir, name: str
+) -> None:
+    path, read = run_dir.path / name, FILES[name]
+    assert not find_problem(run_dir, read)
+    data = path.read_bytes()
+    text = name.endswith(("toml", "json", "jsonl"))
+    # In the last line of settings, only its digits count: the others are a comment.
+    places = range(0, len(data) - (80 if name == "config.toml" else 1), max(1, len(data) // 23))
+    for at in places:
+        for bit in (1, 64) if text else (1,):
+            path.write_bytes(data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :])
+            before = list_files(run_dir)
+            problem = find_problem(run_dir, read)
+            assert path.name in problem or f"{path.parent} has no valid manifest" in problem, at
+            assert list_files(run_dir) == before
+    path.write_bytes(data)
+    assert not find_problem(run_dir, read)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_gone_or_cut_off_is_refused_by_its_name(run_dir: RunDir, name: str) -> None:
+    path, read = run_dir.path / name, FILES[name]
+    data = path.read_bytes()
+    for harm in ("gone", "cut off", "empty"):
+        if harm == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(data[: len(data) // 2] if harm == "cut off" else b"")
+        problem = find_problem(run_dir, read)
+        if name == "weights/history.jsonl" and harm != "cut off":
+            continue  # what no line speaks of was never published
+        if name == "weights/history.jsonl" or (name == "ledger.jsonl" and harm == "cut off"):
+            # A torn last line is what a kill leaves.
+            assert not problem or path.name in problem
+            continue
+        assert path.name in problem or str(path.parent) in problem, harm
+        assert run_dir.batch(3).exists() or name.startswith("batches"), harm
+
+
+def test_a_lost_or_older_progress_never_costs_a_batch(run_dir: RunDir) -> None:
+    newest = run_dir.progress.read_bytes()
+    run_dir.progress.unlink()
+    before = list_files(run_dir)
+    assert "orchestrator.json is gone, and the run has come to step 3" in find_problem(
+        run_dir, read_batches
+    )
+    assert list_files(run_dir) == before
+    # An older copy: the trainer has come further than it says.
+    other = RunDir(run_dir.path.parent / "other")
+    other.make()
+    RunState.open(other)
+    shutil.copy(other.progress, run_dir.progress)
+    assert "is of step 0, and the run has come to step 2" in find_problem(run_dir, read_batches)
+    assert run_dir.batch(3).exists()
+    run_dir.progress.write_bytes(newest)
+    assert not find_problem(run_dir, read_batches)
+
+
+def test_a_kill_before_the_first_progress_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.make()
+    RunState.open(run_dir)
+    run_dir.batch(1).write_bytes(b"made, and not announced")
+    assert RunState.open(run_dir).progress.step == 0
+    assert not run_dir.batch(1).exists()
+
+
+def test_a_progress_of_an_earlier_version_is_taken_at_its_word_once(run_dir: RunDir) -> None:
+    run_dir.progress.write_bytes(b'{"step":3,"next_group":6,"verdicts":{"train":9},"schema":1}')
+    assert not find_problem(run_dir, read_batches)
+    run_dir.batch(3).write_bytes(run_dir.batch(3).read_bytes() + b"\0")
+    assert "step_000003.msgpack is damaged" in find_problem(run_dir, read_batches)
+    run_dir.progress.write_bytes(b'{"step":3,"schema":99}')
+    assert "of schema 99" in find_problem(run_dir, read_batches)
+
+
+def test_lines_of_an_earlier_version_have_no_checksum(run_dir: RunDir) -> None:
+    run_dir.ledger.write_bytes(b"")
+    for step in (1, 2):
+        append_line(run_dir.ledger, f'{{"step":{step},"batch":"{"0" * 64}"}}'.encode())
+    assert not find_problem(run_dir, read_ledger)
