@@ -122,6 +122,7 @@ def _run_server(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_
         model=file.model,
         inference=file.inference.model_copy(update=placed),
         media_roots=(media_root,),
+        max_media_gb=file.media.max_gb,
         otel=_get_spans_target(file, run_dir),
         name=args.name,
     )

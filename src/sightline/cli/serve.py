@@ -27,7 +27,9 @@ OPTIONS: dict[type[BaseModel], tuple[str, ...]] = {
         "keep_kv_over_updates",
     ),
     ModelConfig: ("dtype", "min_pixels", "max_pixels", "number_images"),
-    ServerSpec: ("max_waiting", "max_waiting_mb", "enable_prefix_caching", "weights", "otel"),
+    ServerSpec: (
+        "max_waiting", "max_waiting_mb", "max_media_gb", "enable_prefix_caching", "weights", "otel",
+    ),
 }  # fmt: skip
 """Settings that are options, by their section."""
 KINDS: dict[Any, type] = {int: int, int | None: int, float: float, Path | None: Path}

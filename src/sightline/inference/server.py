@@ -101,7 +101,8 @@ class InferenceServer:
 
     async def _generate(self, http: Request) -> Response:
         with self.stages.begin("serve", http.headers) as stage:
-            checked = self.validator.check(await read_body(http, self.max_body_bytes))
+            most = min(self.max_body_bytes, self.validator.max_body_bytes)
+            checked = self.validator.check(await read_body(http, most))
             return json_response(await self._run_request(checked, http, stage))
 
     async def _generate_for_chat(self, request: GenerateRequest, http: Request) -> GenerateResponse:
@@ -117,6 +118,7 @@ class InferenceServer:
         call = _PendingCall(http, requests, len(requests), finished)
         for request in requests:
             request.owner = call
+            request.client = http.client.host if http.client else ""
         self.engine.submit(requests)
         self._calls.add(call)
         try:

@@ -172,7 +172,9 @@ def build_policy_chats(config: RunFile, servers: Sequence[str], store: MediaStor
     model, media, inference = config.model, config.media, config.inference
     family = load_family(model.path, **model.overrides())
     resolver = ImageIngestor(store, media.file_roots, media.http_hosts)
-    renderer = load_renderer(model.path, store, family, resolver, model.number_images)
+    renderer = load_renderer(
+        model.path, store, family, resolver, model.number_images, inference.max_model_len
+    )
     client = GenerateClient(servers[0], settings=family.settings)
     if inference.engine == "stock_vllm":
         client = StockVLLMClient(
