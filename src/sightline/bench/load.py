@@ -35,9 +35,11 @@ from sightline.wire.generate import GenerateRequest, GenerateResponse, SamplingP
 MAX_LEN = 2048
 MAX_TIMES = 5.0
 """The target: the 99th percentile is at most so many times the median."""
-RAMP_S = 2.0
+IDLE_S, RAMP_S = 5.0, 2.0
 CLIENTS = {"the same client": "127.0.0.1", "another client": "127.0.0.2"}
 """Addresses that small requests come from; the rollouts come from the first."""
+NUM_PROBES = 4
+"""Small requests of a client that are under way at once."""
 PATH = "/inference/v1/generate"
 
 
@@ -58,7 +60,7 @@ class Measured:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Keeps so many rollouts in flight at a server, a new image every turn, and sends requests "
-        "for one token beside them, one after another, from the address of the rollouts and from "
+        "for one token beside them, a few at a time, from the address of the rollouts and from "
         "another one; before that, the same at an idle server. Memory is that of the server's "
         "processes."
     )
@@ -107,7 +109,7 @@ class Load:
     async def measure(self, name: str) -> Measured:
         watch = ProcessWatch(0.5)
         with watch.watching():
-            idle = [t for address in CLIENTS.values() for t in await self._probe(address, 3.0)]
+            idle = await self._probe(CLIENTS["the same client"], IDLE_S)
             num_idle = len(watch.total_bytes())
             began = time.monotonic()
             playing = [asyncio.create_task(self._play(i)) for i in range(self.args.rollouts)]
@@ -124,9 +126,13 @@ class Load:
         )  # fmt: skip
 
     async def _probe(self, address: str, seconds: float) -> list[float]:
-        """How long requests for one token took, sent one after another for so long."""
+        """How long requests for one token took, a few at a time for so long."""
+        probes = (self._probe_one_by_one(address, seconds, i) for i in range(NUM_PROBES))
+        return [taken for one in await asyncio.gather(*probes) for taken in one]
+
+    async def _probe_one_by_one(self, address: str, seconds: float, seed: int) -> list[float]:
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        rng, taken = random.Random(0), []
+        rng, taken = random.Random(seed), []
         connector = aiohttp.TCPConnector(local_addr=(address, 0))
         until = time.monotonic() + seconds
         async with _session(connector) as session:
