@@ -9,6 +9,7 @@
     │   ├── MediaUndecodable      the bytes are what the ref names, yet no decoder reads them
     │   └── StoreFull             the store reached [media] max_gb
     ├── MessageError              a message or part of the wrong shape; names its JSON path
+    │   └── PromptTooLong         a prompt that cannot fit, whatever its tokens
     ├── FamilyError               a checkpoint that no family knows, or a family cannot serve
     ├── FingerprintMismatch       two processes hold different processor settings
     ├── PixelMismatch             sampler and trainer made different pixels
@@ -38,6 +39,8 @@ from __future__ import annotations
 
 import re
 
+MAX_PROBLEM_CHARS = 2000
+"""Characters of a problem that an answer carries."""
 _PATH = re.compile(r"(\w+(?:\[(?:\d+|\.\.\.)\]|\.\w+)*): ")
 
 
@@ -58,13 +61,19 @@ class SightlineError(Exception):
         return str(self.args[0])
 
     @property
+    def short_problem(self) -> str:
+        """The problem as an answer tells it: it may quote a request, and not all of a long one."""
+        text = self.problem
+        return text if len(text) <= MAX_PROBLEM_CHARS else f"{text[:MAX_PROBLEM_CHARS]}..."
+
+    @property
     def fix(self) -> str:
         return str(self.args[1])
 
     @property
     def path(self) -> str:
         """The JSON path that the problem begins with, such as `messages[3].role`; or empty."""
-        found = _PATH.match(self.problem)
+        found = _PATH.match(self.problem[:MAX_PROBLEM_CHARS])
         return found[1] if found else ""
 
     def __str__(self) -> str:
@@ -106,6 +115,10 @@ class MessageError(SightlineError, ValueError):
     def at(cls, path: str, problem: str, fix: str) -> MessageError:
         """An error about the part at `path`, such as `messages[3].content[1].image_url`."""
         return cls(f"{path}: {problem}", fix)
+
+
+class PromptTooLong(MessageError):
+    """Text, messages or tools that max_model_len tokens cannot hold; nothing was tokenized."""
 
 
 class FamilyError(SightlineError):

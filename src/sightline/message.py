@@ -8,6 +8,7 @@ that we do not know is refused with its JSON path. From there on there is one fo
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import reprlib
 from collections.abc import Callable, Sequence
@@ -159,14 +160,10 @@ def put_images(messages: Any, put: Callable[[Any], MediaRef]) -> Any:
 def join_texts(parts: Sequence[Part]) -> tuple[Part, ...]:
     """The parts with neighbouring texts joined: a template emits them as one run."""
     joined: list[Part] = []
-    for part in parts:
-        if isinstance(part, TextPart):
-            if not part.text:
-                continue
-            if joined and isinstance(joined[-1], TextPart):
-                joined[-1] = TextPart(joined[-1].text + part.text)
-                continue
-        joined.append(part)
+    for is_text, run in itertools.groupby(parts, lambda part: isinstance(part, TextPart)):
+        same = list(run)
+        spelled = "".join(part.text for part in same if isinstance(part, TextPart))
+        joined += text(spelled) if is_text else same
     return tuple(joined)
 
 

@@ -132,6 +132,7 @@ def _run_server(args: argparse.Namespace, file: RunFile, run_dir: RunDir, media_
         media_roots=(media_root,),
         weights_root=run_dir.weights,
         run_id=run_dir.read_id(),
+        max_media_gb=file.media.max_gb,
         otel=_get_spans_target(file, run_dir),
         name=args.name,
     )

@@ -28,7 +28,8 @@ OPTIONS: dict[type[BaseModel], tuple[str, ...]] = {
     ),
     ModelConfig: ("dtype", "min_pixels", "max_pixels", "number_images"),
     ServerSpec: (
-        "max_waiting", "max_waiting_mb", "enable_prefix_caching", "weights", "weights_root", "otel",
+        "max_waiting", "max_waiting_mb", "max_media_gb", "enable_prefix_caching", "weights",
+        "weights_root", "otel",
     ),
 }  # fmt: skip
 """Settings that are options, by their section."""

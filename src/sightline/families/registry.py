@@ -111,12 +111,14 @@ def load_renderer(
     family: Family | None = None,
     resolver: ImageResolver | None = None,
     number_images: bool = False,
+    max_model_len: int = 0,
 ) -> Renderer:
     """The renderer of a checkpoint folder; it puts images into `store`.
 
     `family` is the checkpoint's own where it is left out. `resolver` says which sources of images
     are allowed; without one, data: and media: urls only. `number_images` writes a number before
-    every image, where the chat format has a way to.
+    every image, where the chat format has a way to. A prompt that cannot fit into `max_model_len`
+    tokens is refused before it is tokenized; 0 is any length.
     """
     path = resolve_checkpoint(model)
     folder = _get_folder(path)
@@ -128,7 +130,9 @@ def load_renderer(
     family = family or folder.load_family(path, {})
     options = {"number_images": True} if number_images else {}
     made = folder.load_renderer(path, family, resolver or ImageIngestor(store), **options)
-    return cast(Renderer, made)
+    renderer = cast(Renderer, made)
+    renderer.max_model_len = max_model_len
+    return renderer
 
 
 def load_forward(

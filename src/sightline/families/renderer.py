@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from sightline.errors import FamilyError, MediaRefused, MessageError
+from sightline.errors import FamilyError, MediaRefused, MessageError, PromptTooLong
 from sightline.families.checkpoint_files import read_json
 from sightline.families.protocol import Family
 from sightline.media import MediaRef
@@ -36,9 +36,12 @@ from sightline.message import (
 )
 from sightline.render import Bridged, Emitter, Refused, Rendered, Tokenizer
 from sightline.render.bridge import find_bridge_refusal
+from sightline.render.emitter import SHORTEN
 from sightline.render.protocol import Messages, Tools
 from sightline.wire import MediaItem
 
+MAX_TOOL_DEPTH = 64
+"""Levels of objects and lists that the JSON of a tool may have."""
 IMAGE_ROLES = ("user", "tool")
 """The roles whose messages can show images."""
 
@@ -90,6 +93,8 @@ class BaseRenderer(ABC):
     pad_token_ids: tuple[int, ...]
     """Ids of media and of the marks around them: a policy that could sample the marks could write
     a prompt that reads as if an image stood there."""
+    max_model_len: int = 0
+    """Tokens that a prompt may have; what cannot fit is refused untokenized. 0 is any number."""
 
     def __init__(
         self, tokenizer: Tokenizer, family: Family, resolver: ImageResolver, vocab_size: int
@@ -114,6 +119,7 @@ class BaseRenderer(ABC):
         check_message_list(messages, "messages")
         if not messages:
             raise MessageError.at("messages", "empty", "pass one message or more")
+        self._check_count("messages", len(messages), self.max_model_len)
         return [self._read(m, f"messages[{i}]") for i, m in enumerate(messages)]
 
     def render(
@@ -121,10 +127,11 @@ class BaseRenderer(ABC):
     ) -> Rendered:
         if tools and not self.takes_tools:
             raise MessageError.at("tools", "this chat format has no place for tools", "remove them")
+        self._check_tools(tools or ())
         read = self.read_conversation(messages)
         self.check_conversation(read)
         context = RenderContext(read, history_end=self.find_history_end(read))
-        emitter = Emitter(self._tokenizer)
+        emitter = Emitter(self._tokenizer, max_model_len=self.max_model_len)
         # Where no message is part of the head, the first message's span holds it.
         first = self.emit_head(emitter, context, tools)
         for _ in range(first):
@@ -165,7 +172,7 @@ class BaseRenderer(ABC):
         if self.rewrites_history(prompt_ids, ids, read):
             return Refused("history_rewritten")
         start = len(prompt_ids) + len(completion_ids)
-        emitter = Emitter(self._tokenizer, start)
+        emitter = Emitter(self._tokenizer, start, self.max_model_len)
         if not stopped and self.is_reasoning_open(ids):
             self.close_reasoning(emitter, ids)
         if len(completion_ids) == 0 or completion_ids[-1] != self.end_id:
@@ -210,6 +217,21 @@ class BaseRenderer(ABC):
         """The ids of those of `tokens` that the tokenizer has."""
         found = (self._tokenizer.find_token_id(token) for token in tokens)
         return tuple(token_id for token_id in found if token_id is not None)
+
+    def _check_count(self, path: str, count: int, most: int, unit: str = "entries") -> None:
+        if self.max_model_len and count > most:
+            raise PromptTooLong.at(
+                path,
+                f"{count} {unit}; with max_model_len = {self.max_model_len} it may have {most}",
+                SHORTEN,
+            )
+
+    def _check_tools(self, tools: Tools) -> None:
+        """Before a format writes them: what it makes of them takes time, and is not bounded."""
+        self._check_count("tools", len(tools), self.max_model_len)
+        size = sum(len(encode_tool(tool, f"tools[{i}]")) for i, tool in enumerate(tools))
+        most = self.max_model_len * self._tokenizer.max_token_chars
+        self._check_count("tools", size, most, "characters of JSON")
 
     def _read(self, message: Message | dict[str, Any], path: str) -> Message:
         """The message in our form, with its images taken into the store; `path` is for errors."""
@@ -353,10 +375,23 @@ def list_image_paths(message: Message | dict[str, Any], path: str) -> list[str]:
 
 def encode_tool(tool: Any, path: str) -> str:
     """A tool as JSON; `path` is for errors."""
+    check_depth([tool], path)
     try:
         return json.dumps(tool, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise MessageError.at(path, f"not JSON: {error}", "pass plain dicts") from None
+
+
+def check_depth(value: Any, path: str, most: int = MAX_TOOL_DEPTH) -> None:
+    """Raises MessageError where JSON has more than `most` levels."""
+    level = [value]
+    for _ in range(most + 1):
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        boxes = (one for box in inner for one in box if isinstance(one, dict | list | tuple))
+        level = list({id(one): one for one in boxes}.values())  # each once, also in a circle
+        if not level:
+            return
+    raise MessageError.at(path, f"nested deeper than {most} levels", "flatten the schema")
 
 
 def emit_ids(emitter: Emitter, ids: Sequence[int]) -> None:

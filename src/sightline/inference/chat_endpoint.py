@@ -106,7 +106,7 @@ class ChatEndpoint:
         )
 
     def _read_request(self, body: bytes) -> tuple[ChatRequest, Rendered]:
-        asked = read_chat_request(body, SERVER_RULES)
+        asked = read_chat_request(body, SERVER_RULES, self.max_model_len)
         messages = resolve_images(asked.messages, self.images.resolve)
         choice = _read_field(asked.extra, "tool_choice", Literal["auto", "none"], "auto")
         tools = None if choice == "none" else asked.tools

@@ -50,7 +50,9 @@ class EngineRequest(ValidatedRequest):
     seed: int | None
     """Seed of this choice; None lets the engine draw as it likes."""
     owner: Any = None
-    """Whatever the caller needs to find its client again."""
+    """Whatever the caller needs to find its client again; the choices of a call have the same."""
+    client: str = ""
+    """Whom the call comes from; clients share the engine evenly."""
 
     digests: dict[str, str] = field(default_factory=dict)
     """Pixel digests of the request's images, by key."""

@@ -20,6 +20,7 @@ from sightline.errors import (
     MediaUndecodable,
     MessageError,
     Misaligned,
+    PromptTooLong,
     SightlineError,
     WeightsError,
     WireError,
@@ -69,6 +70,7 @@ _TYPE_BY_CLASS: tuple[tuple[type[SightlineError], str], ...] = (
     (MediaUndecodable, "media_undecodable"),
     (MediaError, "media_refused"),
     (WireError, "schema"),
+    (PromptTooLong, "too_long"),
     (MessageError, "schema"),
     (Misaligned, "slots"),
     (WeightsError, "weights"),
@@ -109,7 +111,7 @@ def not_finite_error() -> EngineError:
 def encode_error(error: EngineError) -> tuple[int, bytes, dict[str, str]]:
     """Status, body and headers."""
     path = error.path if error.status == 400 else ""
-    body = ErrorBody(error.problem, error.kind, error.status, error.fix, path)
+    body = ErrorBody(error.short_problem, error.kind, error.status, error.fix, path)
     headers = {"retry-after": str(RETRY_AFTER_S)} if error.status == 503 else {}
     return error.status, msgspec.json.encode(ErrorAnswer(body)), headers
 

@@ -49,11 +49,16 @@ class ServerComponents:
     @classmethod
     def load(cls, spec: ServerSpec, store: MediaStore | None = None) -> ServerComponents:
         """`store` takes the place of the one at the spec's media roots."""
-        store = store or MediaStore(spec.media_roots[0], fallback_roots=spec.media_roots[1:])
+        store = store or MediaStore(
+            spec.media_roots[0],
+            fallback_roots=spec.media_roots[1:],
+            max_bytes=int(spec.max_media_gb * 1e9),
+        )
         family = load_family(spec.model.path, **spec.model.overrides())
         images = ImageIngestor(store)
         numbered = spec.model.number_images
-        renderer = load_renderer(spec.model.path, store, family, images, numbered)
+        limit = spec.inference.max_model_len
+        renderer = load_renderer(spec.model.path, store, family, images, numbered, limit)
         return cls(spec, store, family, images, renderer)
 
     def build_materializer(self) -> Materializer:

@@ -45,7 +45,6 @@ from sightline.wire.weights import Manifest, resolve_manifest
 if TYPE_CHECKING:
     from sightline.inference.engine import Engine, EngineRequest
 
-DISCONNECT_CHECK_S = 0.25
 Asked = TypeVar("Asked")
 
 
@@ -53,11 +52,9 @@ Asked = TypeVar("Asked")
 class _PendingCall:
     """One HTTP request, and the choices of it that the engine still owes."""
 
-    http: Request
     requests: list[EngineRequest]
     num_unfinished: int
     finished: asyncio.Future[None]
-    began: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -116,7 +113,6 @@ class InferenceServer:
     lease: ServerLease = field(default_factory=lambda: ServerLease())
 
     def __post_init__(self) -> None:
-        self._calls: set[_PendingCall] = set()
         self._adopting = asyncio.Lock()
         self.app = Starlette(
             routes=[
@@ -141,11 +137,9 @@ class InferenceServer:
                 loop.call_soon_threadsafe(self._on_delivered, requests)
 
         self.engine.start(deliver)
-        watch = asyncio.create_task(self._cancel_disconnected())
         try:
             yield
         finally:
-            watch.cancel()
             self.engine.stop()
             await asyncio.to_thread(self.engine.join, 10.0)
             await asyncio.to_thread(self.stages.close)
@@ -154,7 +148,8 @@ class InferenceServer:
 
     async def _generate(self, http: Request) -> Response:
         with self.stages.begin("serve", http.headers) as stage:
-            checked = self.validator.check(await read_body(http, self.max_body_bytes))
+            most = min(self.max_body_bytes, self.validator.max_body_bytes)
+            checked = self.validator.check(await read_body(http, most))
             return json_response(await self._run_request(checked, http, stage))
 
     async def _generate_for_chat(self, request: GenerateRequest, http: Request) -> GenerateResponse:
@@ -167,18 +162,21 @@ class InferenceServer:
     ) -> GenerateResponse:
         requests = self.engine.build_requests(checked)
         finished = asyncio.get_running_loop().create_future()
-        call = _PendingCall(http, requests, len(requests), finished)
+        call = _PendingCall(requests, len(requests), finished)
         for request in requests:
             request.owner = call
+            request.client = http.client.host if http.client else ""
         self.engine.submit(requests)
-        self._calls.add(call)
+        # The body is read: what comes next is that the client has gone.
+        gone = asyncio.ensure_future(http.receive())
+        gone.add_done_callback(lambda over: None if over.cancelled() else self._cancel(call))
         try:
             await finished
         except asyncio.CancelledError:
             self._cancel(call)
             raise
         finally:
-            self._calls.discard(call)
+            gone.cancel()
             _note_stage(stage, checked, requests)
         return _build_response(checked, requests)
 
@@ -188,15 +186,6 @@ class InferenceServer:
             call.num_unfinished -= 1
             if call.num_unfinished == 0 and not call.finished.done():
                 call.finished.set_result(None)
-
-    async def _cancel_disconnected(self) -> None:
-        """Cancels the requests of clients that have gone."""
-        while True:
-            await asyncio.sleep(DISCONNECT_CHECK_S)
-            old = time.monotonic() - DISCONNECT_CHECK_S
-            for call in [call for call in self._calls if call.began < old]:
-                if await call.http.is_disconnected():
-                    self._cancel(call)
 
     def _cancel(self, call: _PendingCall) -> None:
         for request in call.requests:

@@ -27,6 +27,12 @@ class ServerSpec(ConfigSection):
     media_roots: tuple[Path, ...] = Field(
         ..., min_length=1, description="Roots of the store, in the order in which they are asked."
     )
+    max_media_gb: float = Field(
+        50.0,
+        gt=0,
+        description="Most GB of the first store root; an image of a chat request that would exceed "
+        "them, or leave less than 1 GiB on the disk, is answered with 507.",
+    )
     weights: Path | None = Field(
         None, description="Manifest of the weights to begin with, in place of the checkpoint's own."
     )

@@ -18,6 +18,10 @@ from sightline.wire.generate import GenerateRequest, SamplingParams
 MAX_CHOICES = 64
 MAX_LISTED_IDS = 256
 """Ids that a request may name to stop at, or to ban."""
+MAX_NAME_CHARS = 256
+"""Characters of a request id, and of a model's name."""
+BODY_BYTES_PER_TOKEN = 1024
+"""Room in the body of a request for each token: for its id, and for the item of an image."""
 MAX_SEED = 2**64
 # Logits divided by less, or by more, leave what float32 can tell apart.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e6
@@ -50,14 +54,25 @@ class RequestValidator:
     models: frozenset[str]
     """Names under which a request may ask for the checkpoint."""
 
+    @property
+    def max_body_bytes(self) -> int:
+        """Size of the largest body that can be a request for `max_model_len` tokens."""
+        return BODY_BYTES_PER_TOKEN * max(self.max_model_len, 1024)
+
     def check(self, body: bytes) -> ValidatedRequest:
         return self.check_request(self._decode(body))
 
     def check_request(self, request: GenerateRequest) -> ValidatedRequest:
+        if len(request.request_id) > MAX_NAME_CHARS:
+            raise build_engine_error(
+                "schema",
+                f"request_id: {len(request.request_id)} characters",
+                f"send at most {MAX_NAME_CHARS}",
+            )
         if request.model is not None and request.model not in self.models:
             raise build_engine_error(
                 "model",
-                f"model: {request.model!r} is not served here",
+                f"model: {request.model[:MAX_NAME_CHARS]!r} is not served here",
                 f"leave it out, or name {', '.join(sorted(self.models))}",
             )
         prompt = self._check_tokens(request.token_ids, request.sampling_params)
@@ -119,6 +134,13 @@ class RequestValidator:
                 f"features: this checkpoint takes {modality if self.family.shows_images else 'no'}"
                 f" media, the request has {sorted(request.features.mm_hashes)}",
                 "render with the renderer of the served checkpoint",
+            )
+        num = sum(map(len, request.features.kwargs_data.values()))
+        if num > len(request.token_ids):
+            raise build_engine_error(
+                "slots",
+                f"features.kwargs_data: {num} items for {len(request.token_ids)} tokens",
+                "send one entry a slot",
             )
         slots = request.slots()
         for i, slot in enumerate(slots):

@@ -121,6 +121,11 @@ class ImageIngestor:
             data = binascii.a2b_base64(text, strict_mode=True)
         except ValueError as error:
             raise MediaRefused(f"a data url whose base64 is bad: {error}", _FIX_DATA) from error
+        return self._put(data)
+
+    def _put(self, data: bytes) -> MediaRef:
+        """What others send is taken while there is room for it, and for what a run writes."""
+        self.store.check_room(len(data))
         return self.store.put(data)
 
     def _from_media(self, url: str) -> MediaRef:
@@ -146,13 +151,13 @@ class ImageIngestor:
         root = next((root for root in self.file_roots if path.is_relative_to(root)), None)
         if root is None:
             raise MediaRefused(f"{name} is under no allowed file root", _FIX_FILE)
-        return self.store.put(self._read(root, path))
+        return self._put(self._read(root, path))
 
     def _from_http(self, url: str) -> MediaRef:
         data = fetch(
             url, self.http_hosts, self.store.limits.max_bytes, self.timeout_s, self._resolve
         )
-        return self.store.put(data)
+        return self._put(data)
 
     def _read(self, root: Path, path: Path) -> bytes:
         try:

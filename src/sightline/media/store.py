@@ -265,20 +265,21 @@ class MediaStore:
         """Number of images in `root`; as fresh as `size_bytes`."""
         return self._get_survey().num_files
 
-    def check_room(self) -> None:
-        """Raise `StoreFull` above `max_bytes`, or with less than the reserve left on the disk."""
+    def check_room(self, num_bytes: int = 0) -> None:
+        """Raise `StoreFull` if `num_bytes` more would be above `max_bytes`, or leave the disk with
+        less than the reserve."""
         fix = (
             "free space with `sightline media gc`, raise [media] max_gb, or set [media] root to "
             "a place on a larger disk"
         )
-        if self.max_bytes is not None and (size := self.size_bytes()) > self.max_bytes:
+        if self.max_bytes is not None and (size := self.size_bytes()) + num_bytes > self.max_bytes:
             raise StoreFull(
                 f"the store {self.root} holds {size} bytes, its limit is {self.max_bytes}", fix
             )
         existing = next(
             path for path in (self.root, *self.root.absolute().parents) if path.exists()
         )
-        if (free := shutil.disk_usage(existing).free) < self.reserve_bytes:
+        if (free := shutil.disk_usage(existing).free) < self.reserve_bytes + num_bytes:
             raise StoreFull(
                 f"the disk under {self.root} has {free} bytes left, {self.reserve_bytes} are "
                 "kept in reserve",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from sightline.errors import PromptTooLong
 from sightline.render.protocol import Bridged, Rendered
 from sightline.render.tokenizer import Tokenizer
 from sightline.wire import MediaItem, Slot, Span
+
+MAX_OVERFLOW = 8
+"""Times `max_model_len` tokens are emitted, to be counted and refused; not more."""
+SHORTEN = "send less text, keep a window of the history, or raise max_model_len"
 
 
 class Emitter:
@@ -14,8 +19,11 @@ class Emitter:
     between a role header and the content, and the reference templates emit them as one string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, start: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer, start: int = 0, max_model_len: int = 0) -> None:
+        """Text that could not fit into `max_model_len` tokens is not tokenized; 0 is any length."""
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._num_chars = 0
         self._start = start
         self._ids: list[int] = []
         self._run: list[str] = []
@@ -64,10 +72,31 @@ class Emitter:
         self._flush()
         return Bridged(self._ids, self._slots, self._spans)
 
+    def _check_fits(self, run: str) -> None:
+        """Bounds what is tokenized and emitted; what is too long by less is counted in tokens."""
+        most, tokenizer = self._max_model_len, self._tokenizer
+        if not most:
+            return
+        self._num_chars += tokenizer.count_chars(run, most * tokenizer.max_token_chars)
+        if self._num_chars > most * tokenizer.max_token_chars:
+            raise PromptTooLong.at(
+                "messages",
+                f"{self._num_chars} characters of text or more cannot fit into max_model_len = "
+                f"{most} tokens, each of at most {tokenizer.max_token_chars} characters",
+                SHORTEN,
+            )
+        if len(self._ids) > MAX_OVERFLOW * most:
+            raise PromptTooLong.at(
+                "messages",
+                f"{len(self._ids)} tokens or more, max_model_len is {most}",
+                SHORTEN,
+            )
+
     def _flush(self) -> None:
         run, seam = "".join(self._run), self._seam
         self._run.clear()
         self._seam = None
+        self._check_fits(run)
         if seam:
             ids, num_before = self._tokenizer.encode_with_boundary(run, seam)
             self._trained_start = self._start + len(self._ids) + num_before

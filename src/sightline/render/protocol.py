@@ -51,6 +51,9 @@ class Renderer(Protocol):
     """Ids of media and of the marks around them; banned in sampling by every engine and in the
     trainer's softmax. The first fills slots."""
     vocab_size: int
+    max_model_len: int
+    """Tokens that a prompt may have; what cannot fit raises PromptTooLong before it is tokenized.
+    0 is any number."""
 
     def read_conversation(self, messages: Messages) -> list[Message]:
         """A whole conversation in our form, with its images taken into the store.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,16 @@ class Tokenizer:
         self._full.no_padding()
         self._plain = _without_added_tokens(description)
         self.vocab_size: int = self._full.get_vocab_size(with_added_tokens=True)
+        self.max_token_chars: int = max(map(len, self._plain.get_vocab()), default=1)
+        """Characters of the longest token, counted in bytes where tokens are made of bytes."""
+
+    @staticmethod
+    def count_chars(text: str, most: int) -> int:
+        """Characters of `text` as it is tokenized: four may compose into one, which is looked at
+        where that could bring them down to `most`."""
+        if not most < len(text) <= 4 * most:
+            return len(text)
+        return len(unicodedata.normalize("NFC", text))
 
     def encode(self, text: str) -> list[int]:
         if not text:

@@ -12,6 +12,7 @@ from sightline.errors import (
     EnvironmentFailed,
     MediaError,
     MessageError,
+    PromptTooLong,
     RolloutTruncated,
 )
 from sightline.message import AssistantMessage, Message, put_images
@@ -105,6 +106,8 @@ class RolloutChat(ModelChat):
                 async with self.trace_lock:
                     # In a thread: a long text takes the tokenizer a while, and others go on.
                     return await self.run_in_pool(make)
+        except PromptTooLong as error:
+            self._truncate(RolloutTruncated(error.problem, error.fix))
         except (MessageError, MediaError) as error:
             self.record_refusal(error)
             raise

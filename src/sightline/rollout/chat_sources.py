@@ -177,7 +177,9 @@ def build_policy_chats(
     model, media, inference = config.model, config.media, config.inference
     family = load_family(model.path, **model.overrides())
     resolver = ImageIngestor(store, media.file_roots, media.http_hosts)
-    renderer = load_renderer(model.path, store, family, resolver, model.number_images)
+    renderer = load_renderer(
+        model.path, store, family, resolver, model.number_images, inference.max_model_len
+    )
     known: dict[str, Any] = {
         "token": inference.read_token(run_secret),
         "vocab_size": renderer.vocab_size,

@@ -269,7 +269,8 @@ class InterceptionServer:
         self, session: _AgentSession, body: _RequestBody
     ) -> tuple[ChatRequest, list[Message]]:
         """In a thread: base64 is decoded, images are written, and the body is let go."""
-        request = read_chat_request(body.take())
+        limit = session.chat.max_model_len
+        request = read_chat_request(body.take(), max_model_len=limit)
 
         def take(url: str, path: str) -> MediaRef:
             return session.chat.substitute_image(url, session.urls.resolve(url, path))

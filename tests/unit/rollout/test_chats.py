@@ -303,3 +303,15 @@ def test_a_rollout_that_is_cut_short_stays_so(play: Trial) -> None:
 
     trace = play(rollout, max_turns=2)
     assert len(trace.turns) == 2 and trace.error_kind == "truncated" and trace.reward == 1.0
+
+
+def test_a_text_that_cannot_fit_truncates_the_rollout_untokenized(play: Trial) -> None:
+    play.renderer.max_model_len = 64
+
+    async def rollout(task: Task, chat: Chat) -> float:
+        await chat.send([user("word " * 200_000)])
+        return 1.0
+
+    trace = play(rollout)
+    assert trace.truncated and "characters of text or more cannot fit" in trace.limit
+    assert not trace.error and not trace.nodes

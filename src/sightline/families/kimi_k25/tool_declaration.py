@@ -117,7 +117,10 @@ class _Schemas:
     def object(self, schema: dict[str, Any], indent: str) -> str:
         required = set(schema.get("required", ()))
         names = sorted(schema.get("properties", {}), key=lambda name: (name not in required, name))
-        fields = [self._field(schema, name, indent + _INDENT) for name in names]
+        fields = [
+            self._field(schema["properties"][name], name, name in required, indent + _INDENT)
+            for name in names
+        ]
         others = schema.get("additionalProperties")
         if others is not None:
             kind = "never" if others is False else self.type(others, indent + _INDENT)
@@ -126,16 +129,19 @@ class _Schemas:
 
     def root_fields(self, schema: dict[str, Any]) -> str:
         """The fields of the function's own parameters, in the order in which they are written."""
-        fields = [self._field(schema, name, _INDENT) for name in schema.get("properties", {})]
+        required = set(schema.get("required", ()))
+        fields = [
+            self._field(value, name, name in required, _INDENT)
+            for name, value in schema.get("properties", {}).items()
+        ]
         return "\n" + ",\n".join(fields) + "\n" if fields else ""
 
-    def _field(self, schema: dict[str, Any], name: str, indent: str) -> str:
-        value = schema["properties"][name]
+    def _field(self, value: Any, name: str, is_required: bool, indent: str) -> str:
         comments = _write_comments(value, indent)
         if isinstance(value, dict) and value.get("default") is not None:
             default = json.dumps(value["default"], ensure_ascii=False)
             comments += f"{indent}// Default: {default}\n"
-        mark = "" if name in schema.get("required", ()) else "?"
+        mark = "" if is_required else "?"
         return f"{comments}{indent}{name}{mark}: {self.type(value, indent)}"
 
     def _array(self, schema: dict[str, Any], indent: str) -> str:

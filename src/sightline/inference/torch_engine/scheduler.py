@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from sightline.compute.feature_cache import FeatureCache
 from sightline.errors import EngineError
 from sightline.families import Family
 from sightline.inference.errors import to_engine_error
+from sightline.inference.fair_queue import FairQueue
 from sightline.inference.torch_engine.prefix_cache import CachedPrefix, PrefixCache
 from sightline.inference.torch_engine.request import TorchCounters, TorchRequest
 from sightline.inference.torch_engine.row_table import RowTable
@@ -31,7 +32,7 @@ class Scheduler:
     wake_engine: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self.waiting: deque[TorchRequest] = deque()
+        self.waiting = FairQueue()
         self.loading: list[TorchRequest] = []
         self.running: dict[int, TorchRequest] = {}
         """Requests that run, by row, in the order in which they began."""
@@ -49,20 +50,23 @@ class Scheduler:
     def add(self, request: TorchRequest) -> None:
         self.counters.requests += 1
         self.counters.prompt_tokens += len(request.prompt)
-        self.waiting.append(request)
+        self.waiting.add(request)
 
     def admit(self) -> None:
-        """Gives rows to waiting requests, first come first."""
-        while self.waiting:
-            request = self.waiting[0]
+        """Gives rows to waiting requests, in the order of the queue."""
+        while (found := self.waiting.find_next()) is not None:
+            request = cast(TorchRequest, found)
             try:
                 if not self._assign_row(request):
                     return
             except Exception as error:  # a request costs itself only
-                self.waiting.popleft()
+                if request.row < 0:
+                    self.waiting.remove(request)
+                else:
+                    self.waiting.take(request)  # and given back with its row
                 self.fail(request, to_engine_error(error))
                 continue
-            self.waiting.popleft()
+            self.waiting.take(request)
             request.timeline.end("queue")
             self.counters.cached_tokens += request.cached_tokens
             self._load_images(request)
@@ -178,8 +182,7 @@ class Scheduler:
             return
         request.finish_reason = "abort"
         self.counters.cancelled += 1
-        if request in self.waiting:
-            self.waiting.remove(request)
+        self.waiting.remove(request)
         self._release(request)
 
     def _stop_counting_as_waiting(self, request: TorchRequest) -> None:
@@ -197,6 +200,8 @@ class Scheduler:
             del self.running[request.row]
         elif request in self.loading:
             self.loading.remove(request)
+        if request.row >= 0:
+            self.waiting.release(request)
         request.row = -1
         request.features, request.pixels, request.pending = {}, {}, {}
         self.done.append(request)

@@ -1,9 +1,12 @@
 """vLLM behind the shape that our server asks of an engine. It lives on the server's event loop.
 
-    submit --> loading (pixels, in a pool) --> the gate --> vLLM --> deliver
+    submit --> waiting --> loading (pixels, in a pool) --> the gate --> vLLM --> deliver
     adopt  --> closes the gate, pauses vLLM, updates, recomputes, resumes, opens the gate
 
-Waits for: pixels; the gate, while weights change; vLLM.
+vLLM serves first come first, so it is given no more than it computes at once: who is next is
+decided here.
+
+Waits for: a place among those in flight; pixels; the gate, while weights change; vLLM.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from sightline.errors import EngineError
 from sightline.inference.engine import Deliver, Engine, EngineCounters
@@ -25,6 +28,7 @@ from sightline.inference.errors import (
     stopping_error,
     to_engine_error,
 )
+from sightline.inference.fair_queue import FairQueue
 from sightline.inference.server_spec import ServerSpec
 from sightline.inference.vllm_plugin.multimodal_items import MultiModalItems, engine_key
 from sightline.inference.vllm_plugin.request import VllmRequest, read_output, to_vllm_params
@@ -68,6 +72,7 @@ class VllmEngine(Engine):
         self._max_image_tokens = max_image_tokens
         self._sampled_tokens = sampled_tokens
         self._live: set[VllmRequest] = set()
+        self._queue = FairQueue()
         self._request_numbers = itertools.count()
         self._num_handed_over = 0
         self._busy_since = 0.0
@@ -124,6 +129,16 @@ class VllmEngine(Engine):
             self._live.add(request)
             self.counters.requests += 1
             self.counters.prompt_tokens += len(request.prompt)
+            self._queue.add(request)
+        self._admit()
+
+    def _admit(self) -> None:
+        """Starts waiting requests while vLLM has room for them."""
+        room = self._spec.inference.max_num_seqs + len(self._queue) - len(self._live)
+        for _ in range(0 if self._is_stopping else min(room, len(self._queue))):
+            request = cast(VllmRequest, self._queue.find_next())
+            self._queue.take(request)
+            request.timeline.end("queue")
             request.task = self._loop.create_task(self._run(request))
 
     def cancel(self, request: VllmRequest) -> None:
@@ -285,6 +300,11 @@ class VllmEngine(Engine):
         if request not in self._live:
             return
         self._live.discard(request)
+        if request.task is None:
+            self._queue.remove(request)
+        else:
+            self._queue.release(request)
+        self._admit()
         request.error = error
         if error is not None:
             self.counters.failed += 1

@@ -10,6 +10,7 @@ from sightline.errors import (
     MediaError,
     MediaMissing,
     MessageError,
+    PromptTooLong,
     RolloutTruncated,
     SightlineError,
     StoreFull,
@@ -18,6 +19,7 @@ from sightline.errors import (
 
 # The first class that fits decides.
 _ERROR_CODES: tuple[tuple[type[SightlineError], int, str], ...] = (
+    (PromptTooLong, 400, "context_length_exceeded"),
     (MessageError, 400, "invalid_value"),
     (TurnLimitReached, 400, "max_turns_reached"),
     (RolloutTruncated, 400, "context_length_exceeded"),
@@ -37,7 +39,7 @@ class OpenAIErrorResponse:
 
     @classmethod
     def of(cls, error: SightlineError) -> OpenAIErrorResponse:
-        message, param = str(error), error.path or None
+        message, param = f"{error.short_problem}\n  fix: {error.fix}", error.path or None
         if isinstance(error, EngineError):
             code = _ENGINE_CODES.get(error.kind, error.kind)
             return cls(error.status, code, message, param if error.status < 500 else None)

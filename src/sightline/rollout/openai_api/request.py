@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from sightline.errors import MessageError
+from sightline.errors import MessageError, PromptTooLong
 from sightline.media import MediaRef
 from sightline.message import IMAGE_KINDS, get_image_source
 from sightline.render.protocol import Tools
@@ -94,8 +94,11 @@ class ChatRequest:
     """Fields that only this endpoint honours, as they came; a null is left out."""
 
 
-def read_chat_request(body: bytes, rules: FieldRules = ROLLOUT_RULES) -> ChatRequest:
-    """Raises MessageError with the path of what is wrong."""
+def read_chat_request(
+    body: bytes, rules: FieldRules = ROLLOUT_RULES, max_model_len: int = 0
+) -> ChatRequest:
+    """Raises MessageError with the path of what is wrong; `max_model_len` is 0 where any length
+    is taken."""
     try:
         request = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -108,6 +111,7 @@ def read_chat_request(body: bytes, rules: FieldRules = ROLLOUT_RULES) -> ChatReq
     messages = request.get("messages")
     if not isinstance(messages, list) or not messages:
         raise MessageError.at("messages", "missing, empty or not a list", "pass the conversation")
+    _check_num_parts(messages, max_model_len)
     options = request.get("stream_options") or {}
     if not isinstance(options, dict):
         raise MessageError.at("stream_options", "not an object", 'pass {"include_usage": true}')
@@ -134,6 +138,18 @@ def _check_fields(request: dict[str, Any], rules: FieldRules) -> None:
             raise MessageError.at(name, "not a field that we know", "leave it out")
         if not neutral(value):
             raise MessageError.at(name, rules.refusal_reason, _FIXES.get(name, "leave it out"))
+
+
+def _check_num_parts(messages: list[Any], most: int) -> None:
+    """Before an image is taken in or a text looked at: a part is a token or more."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    num = sum(len(content) if isinstance(content, list) else 1 for content in contents)
+    if most and max(num, len(messages)) > most:
+        raise PromptTooLong.at(
+            "messages",
+            f"{len(messages)} messages of {num} parts; a prompt has at most {most} tokens",
+            "send a window of the history",
+        )
 
 
 def _read_model(request: dict[str, Any]) -> str | None:

@@ -1,0 +1,274 @@
+"""Everything that grows with a request has a limit, and is refused before it costs anything.
+
+What is counted is work (characters tokenized, images stored, choices computed), not seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from agents import picture_url
+from serving import Client, Together, embedded, live
+
+from sightline import MediaStore, MessageError, user
+from sightline.errors import PromptTooLong
+from sightline.families import load_renderer
+from sightline.families.renderer import MAX_TOOL_DEPTH
+from sightline.inference.server_spec import ServerSpec
+from sightline.inference.validator import MAX_LISTED_IDS, MAX_NAME_CHARS
+from sightline.render import Emitter, Tokenizer
+from sightline.wire.generate import SamplingParams
+from tests.contract.case import Checkpoint
+
+MAX_LEN = 64
+CHAT = "/v1/chat/completions"
+
+
+class CountingTokenizer(Tokenizer):
+    """Counts the characters that are tokenized."""
+
+    num_chars = 0
+
+    def encode(self, text: str) -> list[int]:
+        self.num_chars += len(text)
+        return super().encode(text)
+
+
+def ask(content: Any, **more: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": content}], **more}).encode()
+
+
+def refuse(client: Client, body: bytes) -> dict[str, Any]:
+    status, answer, _ = client.call("POST", CHAT, body)
+    error: dict[str, Any] = json.loads(answer)["error"]
+    assert status == 400, error
+    return error
+
+
+# --- before tokenizing
+
+
+def test_text_that_cannot_fit_is_not_tokenized(tiny_model: Path) -> None:
+    tokenizer = CountingTokenizer(tiny_model)
+    most = MAX_LEN * tokenizer.max_token_chars
+    emitter = Emitter(tokenizer, max_model_len=MAX_LEN)
+    emitter.text("a" * most)
+    assert emitter.position > MAX_LEN  # it might have fit, so that its tokens are counted
+    emitter.text("a")
+    with pytest.raises(PromptTooLong, match=f"{most + 1} characters .* max_model_len = {MAX_LEN}"):
+        emitter.rendered()
+    assert tokenizer.num_chars == most
+
+
+def test_the_longest_text_that_can_fit_is_taken(tiny_model: Path) -> None:
+    tokenizer = CountingTokenizer(tiny_model)
+    longest = max(tokenizer._plain.get_vocab(), key=len)
+    emitter = Emitter(tokenizer, max_model_len=MAX_LEN)
+    emitter.text(tokenizer.decode([tokenizer.token_id(longest)]) * MAX_LEN)
+    assert emitter.position >= MAX_LEN
+    # Four characters that compose into one count as that one.
+    emitter = Emitter(tokenizer, max_model_len=MAX_LEN)
+    emitter.text("\u03b1\u0313\u0300\u0345" * (MAX_LEN * tokenizer.max_token_chars // 2))
+    assert emitter.position
+
+
+def test_every_chat_format_refuses_what_cannot_fit(checkpoint: Checkpoint) -> None:
+    renderer = load_renderer(checkpoint.path, checkpoint.store, max_model_len=MAX_LEN)
+    with pytest.raises(PromptTooLong, match="characters"):
+        renderer.render([user("word " * 200_000)])
+    with pytest.raises(PromptTooLong, match="messages: 65 entries"):
+        renderer.render([user("a")] * (MAX_LEN + 1))
+
+
+def takes_tools(renderer: Any) -> bool:
+    return bool(getattr(renderer, "takes_tools", True))
+
+
+def tool(**parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "look", "parameters": parameters}}
+
+
+def test_tools_are_bounded_in_size_and_depth(checkpoint: Checkpoint) -> None:
+    renderer = load_renderer(checkpoint.path, checkpoint.store, max_model_len=MAX_LEN)
+    if not takes_tools(renderer):
+        return
+    wide = tool(type="object", properties={f"p{i}": {"type": "string"} for i in range(10_000)})
+    with pytest.raises(PromptTooLong, match="tools: .* characters of JSON"):
+        renderer.render([user("a")], [wide])
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(MAX_TOOL_DEPTH):
+        deep = {"type": "array", "items": deep}
+    with pytest.raises(MessageError, match=r"tools\[0\]: nested deeper than 64 levels"):
+        renderer.render([user("a")], [tool(**deep)])
+
+
+class CountingList(list[str]):
+    """Counts how often it is searched from its beginning."""
+
+    num_searches = 0
+
+    def __contains__(self, name: object) -> bool:
+        self.num_searches += 1
+        return super().__contains__(name)
+
+
+def test_a_wide_schema_is_written_in_linear_time(checkpoint: Checkpoint) -> None:
+    renderer = load_renderer(checkpoint.path, checkpoint.store)
+    if not takes_tools(renderer):
+        return
+    names = CountingList(f"p{i}" for i in range(100))
+    properties = {name: {"type": "string"} for name in names}
+    renderer.render([user("a")], [tool(type="object", properties=properties, required=names)])
+    assert names.num_searches == 0
+
+
+# --- at a server
+
+
+@dataclass
+class Over:
+    """A request that is over a limit by one."""
+
+    name: str
+    body: Callable[[int], bytes]
+    code: str
+    told: str
+
+
+OVER = [
+    Over("text", lambda most: ask("x" * 10 * most), "context_length_exceeded", "characters"),
+    Over("parts", lambda most: ask(["a"] * (most + 1)), "context_length_exceeded", "parts"),
+    Over(
+        "messages",
+        lambda most: json.dumps({"messages": [{"role": "user"}] * (most + 1)}).encode(),
+        "context_length_exceeded",
+        "messages",
+    ),
+    Over(
+        "tools",
+        lambda most: ask("a", tools=[tool(description="x" * 10 * most)]),
+        "context_length_exceeded",
+        "tools",
+    ),
+    Over("n", lambda most: ask("a", n=65), "sampling", "1 to 64"),
+    Over(
+        "stops",
+        lambda most: ask("a", stop_token_ids=[1] * (MAX_LISTED_IDS + 1)),
+        "sampling",
+        "at most 256 ids",
+    ),
+    Over(
+        "bans",
+        lambda most: ask("a", banned_token_ids=[1] * (MAX_LISTED_IDS + 1)),
+        "sampling",
+        "at most 256 ids",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def client(settings: ServerSpec) -> Any:
+    with live(settings) as made:
+        yield made
+
+
+@pytest.mark.parametrize("over", OVER, ids=lambda over: over.name)
+def test_a_chat_request_over_a_limit_is_refused(
+    client: Client, settings: ServerSpec, over: Over
+) -> None:
+    error = refuse(client, over.body(settings.inference.max_model_len))
+    assert error["code"] == over.code and over.told in error["message"]
+
+
+def test_images_over_the_limit_are_not_taken_into_the_store(
+    client: Client, settings: ServerSpec, media: MediaStore
+) -> None:
+    before = sum(1 for _ in media.digests())
+    image = {"type": "image_url", "image_url": {"url": picture_url(77_001)}}
+    error = refuse(client, ask([image] * (settings.inference.max_model_len + 1)))
+    assert error["code"] == "context_length_exceeded"
+    assert sum(1 for _ in media.digests()) == before
+
+
+def test_an_error_does_not_echo_a_long_request(client: Client) -> None:
+    body = {"messages": [{"role": "x" * 10**6, "content": "a"}]}
+    assert len(refuse(client, json.dumps(body).encode())["message"]) < 3000
+    params = {"max_tokens": 1}
+    for more in ({"model": "x" * 10**6}, {"x" * 10**6: 1}):
+        request = {"token_ids": [5], "sampling_params": params, **more}
+        assert len(client.refused(json.dumps(request).encode()).message) < 3000
+
+
+@pytest.mark.parametrize(
+    ("more", "path"),
+    [
+        ({"request_id": "x" * (MAX_NAME_CHARS + 1)}, "request_id"),
+        (
+            {
+                "features": {
+                    "mm_hashes": {"image": ["a"] * 2},
+                    "mm_placeholders": {"image": [{"offset": 0, "length": 1}] * 2},
+                    "kwargs_data": {"image": ["a"] * 2},
+                }
+            },
+            "features.kwargs_data",
+        ),
+    ],
+    ids=["request_id", "items"],
+)
+def test_a_generate_request_over_a_limit_is_refused(
+    client: Client, more: dict[str, Any], path: str
+) -> None:
+    more = msgspec.json.decode(
+        msgspec.json.encode(more).replace(b"image", client.modality.encode())
+    )
+    request = {"token_ids": [5], "sampling_params": {"max_tokens": 1}, **more}
+    error = client.refused(json.dumps(request).encode())
+    assert error.code == 400 and error.path == path
+
+
+def test_a_body_that_no_sequence_can_fill_is_not_decoded(
+    client: Client, settings: ServerSpec
+) -> None:
+    most = 1024 * settings.inference.max_model_len
+    error = client.refused(b" " * (most + 1))
+    assert (error.code, error.type) == (413, "too_large") and str(most) in error.message
+
+
+@pytest.mark.parametrize(
+    "limit", [{"reserve_bytes": 2**62}, {"max_bytes": 10}], ids=["reserve", "size"]
+)
+def test_images_of_chats_stop_at_the_reserve_of_the_store(
+    settings: ServerSpec, tmp_path: Path, limit: dict[str, int]
+) -> None:
+    store = MediaStore(tmp_path / "media", **limit)
+    with embedded(settings, store=store) as server:
+        image = {"type": "image_url", "image_url": {"url": picture_url(77_002)}}
+        status, answer, _ = server.call("POST", CHAT, ask([image], max_tokens=1))
+        assert status == 507 and json.loads(answer)["error"]["code"] == "store_full"
+        assert not list(store.digests())
+
+
+# --- between clients
+
+
+def test_large_calls_do_not_starve_a_small_one(settings: ServerSpec) -> None:
+    """64 choices of eight calls share two rows; a small call waits for the next row only."""
+    params = partial(SamplingParams, temperature=1.0, seed=1)
+    with live(settings.replace(max_num_seqs=2)) as server:
+        before = server.totals()["finished"]
+        together = Together(server)
+        large = [together.generate([5, 6], (), params(max_tokens=8, n=8)) for _ in range(8)]
+        server.wait_for("totals", "requests", 64)
+        server.generate([5, 6], (), params(max_tokens=1))
+        # First come first served it would be the last of 65.
+        assert server.totals()["finished"] - before < 48
+        for answer in large:
+            assert len(answer.result().choices) == 8

@@ -1,0 +1,83 @@
+"""Who is admitted next: the client and the call that hold least."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from sightline.inference.engine import EngineRequest
+from sightline.inference.fair_queue import FairQueue
+from sightline.wire.generate import SamplingParams
+
+
+def call(name: str, n: int = 1, client: str = "") -> list[EngineRequest]:
+    owner = [name]
+    prompt = np.zeros(1, dtype=np.int32)
+    return [
+        EngineRequest(
+            prompt, [], [], SamplingParams(), k, owner=owner, client=client, request_id=name
+        )
+        for k in range(n)
+    ]
+
+
+def add(queue: FairQueue, *requests: EngineRequest) -> None:
+    for request in requests:
+        queue.add(request)
+
+
+def take(queue: FairQueue) -> EngineRequest:
+    found = queue.find_next()
+    assert found is not None
+    queue.take(found)
+    return found
+
+
+def test_a_small_call_waits_for_one_place_behind_twenty_of_64_choices() -> None:
+    queue = FairQueue()
+    for i in range(20):
+        add(queue, *call(f"large {i}", 64))
+    held = [take(queue) for _ in range(256)]
+    # Places are shared evenly: 256 among 20.
+    counts = [sum(r.request_id == f"large {i}" for r in held) for i in range(20)]
+    assert sorted(counts) == [12] * 4 + [13] * 16
+    add(queue, *call("small"))
+    queue.release(held.pop())
+    assert take(queue).request_id == "small"
+
+
+def test_a_client_of_many_calls_leaves_the_next_place_to_another_client() -> None:
+    queue = FairQueue()
+    add(queue, *(r for i in range(100) for r in call(f"run {i}", client="10.0.0.2")))
+    held = [take(queue) for _ in range(8)]
+    assert [r.request_id for r in held] == [f"run {i}" for i in range(8)]
+    add(queue, *call("a person", 2, client="10.0.0.3"))
+    for request in held[:2]:
+        queue.release(request)
+    assert [take(queue).client for _ in range(2)] == ["10.0.0.3"] * 2
+
+
+def test_calls_of_one_choice_come_in_the_order_of_their_arrival() -> None:
+    queue = FairQueue()
+    add(queue, *(r for i in range(50) for r in call(str(i))))
+    assert [take(queue).request_id for _ in range(50)] == [str(i) for i in range(50)]
+    assert queue.find_next() is None and len(queue) == 0
+
+
+def test_nothing_is_kept_of_calls_that_are_over() -> None:
+    queue, rng, waiting, held = FairQueue(), random.Random(0), [], []
+    for i in range(200):
+        waiting += call(str(i), rng.randrange(1, 6), client=str(i % 3))
+        add(queue, *[r for r in waiting if r.request_id == str(i)])
+    while waiting or held:
+        if held and rng.random() < 0.4:
+            queue.release(held.pop(rng.randrange(len(held))))
+        elif waiting and rng.random() < 0.3:  # a client hangs up
+            gone = waiting.pop(rng.randrange(len(waiting)))
+            assert queue.remove(gone) and not queue.remove(gone)
+        elif waiting:
+            held.append(take(queue))
+            waiting.remove(held[-1])
+        assert len(queue) == len(waiting) == len(list(queue))
+    assert not queue._levels and not queue._num_held
