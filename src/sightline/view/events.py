@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from sightline.wire.codec import UNREADABLE
 from sightline.wire.event import Event
 from sightline.wire.file import read_lines
 
@@ -57,7 +58,7 @@ def _events(lines: Iterable[bytes]) -> Iterator[Event]:
     for line in lines:
         try:
             event = _decoder.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             continue
         if -(2**63) <= event.step < 2**63:
             yield event
