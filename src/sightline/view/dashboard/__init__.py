@@ -8,7 +8,7 @@
     fenced_run_dir.py  where its files are, without links that lead elsewhere
     index.py     every rollout and image of a run, found again without reading the traces
     mismatch.py  where sampler and trainer disagree, token by token
-    server.py    the routes; access.py who may ask; live_updates.py tells browsers that a run has moved
+    server.py    the routes; access.py who may ask; live_updates.py tells browsers of news
 
 It never writes to a run but for `view/`, which can be removed at any time.
 """
