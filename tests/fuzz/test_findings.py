@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sightline.envs.task_files import open_tasks
-from sightline.errors import ConfigError, MediaRefused, WireError
+from sightline.errors import ConfigError, MediaRefused, MessageError, WireError
 from sightline.media import ImageIngestor, MediaStore
 from sightline.run.run_dir import RunDir
 from sightline.view.run_files import RunFiles
@@ -19,6 +19,11 @@ from sightline.wire import control
 def test_a_scheme_without_a_colon_is_no_url(tmp_path: Path, scheme: str) -> None:
     with pytest.raises(MediaRefused, match="not a url"):
         ImageIngestor(MediaStore(tmp_path)).resolve(scheme, "url")
+
+
+def test_a_file_url_with_half_an_address_is_no_url(tmp_path: Path) -> None:
+    with pytest.raises(MessageError, match="not a url"):
+        ImageIngestor(MediaStore(tmp_path)).resolve("file://[q/tmp/z.png", "url")
 
 
 @pytest.mark.parametrize("data", [b"\x82\xa4type\xa6di\xe7est\xa1d", b"\x91" * 100_000])
