@@ -118,7 +118,8 @@ full: ## every suite, unsampled: all broken families, faults and inputs, 50 kill
 test-bare: ## the demo in short and the quick tests on a bare Debian: a chroot, made by debootstrap (needs root)
 	tests/bare/run
 
-fuzz: $(STAMP) ## 10,000 mutated requests at an inference server (FUZZ=10000)
+fuzz: $(STAMP) ## 10,000 mutated inputs at every parser of outside bytes, and at an inference server (FUZZ=10000)
+	FUZZ=$(FUZZ) $(BIN)/python -m pytest -q -s tests/fuzz
 	FUZZ=$(FUZZ) $(BIN)/python -m pytest -s tests/contract/test_fuzz.py
 
 fuzz-vllm: $(STAMP) $(VLLM_VENV)/.installed ## the same at vLLM

@@ -73,12 +73,14 @@ export function useLive() {
 
 const kept = new Map();
 
-async function catchUp(run) {
-  const known = kept.get(run) || { cursor: 0, rows: new Map() };
-  kept.set(run, known);
-  const news = await ask("metrics", { run, cursor: known.cursor });
+async function catchUp(run, names) {
+  const key = JSON.stringify([run, names]);
+  const known = kept.get(key) || { cursor: 0, rows: new Map() };
+  kept.set(key, known);
+  const news = await ask("metrics", { run, names, cursor: known.cursor });
   if (news.cursor < known.cursor) known.rows.clear();
   known.cursor = news.cursor;
+  known.names = news.names;
   news.step.forEach((step, i) => {
     const row = {};
     for (const [name, column] of Object.entries(news.columns)) {
@@ -90,17 +92,18 @@ async function catchUp(run) {
   return known;
 }
 
-/** The numbers of some runs, by step; only what is new is fetched. */
-export function useMetrics(runs, revisions) {
+/** The numbers of these names of some runs, by step; only what is new is fetched. A name that ends in
+ * a star stands for the first that begin so. */
+export function useMetrics(runs, revisions, names) {
   const [found, set] = useState({});
   const key = runs.map((run) => `${run}:${revisions[run]}`).join();
   useEffect(() => {
     let current = true;
-    Promise.all(runs.map(async (run) => [run, await catchUp(run)])).then(
+    Promise.all(runs.map(async (run) => [run, await catchUp(run, names)])).then(
       (pairs) => current && set(Object.fromEntries(pairs)),
       () => {},
     );
     return () => { current = false; };
-  }, [key]);
+  }, [key, names]);
   return found;
 }

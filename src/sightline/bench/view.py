@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import random
 import shutil
 import tempfile
 import time
@@ -16,11 +17,16 @@ from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic
 from sightline.run.run_dir import RunDir
 from sightline.view.dashboard import queries
 from sightline.view.dashboard.run_view import RunView
+from sightline.view.dashboard.server import MAX_STEPS
+from sightline.wire.event import Event
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Writes a synthetic run, indexes it, and asks for pages of it."
     parser.add_argument("--rollouts", type=int, default=100_000)
+    parser.add_argument(
+        "--metrics", type=int, default=400_000, metavar="LINES", help="lines of 2,000 names"
+    )
     parser.add_argument(
         "--keep", type=Path, metavar="DIR", help="the run, written if it is not there, and kept"
     )
@@ -29,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         measure(args.keep or Path(scratch) / "synthetic-001", args.rollouts)
+        measure_metrics(Path(scratch) / "metrics-001", args.metrics)
     return 0
 
 
@@ -64,6 +71,30 @@ def measure(path: Path, num: int) -> None:
             found = queries.list_rollouts(connection, chosen, offset, 50)
             size = len(msgspec.json.encode(found))
             line.append(f"{found['total']:,} found, {size:,} bytes")
+
+
+def measure_metrics(path: Path, num_lines: int) -> None:
+    """What a long `metrics.jsonl` costs, each line with 8 of 2,000 names."""
+    run_dir = RunDir(path)
+    run_dir.make()
+    rng = random.Random(0)
+    with open(run_dir.metrics, "wb") as file:
+        for i in range(num_lines):
+            values = {f"number_{rng.randrange(2000)}": rng.random() for _ in range(8)}
+            event = Event(float(i), "bench", ("step", "train")[i % 2], i // 2, values)
+            file.write(msgspec.json.encode(event) + b"\n")
+    view = RunView("bench", run_dir)
+    with timed("metrics, first megabytes") as line:
+        view.refresh()
+        line.append(f"{view.history.num_rows:,} lines")
+    with timed("all metrics") as line:
+        view.refresh_all()
+        line.append(f"{view.history.num_rows:,} lines")
+    for name, wanted in (("overview", ["elapsed_s"]), ("24 numbers", ["number_1*"])):
+        with timed(name) as line:
+            found = view.history.since(0, wanted, MAX_STEPS)
+            answer = len(msgspec.json.encode([found, view.overview()]))
+            line.append(f"{len(found['names']):,} names, {answer:,} bytes")
 
 
 @contextmanager

@@ -12,7 +12,8 @@ import bisect
 import itertools
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ class JsonlRows:
             line = file.readline()
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{self._path}, row {number}: {error}", "mend the line") from error
         if not isinstance(row, dict):
             raise ConfigError(
@@ -182,11 +183,14 @@ class ParquetRows:
     """Rows of a parquet file, read by row group; the last group is cached for its neighbours."""
 
     def __init__(self, path: Path) -> None:
-        self._file = import_extra("pyarrow.parquet", "data").ParquetFile(path, memory_map=True)
-        groups = map(self._file.metadata.row_group, range(self._file.num_row_groups))
-        self._stops = list(itertools.accumulate(group.num_rows for group in groups))
-        self._cached: tuple[int, Any] = (-1, None)
-        self.image_columns = image_columns(self._file.schema_arrow)
+        parquet = import_extra("pyarrow.parquet", "data")
+        self._path = path
+        with _name_damage(path):
+            self._file = parquet.ParquetFile(path, memory_map=True)
+            groups = map(self._file.metadata.row_group, range(self._file.num_row_groups))
+            self._stops = list(itertools.accumulate(group.num_rows for group in groups))
+            self._cached: tuple[int, Any] = (-1, None)
+            self.image_columns = image_columns(self._file.schema_arrow)
 
     def __len__(self) -> int:
         return self._stops[-1] if self._stops else 0
@@ -194,11 +198,25 @@ class ParquetRows:
     def row(self, number: int) -> dict[str, Any]:
         group = bisect.bisect_right(self._stops, number)
         cached, table = self._cached
-        if cached != group:
-            table = self._file.read_row_group(group)
-            self._cached = (group, table)
-        first = self._stops[group - 1] if group else 0
-        return _read_row(table, number - first)
+        with _name_damage(self._path):
+            if cached != group:
+                table = self._file.read_row_group(group)
+                self._cached = (group, table)
+            first = self._stops[group - 1] if group else 0
+            return _read_row(table, number - first)
+
+
+@contextmanager
+def _name_damage(path: Path) -> Iterator[None]:
+    """What pyarrow raises about bytes are errors of these classes, and name no file."""
+    try:
+        yield
+    except (
+        OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, MemoryError,
+        NotImplementedError, RecursionError,
+    ) as error:  # fmt: skip
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path} cannot be read: {what}", "write the file again") from error
 
 
 def _read_saved_table(folder: Path) -> Any:
@@ -280,7 +298,10 @@ def _decode_data_url(url: str, where: str) -> bytes:
 
 def _get_path_below(folder: Path, name: str, where: str) -> Path:
     root = folder.resolve()
-    path = (root / name).resolve()
+    try:
+        path = (root / name).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, or links in a circle
+        raise MediaRefused(f"{where}: {name[:80]!r} is no path: {error}", "mend it") from error
     if not path.is_relative_to(root):
         raise MediaRefused(
             f"{where}: {name!r} leads out of {folder}", "keep images below the file that names them"

@@ -16,7 +16,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sightline.errors import MediaRefused, MediaUndecodable
+from sightline.errors import MediaError, MediaRefused, MediaUndecodable
 from sightline.media.header import ImageHeader, ImageLimits, exif_orientation, read_header
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def inspect_image(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> ImageHea
     """Mime and size as seen, for a whole image within `limits`; no pixel is decoded."""
     limits.check_bytes(len(data))
     header = read_header(data)
-    limits.check_size(header.width, header.height)
+    limits.check_header(header)
     return header
 
 
@@ -57,10 +57,14 @@ def open_rgb(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> Image:
     """The picture as an RGB image of exactly the size that `inspect_image` says."""
     header = inspect_image(data, limits)
     fix = "save the image again with a program that can open it, and put that"
+    reader = _get_reader(header.mime)
     try:
-        with _get_reader(header.mime)(io.BytesIO(data)) as image:
+        with reader(io.BytesIO(data)) as image:
             image.load()
-            rgb = _rotate_upright(_convert_rgb(image), header.orientation)
+            image.info.pop("transparency", None)  # or a copy would be made without it
+            rgb = _convert_rgb(image)
+        del image  # three pictures at once would be over the limit on memory
+        rgb = _rotate_upright(rgb, header.orientation)
     except _DECODER_ERRORS as error:
         what = f"{type(error).__name__}: {error}"
         raise MediaUndecodable(f"{header.mime} that does not decode ({what})", fix) from error
@@ -147,8 +151,13 @@ def _rotate_upright(image: Image, orientation: int) -> Image:
 def _get_reader(mime: str) -> type[ImageFile]:
     # Not Image.open: it would guess the format anew, read a JPEG with an index of further
     # pictures as another format, and apply a pixel limit that any library may have changed.
-    from PIL import GifImagePlugin, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+    from PIL import GifImagePlugin, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
+    if ImageFile.LOAD_TRUNCATED_IMAGES:
+        raise MediaError(
+            "PIL.ImageFile.LOAD_TRUNCATED_IMAGES is on: images that were cut would decode silently",
+            "leave it off in every module that this process imports",
+        )
     return {
         "image/png": PngImagePlugin.PngImageFile,
         "image/jpeg": JpegImagePlugin.JpegImageFile,

@@ -49,7 +49,7 @@ def fetch(
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").lower(), parts.port or _PORTS[parts.scheme]
-    except ValueError as error:
+    except (ValueError, KeyError) as error:  # KeyError: `https` without a colon has no scheme
         raise MediaRefused(
             f"not a url: {url[:80]!r} ({error})", "write it as https://host/path"
         ) from error

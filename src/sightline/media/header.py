@@ -2,8 +2,9 @@
 
 Each `_walk_*` function goes through the structure of one format from its first byte to its end
 mark, so that a file cut anywhere is refused here, and returns the width and height in which the
-pixels are stored and the EXIF block, empty where there is none. Bytes after the end mark are
-ignored, as decoders do.
+pixels are stored, the EXIF block, empty where there is none, and what decoding takes in memory.
+Bytes after the end mark are ignored, as decoders do. What costs decoders time out of proportion to
+its bytes has a budget, and is refused here: the parts of a file, fill bytes, scans, comments.
 """
 
 from __future__ import annotations
@@ -21,6 +22,24 @@ from sightline.errors import ConfigError, MediaRefused
 # Above this Pillow's own decompression-bomb warning begins; ours come first, from the header.
 PILLOW_MAX_PIXELS = 89_000_000
 
+# Pillow reads the parts of a file one by one, in Python. Encoders write chunks of 8 KiB and more.
+MAX_PARTS = 20_000
+MAX_FILL_BYTES = 65_536
+"""Of JPEG: Pillow reads each of them alone."""
+MAX_SCANS = 100
+"""Of JPEG: each goes through the whole image. Progressive ones have about ten."""
+MAX_JPEG_METADATA_BYTES = 16 * 1024**2
+"""Segments outside of scans: Pillow joins EXIF blocks one by one."""
+MAX_GIF_BLOCKS = 300_000
+"""Blocks of at most 255 bytes: 64 MiB fill 262,144."""
+MAX_GIF_COMMENT_BYTES = 1024**2
+"""Extensions before the first frame, which Pillow joins block by block."""
+
+DECODER_BYTES = 8
+"""Memory of decoding a pixel, as measured: four bytes of the decoder's image and four of RGB."""
+WEBP_DECODER_BYTES = 17
+"""libwebp has two canvases, and hands out a third."""
+
 
 class ImageLimits(msgspec.Struct, frozen=True):
     """What a store takes. Checked from the header, before anything is decoded."""
@@ -28,9 +47,11 @@ class ImageLimits(msgspec.Struct, frozen=True):
     max_bytes: int = 64 * 1024 * 1024
     max_pixels: int = 64_000_000
     max_side: int = 32_768
+    max_decoder_bytes: int = 512 * 1024 * 1024
+    """Memory that decoding may take at its peak."""
 
     def __post_init__(self) -> None:
-        if min(self.max_bytes, self.max_pixels, self.max_side) < 1:
+        if min(self.max_bytes, self.max_pixels, self.max_side, self.max_decoder_bytes) < 1:
             raise ConfigError(
                 f"limits must be above 0: {self}", "leave a limit out to keep its default"
             )
@@ -45,6 +66,16 @@ class ImageLimits(msgspec.Struct, frozen=True):
             raise MediaRefused(
                 f"image of {num_bytes} bytes, above the limit of {self.max_bytes}",
                 "scale it down or compress it more, or raise the limit on bytes",
+            )
+
+    def check_header(self, header: ImageHeader) -> None:
+        self.check_size(header.width, header.height)
+        needed = header.width * header.height * header.decoder_bytes
+        if needed > self.max_decoder_bytes:
+            raise MediaRefused(
+                f"{header.mime} of {header.width}x{header.height} takes {needed} bytes of memory "
+                f"to decode, above the limit of {self.max_decoder_bytes}",
+                "scale it down, or raise the limit on the decoder's memory",
             )
 
     def check_size(self, width: int, height: int) -> None:
@@ -72,17 +103,19 @@ class ImageHeader(NamedTuple):
     """As seen: after EXIF orientation."""
     orientation: int = 1
     """EXIF's number for how the stored pixels are turned: 1 is upright, 5 to 8 swap the sides."""
+    decoder_bytes: int = DECODER_BYTES
+    """Memory that decoding takes a pixel, at its peak."""
 
 
 def read_header(data: bytes) -> ImageHeader:
     """The header of a whole PNG, JPEG, WebP or GIF; `MediaRefused` for anything else."""
     for mime, begins, walk in _FORMATS:
         if begins(data):
-            width, height, exif = walk(data)
+            width, height, exif, decoder_bytes = walk(data)
             orientation = exif_orientation(exif)
             if orientation >= 5:
                 width, height = height, width
-            return ImageHeader(mime, width, height, orientation)
+            return ImageHeader(mime, width, height, orientation, decoder_bytes)
     raise MediaRefused(
         f"{len(data)} bytes that begin with {data[:12]!r} are no PNG, JPEG, WebP or GIF",
         "convert the image to one of these formats; what counts is its bytes, not its name",
@@ -134,13 +167,23 @@ def _broken(format_name: str, where: str) -> MediaRefused:
     )
 
 
+def _over_budget(format_name: str, what: str, limit: int) -> MediaRefused:
+    return MediaRefused(
+        f"{format_name} with more than {limit} {what}, the limit",
+        "save the image again with a program that writes it in fewer parts",
+    )
+
+
+_Walked = tuple[int, int, bytes, int]
+"""Width, height, EXIF block, and bytes of memory that decoding a pixel takes."""
+
 # --- PNG
 
 # Bit depths that the standard allows for each colour type.
 _PNG_DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
 
 
-def _walk_png(data: bytes) -> tuple[int, int, bytes]:
+def _walk_png(data: bytes) -> _Walked:
     _check_follow(data, 8, 25, "PNG", "its first chunk")
     if data[8:16] != b"\0\0\0\x0dIHDR":
         raise _broken("PNG", f"its first chunk begins {data[8:16]!r}, not as IHDR of 13 bytes")
@@ -150,8 +193,10 @@ def _walk_png(data: bytes) -> tuple[int, int, bytes]:
     view = memoryview(data)
     seen: set[bytes] = set()
     exif = b""
-    at = 8
+    at, num_chunks = 8, 0
     while b"IEND" not in seen:
+        if (num_chunks := num_chunks + 1) > MAX_PARTS:
+            raise _over_budget("PNG", "chunks", MAX_PARTS)
         _check_follow(data, at, 8, "PNG", f"the chunk at byte {at}, before any IEND,")
         length, kind = struct.unpack_from(">I4s", data, at)
         name, body, end = kind.decode("latin-1"), at + 8, at + 12 + length
@@ -164,7 +209,7 @@ def _walk_png(data: bytes) -> tuple[int, int, bytes]:
         at = end
     if b"IDAT" not in seen:
         raise _broken("PNG", "it has no IDAT chunk, so no pixels")
-    return width, height, exif
+    return width, height, exif, DECODER_BYTES
 
 
 # --- JPEG
@@ -172,18 +217,27 @@ def _walk_png(data: bytes) -> tuple[int, int, bytes]:
 # In the coded data of a scan, 0xFF is followed by 0x00 (a stuffed byte), by a restart mark or by
 # another 0xFF (fill). Anything else is the marker that ends the scan.
 _JPEG_AFTER_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+_JPEG_FILL = re.compile(rb"\xff+")
 _JPEG_ALONE = {0x01, *range(0xD0, 0xD8)}
 _JPEG_FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 _JPEG_SCAN, _JPEG_END, _JPEG_EXIF = 0xDA, 0xD9, 0xE1
 
 
-def _walk_jpeg(data: bytes) -> tuple[int, int, bytes]:
-    size: tuple[int, int] | None = None
-    has_scan = False
+def _walk_jpeg(data: bytes) -> _Walked:
+    size: list[int] = []
+    num_segments = num_scans = fill = metadata = channels = 0
     exif = b""
     at = 2
     while True:
+        start = at
         at, marker = _jpeg_marker(data, at)
+        fill, num_segments = fill + at - start - 2, num_segments + 1
+        if metadata > MAX_JPEG_METADATA_BYTES:
+            raise _over_budget("JPEG", "bytes of metadata", MAX_JPEG_METADATA_BYTES)
+        if fill > MAX_FILL_BYTES:
+            raise _over_budget("JPEG", "fill bytes", MAX_FILL_BYTES)
+        if num_segments > MAX_PARTS:
+            raise _over_budget("JPEG", "segments", MAX_PARTS)
         if marker == _JPEG_END:
             break
         if marker in _JPEG_ALONE:
@@ -195,29 +249,33 @@ def _walk_jpeg(data: bytes) -> tuple[int, int, bytes]:
         if length < 2:
             raise _broken("JPEG", f"{segment} says {length} bytes")
         _check_follow(data, at, length, "JPEG", segment)
+        metadata += length
         if marker in _JPEG_FRAMES:
-            if size is not None:
+            if size:
                 raise _broken("JPEG", f"a second frame header at byte {at - 2}")
-            size = _jpeg_size(data[body:end])
+            *size, channels = _jpeg_size(data[body:end])
         elif marker == _JPEG_EXIF and not exif and data.startswith(b"Exif\0\0", body):
             exif = data[body:end]
         elif marker == _JPEG_SCAN:
-            has_scan = True
+            if (num_scans := num_scans + 1) > MAX_SCANS:
+                raise _over_budget("JPEG", "scans", MAX_SCANS)
             match = _JPEG_AFTER_SCAN.search(data, end)
             if match is None:
                 raise _truncated("JPEG", f"the scan at byte {at - 2} has no end mark behind it")
             end = match.start()
         at = end
-    if size is None or not has_scan:
+    if not size or not num_scans:
         raise _broken("JPEG", "it ends before any pixels")
-    return *size, exif
+    # Of several scans the decoder keeps the coefficients, two bytes a channel.
+    decoder_bytes = 4 + 2 * channels if num_scans > 1 else DECODER_BYTES
+    return size[0], size[1], exif, max(decoder_bytes, DECODER_BYTES)
 
 
 def _jpeg_marker(data: bytes, at: int) -> tuple[int, int]:
     """The marker at `at` and the offset behind it."""
     start = at
-    while at < len(data) and data[at] == 0xFF:
-        at += 1
+    if fill := _JPEG_FILL.match(data, at):
+        at = fill.end()
     if at >= len(data):
         raise _truncated("JPEG", f"the file ends at byte {len(data)}, before its end mark")
     if at == start or data[at] in (0x00, 0xD8):
@@ -225,7 +283,8 @@ def _jpeg_marker(data: bytes, at: int) -> tuple[int, int]:
     return at + 1, data[at]
 
 
-def _jpeg_size(frame: bytes) -> tuple[int, int]:
+def _jpeg_size(frame: bytes) -> tuple[int, int, int]:
+    """Width, height and channels."""
     if len(frame) < 6:
         raise _broken("JPEG", f"a frame header of {len(frame)} bytes")
     bits, height, width, channels = struct.unpack_from(">BHHB", frame)
@@ -234,21 +293,23 @@ def _jpeg_size(frame: bytes) -> tuple[int, int]:
             f"JPEG of {channels} channels with {bits} bits",
             "save it with 8 bits and 1, 3 or 4 channels",
         )
-    return width, height
+    return width, height, channels
 
 
 # --- WebP
 
 
-def _walk_webp(data: bytes) -> tuple[int, int, bytes]:
+def _walk_webp(data: bytes) -> _Walked:
     end = 8 + int.from_bytes(data[4:8], "little")
     if end > len(data):
         raise _truncated("WebP", f"its header says {end} bytes, the file has {len(data)}")
     size: tuple[int, int] | None = None
     says_exif = has_pixels = False
     exif = b""
-    at = 12
+    at, num_chunks = 12, 0
     while at < end:
+        if (num_chunks := num_chunks + 1) > MAX_PARTS:
+            raise _over_budget("WebP", "chunks", MAX_PARTS)
         if at + 8 > end:
             raise _broken("WebP", f"{end - at} bytes at byte {at} are no chunk")
         kind, length = struct.unpack_from("<4sI", data, at)
@@ -265,7 +326,7 @@ def _walk_webp(data: bytes) -> tuple[int, int, bytes]:
         at = stop + (length & 1)
     if size is None or not has_pixels:
         raise _broken("WebP", "it has no image chunk")
-    return *size, exif
+    return *size, exif, WEBP_DECODER_BYTES
 
 
 def _webp_size(kind: bytes, body: bytes) -> tuple[int, int]:
@@ -286,48 +347,57 @@ def _webp_size(kind: bytes, body: bytes) -> tuple[int, int]:
 # --- GIF
 
 
-def _walk_gif(data: bytes) -> tuple[int, int, bytes]:
+def _walk_gif(data: bytes) -> _Walked:
     _check_follow(data, 0, 13, "GIF", "its header")
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + _gif_table(flags)
     first = True
+    num_parts = num_blocks = comment = 0
     while True:
+        if (num_parts := num_parts + 1) > MAX_PARTS:
+            raise _over_budget("GIF", "frames and extensions", MAX_PARTS)
         if at >= len(data):
             raise _truncated("GIF", f"the file ends at byte {len(data)}, before its trailer")
         introducer = data[at]
         if introducer == 0x3B:
             break
         if introducer == 0x21:
-            at = _gif_blocks(data, at + 2)
+            start = at
+            at, num_blocks = _gif_blocks(data, at + 2, num_blocks)
+            comment += at - start if first else 0
+            if comment > MAX_GIF_COMMENT_BYTES:
+                raise _over_budget("GIF", "bytes before its first frame", MAX_GIF_COMMENT_BYTES)
         elif introducer == 0x2C:
             _check_follow(data, at, 10, "GIF", f"the frame header at byte {at}")
             left, top, across, down, flags = struct.unpack_from("<HHHHB", data, at + 1)
             if first:  # a frame larger than the canvas widens it, as decoders do
                 width, height = max(width, left + across), max(height, top + down)
             first = False
-            at = _gif_blocks(data, at + 11 + _gif_table(flags))
+            at, num_blocks = _gif_blocks(data, at + 11 + _gif_table(flags), num_blocks)
         else:
             raise _broken("GIF", f"byte {at} is {introducer:#x}, which begins no block")
     if first:
         raise _broken("GIF", "it has no frame")
-    return width, height, b""
+    return width, height, b"", DECODER_BYTES
 
 
 def _gif_table(flags: int) -> int:
     return 3 << (flags & 7) + 1 if flags & 0x80 else 0
 
 
-def _gif_blocks(data: bytes, at: int) -> int:
-    """The offset behind a row of data blocks, which ends with an empty one."""
+def _gif_blocks(data: bytes, at: int, num_blocks: int) -> tuple[int, int]:
+    """The offset behind a row of data blocks, which ends with an empty one, and their number."""
     start = at
     while at < len(data):
         if data[at] == 0:
-            return at + 1
+            return at + 1, num_blocks
         at += 1 + data[at]
+        if (num_blocks := num_blocks + 1) > MAX_GIF_BLOCKS:
+            raise _over_budget("GIF", "data blocks", MAX_GIF_BLOCKS)
     raise _truncated("GIF", f"the data blocks at byte {start} have no end")
 
 
-_Walk = Callable[[bytes], tuple[int, int, bytes]]
+_Walk = Callable[[bytes], _Walked]
 _FORMATS: tuple[tuple[str, Callable[[bytes], bool], _Walk], ...] = (
     ("image/png", lambda data: data.startswith(b"\x89PNG\r\n\x1a\n"), _walk_png),
     ("image/jpeg", lambda data: data.startswith(b"\xff\xd8\xff"), _walk_jpeg),

@@ -136,7 +136,10 @@ class ImageIngestor:
         return self.store.get_ref(digest)
 
     def _from_file(self, url: str) -> MediaRef:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise MessageError(f"not a url: {url[:80]!r} ({error})", _FIX_SHAPE) from error
         name = unquote(parts.path)
         if parts.netloc not in ("", "localhost") or not name.startswith("/") or "\0" in name:
             raise MessageError(

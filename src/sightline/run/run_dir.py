@@ -17,7 +17,7 @@ class _Inside:
         self._name = name
 
     def __get__(self, run_dir: RunDir, owner: type[RunDir]) -> Path:
-        return run_dir.path / self._name
+        return run_dir.inside(self._name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,9 @@ class RunDir:
     """Held by the launcher for as long as the run goes on."""
     progress = _Inside("checkpoints/orchestrator.json")
     """The orchestrator's own state."""
+
+    def inside(self, name: str) -> Path:
+        return self.path / name
 
     def make(self) -> None:
         for folder in (
@@ -96,4 +99,4 @@ class RunDir:
         return self.traces / f"eval_{name}.msgpack"
 
     def scores_of(self, step: int) -> Path:
-        return self.scores / f"step_{step:06d}.msgpack"
+        return self.inside(f"scores/step_{step:06d}.msgpack")

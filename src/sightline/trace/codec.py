@@ -14,6 +14,7 @@ import msgspec
 from sightline.errors import WireError
 from sightline.trace.foreign_data import MAX_FOREIGN_BYTES, build_foreign_data_error
 from sightline.trace.trace import TRACE_SCHEMA, Trace
+from sightline.wire.codec import UNREADABLE
 from sightline.wire.file import write_atomic
 
 FILE_MAGIC = b"sightline traces 1\n"
@@ -25,8 +26,6 @@ class _SchemaHeader(msgspec.Struct):
     schema: int
 
 
-# What msgspec raises about bytes: of the wrong shape, text that is no UTF-8, nested too deeply.
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
 _heads = msgspec.msgpack.Decoder(_SchemaHeader)
 _readers: dict[int, Callable[[bytes], Trace]] = {1: msgspec.msgpack.Decoder(Trace).decode}
@@ -41,7 +40,7 @@ def decode_trace(data: bytes, what: str = "data") -> Trace:
     """The trace in `data`; `what` names the data in errors."""
     try:
         schema = _heads.decode(data).schema
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise build_foreign_data_error(data, f"{what} is not a trace: {error}") from error
     reader = _readers.get(schema)
     if reader is None:
@@ -53,7 +52,7 @@ def decode_trace(data: bytes, what: str = "data") -> Trace:
         )
     try:
         return reader(data)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise build_foreign_data_error(
             data, f"{what} says it is a trace of schema {schema} and is not: {error}"
         ) from error

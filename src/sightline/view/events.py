@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from sightline.wire.codec import UNREADABLE
 from sightline.wire.event import Event
 from sightline.wire.file import read_lines
 
@@ -19,23 +20,29 @@ class EventTail:
     """The events that were appended since it last looked; a line is read once, when it is whole."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._offset = 0
         self.num_invalid_lines = 0
         """Whole lines that are no events."""
         self.is_torn = False
         """Whether the file ends inside a line: it is being written, or its writer was killed."""
+        self.is_behind = False
+        """Whether a read that was given a limit has left something."""
 
-    def read(self) -> list[Event]:
+    def read(self, max_bytes: int = -1) -> list[Event]:
+        """At most about `max_bytes` of them, but one line at the least."""
         try:
-            with open(self._path, "rb") as file:
+            with open(self.path, "rb") as file:
                 file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
+                data = file.read(max_bytes)
+                while b"\n" not in data and (more := file.read(max_bytes)):
+                    data += more
+                self.is_behind = bool(file.read(1))
+        except (FileNotFoundError, NotADirectoryError):
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        self.is_torn = len(data) > len(whole)
+        self.is_torn = len(data) > len(whole) and not self.is_behind
         lines = whole.splitlines()
         events = list(_events(lines))
         self.num_invalid_lines += len(lines) - len(events)
@@ -50,9 +57,11 @@ def read_events(path: Path) -> Iterator[Event]:
 def _events(lines: Iterable[bytes]) -> Iterator[Event]:
     for line in lines:
         try:
-            yield _decoder.decode(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+            event = _decoder.decode(line)
+        except UNREADABLE:
             continue
+        if -(2**63) <= event.step < 2**63:
+            yield event
 
 
 def by_step(events: Iterable[Event], kind: str) -> dict[int, Event]:

@@ -20,6 +20,7 @@ from sightline.families import Family, load_family
 from sightline.media import MediaStore
 from sightline.render import Tokenizer
 from sightline.run.run_dir import RunDir
+from sightline.wire.codec import UNREADABLE
 
 MAX_NOTE_CHARS = 20_000
 
@@ -119,6 +120,6 @@ class RunFiles:
         try:
             if self.run_dir.summary.stat().st_mtime >= self.run_dir.metrics.stat().st_mtime:
                 return msgspec.json.decode(self.run_dir.summary.read_bytes(), type=dict[str, Any])
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, *UNREADABLE):
             pass
         return None

@@ -56,8 +56,8 @@ class Launcher(NamedTuple):
 def find_launcher(run_dir: RunDir) -> Launcher | None:
     """The launcher that holds the lock of a run; None for a run that nobody works on."""
     try:
-        with open(run_dir.lock) as file:
-            pid, _, host = file.read().partition(" ")
+        with open(run_dir.lock, errors="replace") as file:
+            pid, _, host = file.read(1000).partition(" ")
             launcher = Launcher(int(pid or 0), host)
             # A look takes the lock for a moment, which must not keep a launcher from starting: it
             # is not taken where nobody can hold it.
@@ -67,7 +67,7 @@ def find_launcher(run_dir: RunDir) -> Launcher | None:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except OSError:
                 return launcher
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         pass
     return None
 
@@ -75,7 +75,7 @@ def find_launcher(run_dir: RunDir) -> Launcher | None:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:  # somebody else's
         pass

@@ -13,8 +13,9 @@ def parse_verdicts(line: bytes) -> tuple[int, dict[str, str]] | None:
     try:
         found = json.loads(line)
         verdicts = {name: v for v, names in found["verdicts"].items() for name in names}
-        return int(found["step"]), verdicts
-    except (ValueError, TypeError, KeyError, AttributeError):
+        step = int(found["step"])
+        return (step, verdicts) if 0 <= step < 2**63 else None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
 
 

@@ -10,6 +10,8 @@ import sightline
 from sightline.errors import WireError
 
 Message = TypeVar("Message")
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises about bytes: of the wrong shape, text that is no UTF-8, nested too deeply."""
 _FIX = "run the same version of sightline on both sides"
 
 
@@ -27,7 +29,7 @@ class Codec(Generic[Message]):
     def decode(self, data: bytes) -> Message:
         try:
             return self._decoder.decode(data)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise WireError(f"{len(data)} bytes are not {self._name}: {error}", _FIX) from error
 
     def decode_from(self, peer: str, data: bytes) -> Message:

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import io
 import struct
+import subprocess
 import warnings
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 from sightline.errors import ConfigError, MediaError, MediaRefused, MediaUndecodable
 from sightline.media.decode import encode_png, inspect_image, open_rgb
@@ -196,6 +198,89 @@ def test_an_image_of_no_pixels_is_refused(picture: Picture, encode: Encode) -> N
 def test_a_pixel_limit_that_pillow_would_warn_about_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_pixels"):
         ImageLimits(max_pixels=200_000_000)
+
+
+SLOW = {  # what Pillow would take many seconds for, by the budget that the refusal names
+    "20000 chunks": lambda e: e["png"][:33] + 20_001 * png_chunk(b"prIv", b"") + e["png"][33:],
+    "65536 fill bytes": lambda e: e["jpeg"][:2] + b"\xff" * 65_537 + e["jpeg"][2:],
+    "20000 segments": lambda e: e["jpeg"][:2] + b"\xff\x01" * 20_001 + e["jpeg"][2:],
+    "16777216 bytes of metadata": lambda e: (
+        e["jpeg"][:2] + 257 * (b"\xff\xe1\xff\xffExif\0\0" + bytes(65_527)) + e["jpeg"][2:]
+    ),
+    "100 scans": lambda e: e["jpeg"][:-2] + 100 * scan_of(e["jpeg"]) + b"\xff\xd9",
+    "300000 data blocks": lambda e: e["gif"][:-1] + b"!\xfe" + b"\1." * 300_001 + b"\0;",
+    "20000 frames": lambda e: e["gif"][:-1] + b"!\xfe\0" * 20_001 + b";",
+    "1048576 bytes before its first frame": lambda e: (
+        e["gif"][:13] + e["gif"][13:781] + 5 * (b"!\xfe" + 900 * (b"\xff" * 256) + b"\0")
+        + e["gif"][781:]
+    ),
+}  # fmt: skip
+
+
+def scan_of(jpeg: bytes) -> bytes:
+    return jpeg[jpeg.rindex(b"\xff\xda") : -2]
+
+
+@pytest.mark.parametrize("budget", SLOW)
+def test_what_would_take_long_is_refused_by_its_structure(
+    every_format: dict[str, bytes], budget: str
+) -> None:
+    """`inspect_image` decodes nothing, and its own work is bounded by the same numbers."""
+    with pytest.raises(MediaRefused, match=f"more than {budget}"):
+        inspect_image(SLOW[budget](every_format))
+
+
+def test_a_webp_of_many_chunks_is_refused(every_format: dict[str, bytes]) -> None:
+    chunks = every_format["webp"][12:] + b"junk\0\0\0\0" * 20_000
+    data = b"RIFF" + struct.pack("<I", 4 + len(chunks)) + b"WEBP" + chunks
+    with pytest.raises(MediaRefused, match="more than 20000 chunks"):
+        inspect_image(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "pixel_bytes"),
+    [("png", 8), ("jpeg", 8), ("jpeg_progressive_exif", 10), ("webp", 17), ("gif", 8)],
+)
+def test_memory_that_decoding_takes_is_bounded_by_the_header(
+    every_format: dict[str, bytes], name: str, pixel_bytes: int
+) -> None:
+    needed = 40 * 24 * pixel_bytes
+    open_rgb(every_format[name], ImageLimits(max_decoder_bytes=needed))
+    with pytest.raises(MediaRefused, match=f"takes {needed} bytes of memory to decode, above the"):
+        inspect_image(every_format[name], ImageLimits(max_decoder_bytes=needed - 1))
+
+
+GROWTH = """
+import resource, sys
+from pathlib import Path
+from sightline.media import decode
+decode.warm_up()
+data = Path(sys.argv[1]).read_bytes()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+size = decode.open_rgb(data).size
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) * 1024 / (size[0] * size[1]))
+"""
+
+
+def test_decoding_takes_the_memory_that_was_counted(
+    tmp_path: Path, encode: Encode, python: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """Of a picture that is turned and has a transparent colour, where three copies are tempting."""
+    flat = Image.new("RGB", (3000, 3000), (3, 4, 5))
+    data = encode(flat, "PNG", exif=with_orientation(6), transparency=(3, 4, 5))
+    assert len(data) < 100_000
+    (tmp_path / "flat.png").write_bytes(data)
+    told, problem = python(GROWTH, tmp_path / "flat.png").communicate()
+    assert float(told) < 1.15 * inspect_image(data).decoder_bytes, problem
+
+
+def test_nothing_decodes_while_pillow_pads_what_was_cut(
+    every_format: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    with pytest.raises(MediaError, match="LOAD_TRUNCATED_IMAGES is on"):
+        open_rgb(every_format["png"])
 
 
 def test_the_pixel_limit_of_pillow_plays_no_part(

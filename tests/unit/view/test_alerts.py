@@ -18,7 +18,7 @@ def kinds(tmp_path: Path, steps: list[dict[str, Any]], kind: str = "step") -> di
     for step, values in enumerate(steps, 1):
         log.write(kind, step, **values)
     history = MetricsHistory(tmp_path / "metrics.jsonl")
-    history.read()
+    history.take_in()
     return {alert.kind: alert.text for alert in find_alerts(history)}
 
 

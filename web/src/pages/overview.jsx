@@ -1,5 +1,5 @@
 // The numbers of one run, or of several beside one another.
-import { useMemo } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
 import { change, href } from "../address.jsx";
 import { AXES, Chart, runColour, smoothed } from "../chart.jsx";
 import { useAnswer, useMetrics } from "../data.js";
@@ -35,14 +35,21 @@ const CHARTS = [
   { title: "Rewards by environment", prefix: "envs.", only: /reward$/ },
 ];
 const NO_METRICS = new Set(["elapsed_s", "eta_s", "steps_total", "version"]);
+/** Where a step lies on the axis needs these. */
+const AXIS_METRICS = ["elapsed_s", "tokens_sampled_total", "tokens_sampled", "trained_tokens"];
+/** As many lines as a chart can show, and as many other charts as a page. */
+const MAX_SERIES = 24;
+const MAX_OTHERS = 40;
 const isIn = (chart, name) => name in (chart.columns ?? {}) || (chart.prefix && name.startsWith(chart.prefix));
 
 function allNames(metrics) {
-  const found = new Set();
-  for (const known of Object.values(metrics)) {
-    for (const row of known.rows.values()) for (const name of Object.keys(row)) found.add(name);
-  }
-  return [...found].sort();
+  return [...new Set(Object.values(metrics).flatMap((known) => known.names))].sort();
+}
+
+/** What the server is asked for: no more than what is drawn. */
+function wantedNames(charts) {
+  const found = charts.flatMap((chart) => [...Object.keys(chart.columns ?? {}), ...(chart.prefix ? [`${chart.prefix}*`] : [])]);
+  return [...new Set([...AXIS_METRICS, ...found])].join();
 }
 
 /** A chart for every number that has none, those of one table together. */
@@ -51,9 +58,11 @@ function otherCharts(names) {
   for (const name of names) {
     if (NO_METRICS.has(name) || CHARTS.some((chart) => isIn(chart, name))) continue;
     const [table] = name.split(".");
-    tables.set(table, { ...tables.get(table), [name]: words(name.includes(".") ? name.slice(table.length + 1) : name) });
+    if (!tables.has(table)) tables.set(table, { title: words(table) });
+    if (name === table) tables.get(table).columns = { [name]: words(name) };
+    else tables.get(table).prefix = `${table}.`;
   }
-  return [...tables].map(([table, columns]) => ({ title: words(table), columns }));
+  return [...tables.values()];
 }
 
 /** Where each step of a run lies on the axis. */
@@ -89,7 +98,7 @@ function labelsOf(chart, names) {
       found[name] = words(name.slice(chart.prefix.length).replace(/_bytes$|\.reward$/, ""));
     }
   }
-  return Object.entries(found);
+  return Object.entries(found).slice(0, MAX_SERIES);
 }
 
 function seriesOf(chart, shown, metrics, names, places, x, window) {
@@ -120,12 +129,14 @@ function seriesOf(chart, shown, metrics, names, places, x, window) {
 }
 
 export function OverviewPage({ shown, query, revisions, theme }) {
-  const metrics = useMetrics(shown.map((run) => run.key), revisions);
+  const more = query.get("more");
+  const [others, setOthers] = useState([]);
+  const drawn = more === null ? [] : others.filter((chart) => chart.title.includes(more === "1" ? "" : more)).slice(0, MAX_OTHERS);
+  const metrics = useMetrics(shown.map((run) => run.key), revisions, wantedNames([...CHARTS, ...drawn]));
   const window = Number(query.get("smooth") || 1);
   const axis = query.get("axis") in AXES ? query.get("axis") : "step";
   const zoom = /^(\d+)-(\d+)$/.exec(query.get("zoom") || "");
   const range = zoom ? [Number(zoom[1]), Number(zoom[2])] : null;
-  const more = query.get("more") !== null;
   const { names, places, x } = useMemo(() => {
     const found = Object.fromEntries(shown.map((run) => [run.key, placesOf(metrics[run.key], axis)]));
     const all = new Set();
@@ -135,8 +146,8 @@ export function OverviewPage({ shown, query, revisions, theme }) {
     }
     return { names: allNames(metrics), places: found, x: [...all].sort((a, b) => a - b) };
   }, [metrics, shown.map((run) => run.key).join(), axis]);
-  const others = otherCharts(names);
-  const charts = [...CHARTS, ...(more ? others : [])]
+  useEffect(() => setOthers(otherCharts(names)), [names.join()]);
+  const charts = [...CHARTS, ...drawn]
     .map((chart) => ({ ...chart, series: seriesOf(chart, shown, metrics, names, places, x, window) }))
     .filter((chart) => chart.series.length);
   const onZoom = (wanted) => change({ zoom: wanted ? wanted.join("-") : null });
@@ -175,9 +186,15 @@ export function OverviewPage({ shown, query, revisions, theme }) {
       </section>
       {read && !charts.length && <p class="empty">{shown.map(emptyWords).join(" ")}</p>}
       {others.length > 0 && (
-        <button onClick={() => change({ more: more ? null : "1" })}>
-          {more ? "fewer charts" : `${plural(others.length, "more chart")}: every other number`}
+        <button onClick={() => change({ more: more === null ? "1" : null })}>
+          {more === null ? `${plural(others.length, "more chart")}: every other number` : "fewer charts"}
         </button>
+      )}
+      {more !== null && others.length > MAX_OTHERS && (
+        <label class="hint">
+          {" "}{drawn.length} of {others.length}, by name:{" "}
+          <input value={more === "1" ? "" : more} onInput={(event) => change({ more: event.target.value || "1" })} />
+        </label>
       )}
     </>
   );

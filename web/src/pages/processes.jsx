@@ -13,9 +13,11 @@ const CHARTS = [
   ["Images shown and stored", { images_shown: "shown", images_stored: "stored" }],
 ];
 
+const NAMES = CHARTS.flatMap(([, columns]) => Object.keys(columns)).join();
+
 export function ProcessesPage({ runs, run, query, revisions, theme }) {
   const { answer, error } = useAnswer("processes", { run: run.key }, [revisions[run.key], useTick(5)]);
-  const metrics = useMetrics([run.key], revisions)[run.key];
+  const metrics = useMetrics([run.key], revisions, NAMES)[run.key];
   const chosen = query.get("log") || answer?.processes.find((one) => one.log_bytes)?.name;
   return (
     <>

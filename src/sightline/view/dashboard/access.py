@@ -61,7 +61,9 @@ class AccessMiddleware:
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         if guard.token and guard.is_token(query.pop("token", "")):
             # Out of the address bar, so that a link that is shared does not carry it.
-            to = scope["path"] + (f"?{urlencode(query)}" if query else "")
+            # Two slashes would begin the name of another host.
+            path = "/" + scope["path"].lstrip("/")
+            to = path + (f"?{urlencode(query)}" if query else "")
             moved = RedirectResponse(to, 303)
             moved.set_cookie(COOKIE, guard.token, httponly=True, samesite="strict")
             return moved

@@ -7,9 +7,9 @@ odd step raises none; what is over, because the run has recovered, is not shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median, pstdev
+
+import numpy as np
 
 from sightline.view.dashboard.history import MetricsHistory
 from sightline.view.formatting import percent, short
@@ -53,53 +53,55 @@ def _blind(history: MetricsHistory) -> Alert | None:
 def _diverges(history: MetricsHistory) -> Alert | None:
     for name, step in history.not_finite.items():
         return Alert("diverges", f"{name} is not a finite number at step {step}.")
-    norms = [value for _, value in history.column("train", "grad_norm")]
-    if len(norms) > WINDOW and (usual := median(norms[:-3])) > 0:
-        now = fmean(norms[-3:])
+    norms = history.column("train", "grad_norm")[1]
+    if len(norms) > WINDOW and (usual := float(np.median(norms[:-3]))) > 0:
+        now = float(norms[-3:].mean())
         if now > EXPLODED * usual:
             text = f"The norm of the gradient is {short(now)}, and was {short(usual)} before."
             return Alert("diverges", text)
-    losses = _means([value for _, value in history.column("sft", "loss")])
-    if losses and losses[-1] > RISEN * min(losses) > 0:
-        text = f"The loss is {short(losses[-1])}, and was {short(min(losses))} at its best."
+    losses = _means(history.column("sft", "loss")[1])
+    if len(losses) and losses[-1] > RISEN * (best := float(losses.min())) > 0:
+        text = f"The loss is {short(float(losses[-1]))}, and was {short(best)} at its best."
         return Alert("diverges", text)
     return None
 
 
 def _collapses(history: MetricsHistory) -> Alert | None:
-    column = history.column("step", "reward")
-    rewards = [value for _, value in column]
+    steps, rewards = history.column("step", "reward")
     means = _means(rewards)
-    if not means:
+    if not len(means):
         return None
-    best, now = max(means), means[-1]
-    noise = pstdev(rewards[-WINDOW:]) / math.sqrt(WINDOW)
+    best, now, highest = float(means.max()), float(means[-1]), float(rewards.max())
+    noise = float(rewards[-WINDOW:].std()) / math.sqrt(WINDOW)
     if best > 0 and now < FALLEN * best and best - now > 3 * noise:
-        at = column[means.index(best) + WINDOW - 1][0]
+        at = steps[int(means.argmax()) + WINDOW - 1]
         text = f"The reward has fallen to {short(now)} from {short(best)} around step {at}."
         return Alert("collapses", text)
-    entropies = _means([value for _, value in history.column("train", "entropy")])
-    if entropies and entropies[-1] < NO_ENTROPY and now < NEAR_BEST * max(rewards):
+    entropies = _means(history.column("train", "entropy")[1])
+    if len(entropies) and entropies[-1] < NO_ENTROPY and now < NEAR_BEST * highest:
         text = (
-            f"The entropy is {short(entropies[-1])} nats a token, so siblings hardly differ, while "
-            f"the reward is {short(now)} and was {short(max(rewards))} at its best."
+            f"The entropy is {short(float(entropies[-1]))} nats a token, so siblings hardly differ,"
+            f" while the reward is {short(now)} and was {short(highest)} at its best."
         )
         return Alert("collapses", text)
     return None
 
 
 def _learns_nothing(history: MetricsHistory) -> Alert | None:
-    rates = _means([value for _, value in history.column("step", "no_signal_rate")])
-    if not rates or rates[-1] < NO_SIGNAL or history.goal is not None:
+    rates = _means(history.column("step", "no_signal_rate")[1])
+    rewards = _means(history.column("step", "reward")[1])
+    if not len(rates) or rates[-1] < NO_SIGNAL or history.goal is not None or not len(rewards):
         return None
-    now = _means([value for _, value in history.column("step", "reward")])[-1]
+    now = float(rewards[-1])
     text = (
-        f"{percent(rates[-1])} of the groups have no signal: all siblings earn the same, "
+        f"{percent(float(rates[-1]))} of the groups have no signal: all siblings earn the same, "
         f"{short(now)} on average. The tasks are mastered, too hard, or all answers are alike."
     )
     return Alert("no_signal", text)
 
 
-def _means(values: Sequence[float]) -> list[float]:
+def _means(values: np.ndarray) -> np.ndarray:
     """Means over WINDOW values, the newest last; none where there are fewer."""
-    return [fmean(values[i - WINDOW : i]) for i in range(WINDOW, len(values) + 1)]
+    if len(values) < WINDOW:
+        return values[:0]
+    return np.lib.stride_tricks.sliding_window_view(values, WINDOW).mean(axis=1)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from array import array
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from sightline.view.events import EventTail
 from sightline.wire.event import Event
@@ -18,15 +22,46 @@ NOTE_KINDS = (
 )  # fmt: skip
 """The kinds of event that say what happened, beside the numbers."""
 _MOST_NOTES = 200
+MAX_SERIES = 24
+"""The most columns that one name with a star stands for: as many as a chart can show."""
+_MAX_DEPTH = 8
+"""Tables in tables of an event whose numbers are taken."""
 
 
-class MetricsHistory:
+class Column:
+    """The values of one number in the order in which they came, 16 bytes each."""
+
+    __slots__ = ("_steps", "_values")
+
+    def __init__(self) -> None:
+        self._steps = array("q")
+        self._values = array("d")
+
+    def append(self, step: int, value: float) -> None:
+        self._steps.append(step)
+        self._values.append(value)
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rising steps, and the last value of each."""
+        values = np.array(self._values)  # first: a step is appended before its value
+        steps = np.array(self._steps)[: len(values)]
+        if (steps[1:] > steps[:-1]).all():
+            return steps, values
+        order = np.argsort(steps, kind="stable")
+        steps = steps[order]
+        last = np.append(steps[1:] != steps[:-1], True)
+        return steps[last], values[order][last]
+
+
+class MetricsHistory(EventTail):
     def __init__(self, path: Path) -> None:
-        self._tail = EventTail(path)
-        self.rows: dict[tuple[str, int], dict[str, float]] = {}
-        self._changes: list[tuple[str, int]] = []
+        super().__init__(path)
+        self._columns: dict[tuple[str, str], Column] = {}
+        self._newest: dict[str, tuple[int, dict[str, float]]] = {}
+        self._changes = array("q")
+        self.last_step = 0
         self.evals: list[dict[str, Any]] = []
-        self.notes: list[Event] = []
+        self.notes: deque[Event] = deque(maxlen=_MOST_NOTES)
         """The newest events of `NOTE_KINDS`."""
         self.dropped: Counter[str] = Counter()
         self.last_seen: dict[str, float] = {}
@@ -48,15 +83,15 @@ class MetricsHistory:
     def problems(self, is_live: bool) -> list[str]:
         """What of the file is no event. While a run is live its last line may be half written."""
         found = []
-        if num := self._tail.num_invalid_lines:
+        if num := self.num_invalid_lines:
             found.append(f"metrics.jsonl: {num} lines that are no events are left out")
-        if self._tail.is_torn and not is_live:
+        if self.is_torn and not is_live:
             found.append("metrics.jsonl ends in a torn line, which is left out")
         return found
 
-    def read(self) -> bool:
+    def take_in(self, max_bytes: int = -1) -> bool:
         """Takes in what was appended; whether there was anything."""
-        events = self._tail.read()
+        events = self.read(max_bytes)
         for event in events:
             self._add_event(event)
         return bool(events)
@@ -68,15 +103,13 @@ class MetricsHistory:
         self.last_time = max(self.last_time, event.time)
         self.last_seen[event.process] = event.time
         if event.kind in STEP_EVENT_KINDS:
-            key = (event.kind, event.step)
             # Its loss has the name that the loss of a training step has.
             prefix = "sft_eval." if event.kind == "sft_eval" else ""
             row = flatten_numbers(event.values, prefix) | {"elapsed_s": self.active_s}
-            self.rows[key] = row
+            self._add_row(event.kind, event.step, row)
             for name in ("loss", "grad_norm"):  # JSON knows no infinity: it is written as null
                 if event.kind in ("train", "sft") and event.values.get(name, 0.0) is None:
                     self.not_finite[name] = event.step
-            self._changes.append(key)
             if event.kind == "probe":
                 self.probe = event
         elif event.kind == "eval":
@@ -92,7 +125,19 @@ class MetricsHistory:
                 self.goal = event
             if event.kind == "dropped":
                 self.dropped[str(event.values.get("reason", ""))] += 1
-            self.notes = [*self.notes[-_MOST_NOTES + 1 :], event]
+            self.notes.append(event)
+
+    def _add_row(self, kind: str, step: int, row: dict[str, float]) -> None:
+        for name, value in row.items():
+            column = self._columns.get((kind, name))
+            if column is None:
+                column = self._columns[kind, name] = Column()
+            column.append(step, value)
+        if kind not in self._newest or step >= self._newest[kind][0]:
+            self._newest[kind] = (step, row)
+        if kind != "probe":
+            self.last_step = max(self.last_step, step)
+        self._changes.append(step)
 
     def _count_time(self, event: Event) -> None:
         """Adds the time since the last event, unless it is the pause before a resume."""
@@ -106,51 +151,75 @@ class MetricsHistory:
         """Grows with every row that is new or has changed."""
         return len(self._changes)
 
-    def column(self, kind: str, name: str) -> list[tuple[int, float]]:
-        """Step and value wherever a kind of event has this number."""
-        found = [(s, row[name]) for (k, s), row in self.rows.items() if k == kind and name in row]
-        return sorted(found)
+    def column(self, kind: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values wherever a kind of event has this number."""
+        return self._columns.get((kind, name), Column()).read()
 
     def count_failures(self) -> dict[str, float]:
         """How many rollouts broke or were cut short, in steps and in evaluations."""
-        rows = [row for (kind, _), row in self.rows.items() if kind == "step"]
-        rows += [flatten_numbers(values) for values in self.evals]
-        return {n: sum(row.get(n, 0.0) for row in rows) for n in ("broken", "truncated")}
-
-    @property
-    def last_step(self) -> int:
-        return max((step for kind, step in self.rows if kind != "probe"), default=0)
+        evals = [flatten_numbers(values) for values in self.evals]
+        return {
+            name: float(self.column("step", name)[1].sum()) + sum(e.get(name, 0.0) for e in evals)
+            for name in ("broken", "truncated")
+        }
 
     def newest(self, kind: str) -> dict[str, float]:
-        steps = [step for found, step in self.rows if found == kind]
-        return self.rows[kind, max(steps)] if steps else {}
+        return self._newest.get(kind, (0, {}))[1]
 
-    def since(self, cursor: int) -> dict[str, Any]:
-        """The rows that are new or have changed since `cursor`, in columns, and the next cursor."""
-        if not 0 <= cursor <= len(self._changes):
-            cursor = 0
-        merged: dict[int, dict[str, float]] = {}
-        for kind, step in dict.fromkeys(self._changes[cursor:]):
-            merged.setdefault(step, {}).update(self.rows[kind, step])
+    def since(
+        self, cursor: int, wanted: Collection[str] = ("*",), max_steps: int | None = None
+    ) -> dict[str, Any]:
+        """The steps that are new or have changed since `cursor`, in columns, and the next cursor.
+
+        `wanted` are names of columns; one that ends in a star stands for the first that begin so,
+        the star alone for all. Of more than `max_steps` steps so many are given, evenly chosen.
+        """
+        changes = np.array(self._changes)
+        steps = np.unique(changes[cursor if 0 <= cursor <= len(changes) else 0 :])
+        if max_steps is not None and len(steps) > max_steps:
+            steps = steps[np.linspace(0, len(steps) - 1, max_steps).astype(np.int64)]
+        columns = list(self._columns)
+        names = sorted({name for _, name in columns})
+        chosen = set(names) if "*" in wanted else _choose_names(names, wanted)
+        found: dict[str, np.ndarray] = {}
         # A step has up to three rows: what is sent is all that is known of it.
-        for step in merged:
-            for kind in STEP_EVENT_KINDS:
-                merged[step] = self.rows.get((kind, step), {}) | merged[step]
-        steps = sorted(merged)
-        names = sorted({name for row in merged.values() for name in row})
+        for kind in STEP_EVENT_KINDS:
+            for name in (name for k, name in columns if k == kind and name in chosen):
+                values = found.setdefault(name, np.full(len(steps), np.nan))
+                _fill(values, steps, *self.column(kind, name))
         return {
-            "cursor": len(self._changes),
-            "step": steps,
-            "columns": {name: [merged[step].get(name) for step in steps] for name in names},
+            "cursor": len(changes),
+            "names": names,
+            "step": steps.tolist(),
+            "columns": {
+                name: [None if math.isnan(value) else value for value in found[name].tolist()]
+                for name in sorted(found)
+                if not np.isnan(found[name]).all()
+            },
         }
 
 
-def flatten_numbers(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
+def _choose_names(names: list[str], wanted: Iterable[str]) -> set[str]:
+    stars = [one[:-1] for one in wanted if one.endswith("*")]
+    begin = [[name for name in names if name.startswith(star)][:MAX_SERIES] for star in stars]
+    return set(wanted).intersection(names).union(*begin)
+
+
+def _fill(values: np.ndarray, steps: np.ndarray, at: np.ndarray, numbers: np.ndarray) -> None:
+    """Puts the numbers of steps `at` into `values`, which are of `steps`; both rise."""
+    if len(at):
+        places = np.searchsorted(at, steps).clip(max=len(at) - 1)
+        known = at[places] == steps
+        values[known] = numbers[places[known]]
+
+
+def flatten_numbers(values: dict[str, Any], prefix: str = "", depth: int = 0) -> dict[str, float]:
     """The finite numbers of an event, tables by dotted names."""
     found: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, dict):
-            found |= flatten_numbers(value, f"{prefix}{name}.")
+            if depth < _MAX_DEPTH:
+                found |= flatten_numbers(value, f"{prefix}{name}.", depth + 1)
         elif isinstance(value, bool) or not isinstance(value, int | float):
             continue
         elif math.isfinite(value):

@@ -31,6 +31,8 @@ from sightline.view.verdicts import parse_verdicts
 from sightline.wire.micro_batch import StepScores
 
 BUSY_TIMEOUT_S = 30.0
+UNSTORABLE = (OverflowError, sqlite3.IntegrityError)
+"""Numbers that SQLite has no place for: integers of more than 64 bits, and no number at all."""
 
 IndexedTraces = dict[str, tuple[int, Trace]]
 """The traces of a file by id, each beside the number of its rollout."""
@@ -88,6 +90,9 @@ class RolloutIndex:
         path = self._run_dir.view / "index.sqlite"
         try:
             path.parent.mkdir(exist_ok=True)
+            for file in path.parent.iterdir():
+                if file.is_symlink():  # SQLite would write wherever it leads
+                    raise OSError(f"{file} is a link")
             return self._prepare(path)
         except (OSError, sqlite3.DatabaseError):
             self._scratch = tempfile.TemporaryDirectory(prefix="sightline-view-")
@@ -192,9 +197,14 @@ class RolloutIndex:
                     if isinstance(found, str):
                         problems.append(found)
                         continue
-                    rollout = _add_rollout(
-                        connection, found, name, judged.get(found.trace.id), texts
-                    )
+                    verdict = judged.get(found.trace.id)
+                    connection.execute("SAVEPOINT rollout")
+                    try:
+                        rollout = _add_rollout(connection, found, name, verdict, texts)
+                    except UNSTORABLE as error:
+                        connection.execute("ROLLBACK TO rollout")
+                        problems.append(f"trace {found.number}: {error}")
+                        continue
                     traces[found.trace.id] = (rollout, found.trace)
             except OSError as error:
                 problems.append(str(error.strerror or error))
@@ -203,7 +213,7 @@ class RolloutIndex:
                 (name, stat.st_size, stat.st_mtime_ns, len(traces), "; ".join(problems[:3])),
             )
             # While the traces are in memory: most often the step has been trained long ago.
-            scores = _find_stat(self._run_dir.scores / name)
+            scores = _find_stat(self._run_dir.inside(f"scores/{name}"))
             if scores is not None:
                 stamp = _format_stamp(scores, stat.st_size, stat.st_mtime_ns)
                 self._measure(connection, name, stamp, traces)
@@ -238,13 +248,21 @@ class RolloutIndex:
         assert step is not None
         measured = StepMismatch()
         try:
-            scores = StepScores.from_bytes((self._run_dir.scores / name).read_bytes())
+            scores = StepScores.from_bytes(self._run_dir.inside(f"scores/{name}").read_bytes())
             measured = measure_mismatch(scores, step, traces)
-        except (SightlineError, msgspec.MsgspecError, OSError, IndexError, ValueError) as error:
-            problem = str(error).splitlines()[0]
+        except (
+            SightlineError, msgspec.MsgspecError, OSError, LookupError, ValueError, OverflowError,
+            TypeError,
+        ) as error:  # fmt: skip
+            problem = f"{error}".partition("\n")[0]
         for table in ("mismatch", "worst", "scored"):
             connection.execute(f"DELETE FROM {table} WHERE step = ?", (step,))
-        _add_mismatch(connection, step, measured)
+        connection.execute("SAVEPOINT measured")
+        try:
+            _add_mismatch(connection, step, measured)
+        except UNSTORABLE as error:
+            connection.execute("ROLLBACK TO measured")
+            problem = str(error)
         connection.execute("INSERT INTO scored VALUES (?, ?, ?)", (step, stamp, problem))
 
     def _traces(self, name: str) -> IndexedTraces:

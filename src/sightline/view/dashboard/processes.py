@@ -18,8 +18,9 @@ def describe_processes(run: RunView) -> dict[str, Any]:
     newest = run.history.newest("step")
     trained = run.history.newest("train")
     logs = {entry.name: entry for entry in _list_logs(run)}
-    names = {name.removesuffix(".log") for name in logs} | set(run.history.last_seen)
-    signs = {name: _last_activity(run, name) for name in names}
+    names = {n.removesuffix(".log") for n in logs if n.endswith(".log")}
+    names |= set(run.history.last_seen)
+    signs = {name: _last_activity(run, name, logs) for name in names}
     return {
         "now": time.time(),
         "state": run.state,
@@ -29,7 +30,7 @@ def describe_processes(run: RunView) -> dict[str, Any]:
                 "name": name,
                 "last": signs[name],
                 "log_bytes": _find_size(logs.get(f"{name}.log")),
-                "last_line": _read_last_line(run, f"{name}.log"),
+                "last_line": _read_last_line(logs.get(f"{name}.log")),
             }
             for name in sorted(names)
         ],
@@ -45,17 +46,17 @@ def describe_processes(run: RunView) -> dict[str, Any]:
                 "step": note.step,
                 "text": _format_values(note.values),
             }
-            for note in reversed(run.history.notes[-100:])
+            for note in reversed(list(run.history.notes)[-100:])
         ],
     }
 
 
-def _last_activity(run: RunView, name: str) -> float | None:
+def _last_activity(run: RunView, name: str, logs: dict[str, os.DirEntry[str]]) -> float | None:
     """When a process last wrote an event, a heartbeat or a log line, in seconds since 1970."""
     signs = [run.history.last_seen.get(name)]
-    for file in (run.run_dir.heartbeat(name), run.run_dir.logs / f"{name}.log"):
-        with contextlib.suppress(OSError):
-            signs.append(file.stat().st_mtime)
+    for file in (run.run_dir.heartbeat(name).name, f"{name}.log"):
+        with contextlib.suppress(OSError, KeyError):
+            signs.append(logs[file].stat().st_mtime)
     return max((sign for sign in signs if sign is not None), default=None)
 
 
@@ -76,11 +77,10 @@ def _format_values(values: dict[str, Any]) -> str:
 
 
 def _list_logs(run: RunView) -> list[os.DirEntry[str]]:
+    """The files of the folder of logs, heartbeats among them, that are no links."""
     try:
         with os.scandir(run.run_dir.logs) as entries:
-            return [
-                e for e in entries if e.name.endswith(".log") and e.is_file(follow_symlinks=False)
-            ]
+            return [entry for entry in entries if entry.is_file(follow_symlinks=False)]
     except OSError:
         return []
 
@@ -112,10 +112,12 @@ def find_log(run: RunView, name: str, before: int | None) -> dict[str, Any] | No
     }  # fmt: skip
 
 
-def _read_last_line(run: RunView, file: str) -> str:
+def _read_last_line(file: os.DirEntry[str] | None) -> str:
     """The last line of a log that is not empty; an empty text where there is none."""
+    if file is None:
+        return ""
     try:
-        with open(run.run_dir.logs / file, "rb") as log:
+        with open(file.path, "rb") as log:
             size = os.fstat(log.fileno()).st_size
             log.seek(max(0, size - 2000))
             lines = log.read().decode("utf-8", errors="replace").splitlines()

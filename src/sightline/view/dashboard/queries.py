@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""What SQLite takes as an integer."""
 MAX_ROWS = 200
 NUM_WORST = 50
 SORT_ORDERS = {
@@ -38,8 +40,8 @@ _COLUMNS = (
 class RolloutFilter(BaseModel, frozen=True, extra="forbid"):
     """Which rollouts, in which order. What is None or empty does not matter."""
 
-    step_from: int | None = None
-    step_to: int | None = None
+    step_from: Int64 | None = None
+    step_to: Int64 | None = None
     reward_from: float | None = None
     reward_to: float | None = None
     verdict: str = ""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sightline.errors import ConfigError
-from sightline.run.run_dir import RunDir
+from sightline.view.dashboard.fenced_run_dir import FencedRunDir, is_below
 from sightline.view.dashboard.run_view import RunView
 from sightline.view.run_files import is_run
 
@@ -32,17 +32,19 @@ class RunCollection:
     def discover(self) -> bool:
         """Looks for runs that have appeared, and lets go of those that were removed; whether there
         are new ones."""
-        found = [
-            run
+        found = {
+            run: path
             for path in self._given
-            for run in ([path] if is_run(path) else sorted(p for p in path.iterdir() if is_run(p)))
-        ]
+            for run in ([path] if is_run(path) else sorted(path.iterdir()))
+            if is_below(path, run) and is_run(run)
+        }
         with self._lock:
             for path in [path for path in self._views if not path.is_dir()]:
                 self._views.pop(path).close()
-            new = [path for path in dict.fromkeys(found) if path not in self._views]
+            new = [path for path in found if path not in self._views]
             for path in new:
-                self._views[path] = RunView(self._key(path), RunDir(path))
+                run_dir = FencedRunDir(path, found[path])
+                self._views[path] = RunView(self._key(path), run_dir)
         return bool(new)
 
     def _key(self, path: Path) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from sightline.run.run_dir import RunDir
 from sightline.view.dashboard import queries
 from sightline.view.dashboard.alerts import Alert, find_alerts
+from sightline.view.dashboard.fenced_run_dir import FencedRunDir
 from sightline.view.dashboard.history import MetricsHistory
 from sightline.view.dashboard.index import RefreshResult, RolloutIndex
 from sightline.view.events import find_number
@@ -19,6 +20,7 @@ from sightline.view.run_status import FAILED, FINISHED, STOPPED, RunState, find_
 
 _FILES_PER_REFRESH = 8
 IMAGES_PER_REFRESH = 5000
+METRICS_BYTES_PER_REFRESH = 8 * 1024**2
 _TAG = re.compile(r"(?<![\w#])#(\w(?:[\w./=-]*\w)?)")
 
 
@@ -48,8 +50,10 @@ class RunView(RunFiles):
         self.index.close()
 
     def refresh(self) -> bool:
-        """Takes in what the run has written since; whether there was anything."""
-        changed = self.history.read()
+        """Takes in what the run has written since, some files and megabytes of it at a time;
+        whether there was anything."""
+        self.history.path = self.run_dir.metrics
+        changed = self.history.take_in(METRICS_BYTES_PER_REFRESH)
         indexed: RefreshResult = self.index.refresh(_FILES_PER_REFRESH)
         self.files_left = indexed.files_left
         if indexed.changed:
@@ -68,7 +72,7 @@ class RunView(RunFiles):
     def refresh_all(self) -> None:
         """Refreshes until the index lacks nothing."""
         self.refresh()
-        while self.files_left:
+        while self.files_left or self.history.is_behind:
             self.refresh()
 
     def _look_for_images(self) -> bool:
@@ -134,6 +138,9 @@ class RunView(RunFiles):
         found = [] if self.settings else ["config.toml is missing, empty, or cannot be read"]
         if not self.run_dir.metrics.is_file():
             found.append("metrics.jsonl is missing")
+        if isinstance(self.run_dir, FencedRunDir) and (refused := self.run_dir.list_refused()):
+            names = ", ".join(refused[:10])
+            found.append(f"not read, because they are links or no files: {names}")
         found += self.history.problems(self.state == "running")
         with self.index.connect_readonly() as connection:
             found += queries.list_problems(connection)
@@ -196,6 +203,6 @@ def _join_ends(problem: str) -> str:
 def _log_sizes(folder: Path) -> tuple[tuple[str, int], ...]:
     """Name and size of each log in the folder."""
     try:
-        return tuple(sorted((log.name, log.stat().st_size) for log in folder.glob("*.log")))
+        return tuple(sorted((log.name, log.lstat().st_size) for log in folder.glob("*.log")))
     except OSError:  # one has just gone
         return ()

@@ -21,6 +21,7 @@ from sightline.transport.http_server import RequestGuard
 from sightline.view.dashboard import processes, queries, rollout_page, thumbnails
 from sightline.view.dashboard.access import AccessMiddleware
 from sightline.view.dashboard.live_updates import RunWatcher
+from sightline.view.dashboard.queries import Int64
 from sightline.view.dashboard.run_collection import RunCollection
 from sightline.view.dashboard.run_view import RunView
 from sightline.wire.prometheus import CONTENT_TYPE, format_prometheus
@@ -35,6 +36,8 @@ TYPES = {
 NOT_BUILT_MESSAGE = "The web application is not built. Run `make web`, which needs Node, once."
 STATIC = resources.files("sightline.view.dashboard").joinpath("static")
 LOOPBACK = RequestGuard("127.0.0.1")
+MAX_STEPS = 2000
+"""The most steps of one answer with metrics; of more, so many are sent, evenly chosen."""
 CACHE_FOREVER = "private, max-age=31536000, immutable"
 """What is named by its digest never changes."""
 
@@ -43,8 +46,8 @@ class RolloutQuery(queries.RolloutFilter):
     """A page of rollouts, as an address asks for it."""
 
     run: str
-    offset: int = 0
-    limit: int = 50
+    offset: Int64 = 0
+    limit: Int64 = 50
 
 
 def is_built() -> bool:
@@ -56,6 +59,7 @@ def build_app(runs: RunCollection, guard: RequestGuard = LOOPBACK) -> FastAPI:
     """`guard` says who may ask."""
     dashboard = Dashboard(runs)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=dashboard.lifespan)
+    app.router.redirect_slashes = False
     routes: list[tuple[str, Callable[..., Any]]] = [
         ("/api/runs", dashboard.runs_),
         ("/api/live", dashboard.live),
@@ -140,11 +144,17 @@ class Dashboard:
             headers={"cache-control": "no-store", "x-accel-buffering": "no"},
         )
 
-    def metrics(self, run: str, cursor: int = 0) -> Response:
-        return _json_response(self._run(run).history.since(cursor))
+    def metrics(self, run: str, names: str, cursor: int = 0) -> Response:
+        """`names` are of columns; one that ends in a star stands for the first that begin so."""
+        history = self._run(run).history
+        return _json_response(history.since(cursor, names.split(","), MAX_STEPS))
 
     def mismatch(
-        self, run: str, step_from: int | None = None, step_to: int | None = None, fresh: bool = True
+        self,
+        run: str,
+        step_from: Int64 | None = None,
+        step_to: Int64 | None = None,
+        fresh: bool = True,
     ) -> Response:
         view = self._run(run)
         with view.index.connect_readonly() as connection:
@@ -188,7 +198,7 @@ class Dashboard:
             errors = queries.list_errors(connection)
         return _json_response({**view.history.count_failures(), "errors": errors})
 
-    def rollout(self, run: str, file: str, number: int) -> Response:
+    def rollout(self, run: str, file: str, number: Int64) -> Response:
         view = self._run(run)
         found = rollout_page.describe_rollout(view, file, number)
         if found is None:
@@ -197,7 +207,12 @@ class Dashboard:
         return _json_response(found)
 
     def tokens(
-        self, run: str, file: str, number: int, node: int, start: Annotated[int, Query(ge=0)] = 0
+        self,
+        run: str,
+        file: str,
+        number: Int64,
+        node: int,
+        start: Annotated[int, Query(ge=0)] = 0,
     ) -> Response:
         found = rollout_page.describe_tokens(self._run(run), file, number, node, start)
         if found is None:
@@ -207,7 +222,7 @@ class Dashboard:
     # --- images
 
     def images(
-        self, run: str, sort: str = "most", offset: int = 0, limit: int = 60, digest: str = ""
+        self, run: str, sort: str = "most", offset: Int64 = 0, limit: Int64 = 60, digest: str = ""
     ) -> Response:
         view = self._run(run)
         with view.index.connect_readonly() as connection:

@@ -70,7 +70,8 @@ def read_trace(path: Path, start: int, size: int) -> Trace:
 def find_step(file: str) -> int | None:
     """The step of a file of traces or scores; None for an evaluation and for foreign files."""
     digits = file.removesuffix(".msgpack").removeprefix("step_")
-    return int(digits) if digits.isdigit() and file.startswith("step_") else None
+    is_step = file.startswith("step_") and digits.isascii() and digits.isdigit()
+    return int(digits) if is_step and len(digits) <= 18 else None
 
 
 def build_row(record: TraceRecord, file: str, verdict: str | None) -> dict[str, object]:

@@ -1,0 +1,48 @@
+"""Mutated inputs at every parser of outside bytes: each returns, or refuses in words.
+
+The quick tests take 300 inputs a parser, which the commit seeds; `make fuzz` takes 10,000.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import warnings
+from pathlib import Path
+
+import pytest
+from sampling import IS_FULL, get_commit
+
+from .harness import FuzzReport, Target, fuzz
+from .targets import build_targets
+
+NAMES = (
+    "ingest", "data_urls", "image_headers", "generate", "chat", "adopt", "traces", "control",
+    "run_files", "parquet", "jsonl", "run_dirs",
+)  # fmt: skip
+NUM_INPUTS = int(os.environ.get("FUZZ", "10000" if IS_FULL else "300"))
+QUICK = {"run_dirs": 60}
+"""Inputs of the quick tests where each goes through a whole run."""
+MAX_GROWTH_KIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict[str, Target]:
+    made = build_targets(tmp_path_factory.mktemp("fuzz"), tiny_model)
+    assert tuple(target.name for target in made) == NAMES
+    return {target.name: target for target in made}
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", NAMES)
+def test_mutated_inputs_are_taken_or_refused(targets: dict[str, Target], name: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow's, about EXIF that cannot be read
+        num = NUM_INPUTS if "FUZZ" in os.environ or IS_FULL else QUICK.get(name, NUM_INPUTS)
+        report = fuzz(targets[name], num, os.environ.get("SEED", get_commit()))
+    if name == NAMES[0]:
+        print(f"\n{FuzzReport.HEAD}\n|---|---:|---:|---:|---:|---:|---:|", end="")
+    print(f"\n{report}", end="")
+    assert report.refused or name == "run_dirs"  # of a run directory what is damaged is left out
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MAX_GROWTH_KIB
