@@ -11,7 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from sightline.errors import FingerprintMismatch, MediaError, MediaMissing, PixelMismatch
+from sightline.errors import (
+    FingerprintMismatch,
+    MediaError,
+    MediaMissing,
+    PixelMismatch,
+    WireError,
+)
 from sightline.families import load_family
 from sightline.media import MediaStore
 from sightline.pack import PackSize
@@ -231,4 +237,20 @@ def test_the_feed_hands_out_batches_in_order_and_refuses_a_gap(
     feed = iter(AnnouncedBatches(lambda: next(announced), preparer(tiny_model, store, 0.0), 1))
     assert next(feed).step == 1
     with pytest.raises(ValueError, match="step 3 announced, step 2 is next"):
+        next(feed)
+
+
+def test_a_file_that_is_not_the_announced_batch_is_refused(
+    tiny_model: Path, store: MediaStore, tmp_path: Path
+) -> None:
+    """One that can be read, and differs by a bit of an advantage."""
+    [sample] = making.samples(tiny_model, store, count=1)
+    data = Batch(1, [sample]).to_bytes()
+    at = data.index(sample.advantages.data)
+    path = tmp_path / "1"
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    assert Batch.from_bytes(path.read_bytes()) != Batch(1, [sample])
+    announced = BatchReady(1, str(path), digest_batch(data))
+    feed = iter(AnnouncedBatches(lambda: announced, preparer(tiny_model, store, 0.0), 1))
+    with pytest.raises(WireError, match="is not the batch that was announced"):
         next(feed)
