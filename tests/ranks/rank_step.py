@@ -1,6 +1,7 @@
-"""One rank of a trainer that takes one step and writes what came of it.
+r"""One rank of a trainer that takes one step and writes what came of it.
 
-python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT [frozen|lora|lost|kept|one|beside|probe|blind]
+python rank_step.py RANK SIZE MEET CHANNEL MODEL STORE OUT \
+    [frozen|lora|lost|kept|one|beside|probe|blind]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Files outlast the machine: bytes reach the disk before their name, and names before a return.
 
-Of what a machine that goes down leaves behind, no test can see; of the calls that bring bytes to the
-disk, these see the order.
+What a machine that goes down leaves behind, no test can see: these look at the order of the calls
+that bring bytes to the disk.
 """
 
 from __future__ import annotations

@@ -207,6 +207,34 @@ def test_pixels_that_differ_on_a_rank_stop_it_also_where_the_sampler_said_nothin
         list(share_reader(tiny_model, store, share))
 
 
+def test_a_sample_whose_sampler_proved_nothing_does_not_train_unless_told(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    samples = making.samples(tiny_model, store, count=4)
+    lost = with_image(samples)
+    bare = [Slot(slot.offset, slot.length, slot.item) for slot in lost.slots]
+    samples[samples.index(lost)] = msgspec.structs.replace(lost, slots=bare)
+    strict = preparer(tiny_model, store, budget=1.0)
+    ready = strict.prepare(Batch(1, samples), "")
+    assert ready.bad == {"PixelsUnproven": 1} and ready.num_samples == 3
+    policy = BadMediaPolicy(allows_unverified_pixels=True)
+    ready = replace(strict, bad_media=policy).prepare(Batch(1, samples), "")
+    assert ready.bad == {} and (ready.num_samples, ready.num_unproven) == (4, 1)
+
+
+def test_a_store_that_cannot_be_read_costs_no_sample_and_ends_the_step(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    """It may heal, and the batch is then trained whole."""
+    samples = making.samples(tiny_model, store, count=4)
+    path = store.path(with_image(samples).items[0].ref.digest)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(MediaError, match="cannot read .* Is a directory") as caught:
+        preparer(tiny_model, store, budget=1.0).prepare(Batch(1, samples), "")
+    assert "of step 1" in caught.value.problem
+
+
 def test_past_the_budget_the_run_stops_and_says_why(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=8)
     store.path(with_image(samples).items[0].ref.digest).unlink()
