@@ -8,9 +8,9 @@ mutants are tried, others for another commit; all of them with `FULL=1`.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,6 +33,9 @@ COPIED = ("src", "tests", "examples")
 NUM_SAMPLED = 12
 NUM_COPIES = 2
 TIMEOUT_S = 600
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Starts processes that have loaded what takes seconds to load, and nothing of ours."""
+PRELOADED = ["fastapi", "torch", "transformers.modeling_utils"]
 MISHAPS = ("AttributeError", "ImportError", "ModuleNotFoundError", "NameError", "SyntaxError")
 """What a mutant raises that breaks down before it breaks a law."""
 
@@ -43,6 +46,10 @@ class Mutant:
     law: int
     edit: Edit
     tests: tuple[str, ...]
+
+    @property
+    def words(self) -> str:
+        return self.name.replace("_", " ")
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ def read_list() -> tuple[dict[int, str], list[Mutant]]:
     found = tomllib.loads(LIST.read_text())
     laws = {int(number): words for number, words in found.pop("laws").items()}
     mutants = [
-        Mutant(name, one.pop("law"), Edit(one["file"], one["old"], one["new"]), tuple(one["tests"]))
+        Mutant(name, one["law"], Edit(one["file"], one["old"], one["new"]), tuple(one["tests"]))
         for name, one in found.items()
     ]
     return laws, mutants
@@ -82,27 +89,47 @@ def make_copy(folder: Path) -> Path:
     return folder
 
 
+def run_pytest(copy: Path, words: Sequence[str], environment: dict[str, str]) -> None:
+    """Ends this process with the exit code of pytest, in the code of `copy`."""
+    os.environ.update(environment)
+    for name in ("CI", "FULL"):
+        os.environ.pop(name, None)
+    sys.dont_write_bytecode = bool(environment)
+    path = [str(copy / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+    sys.path.insert(0, path[0])
+    os.chdir(copy)
+    with open(copy / "printed.txt", "wb") as printed:
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+    import pytest
+
+    code = int(pytest.main(list(words)))
+    sys.stdout.flush()
+    os._exit(code)
+
+
 def run_tests(copy: Path, tests: Sequence[str], **environment: str) -> Ended:
-    """How pytest ended on `tests`, in the code of `copy`."""
+    """How pytest ended on `tests`, in a process of its own and the code of `copy`."""
     report = copy / "report.xml"
     report.unlink(missing_ok=True)
-    command = [
-        *(sys.executable, "-m", "pytest", "-q", "-x", "--tb=short", "-p", "no:cacheprovider"),
+    words = [
+        *("-q", "-x", "--tb=short", "-p", "no:cacheprovider"),
+        *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # of plugins that are loaded already
         *(f"--junitxml={report}", f"--basetemp={copy / 'scratch'}", *tests),
     ]
-    inherited = {name: value for name, value in os.environ.items() if name not in ("CI", "FULL")}
-    path = os.pathsep.join([str(copy / "src"), *filter(None, [inherited.get("PYTHONPATH")])])
-    done = subprocess.run(
-        command,
-        cwd=copy, env={**inherited, **environment, "PYTHONPATH": path},
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S,
-    )  # fmt: skip
+    process = PROCESSES.Process(target=run_pytest, args=(copy, words, environment))
+    process.start()
+    process.join(TIMEOUT_S)
+    process.kill()
+    process.join()
     failed, message = "", ""
     if report.is_file():
         for case in ElementTree.parse(report).iter("testcase"):
             if (failure := case.find("failure")) is not None:
                 failed, message = case.attrib["name"].partition("[")[0], failure.attrib["message"]
-    return Ended(done.returncode, failed, message, done.stdout[-4000:])
+    printed = (copy / "printed.txt").read_text(errors="replace")[-4000:]
+    return Ended(process.exitcode or 0, failed, message, printed)
 
 
 def try_mutant(copy: Path, mutant: Mutant) -> Verdict:
@@ -156,13 +183,16 @@ def main() -> int:
     if names:
         chosen = [mutant for mutant in mutants if mutant.name in names]
     began = time.monotonic()
+    # As tests/conftest.py does before torch is loaded.
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    PROCESSES.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         verdicts = try_mutants(chosen, Path(folder))
     print("\n| law | mutant | caught by | seconds |\n|---|---|---|---|")
     for one in sorted(verdicts, key=lambda verdict: verdict.mutant.law):
-        law = f"{one.mutant.law}. {laws[one.mutant.law]}"
+        law = (f"{one.mutant.law}. " if one.mutant.law else "") + laws[one.mutant.law]
         caught = f"`{one.caught_by}`" if not one.problem else "nothing"
-        print(f"| {law} | {one.mutant.name.replace('_', ' ')} | {caught} | {one.seconds:.0f} |")
+        print(f"| {law} | {one.mutant.words} | {caught} | {one.seconds:.0f} |")
     bad = [one for one in verdicts if one.problem]
     seconds = time.monotonic() - began
     print(f"\n{len(verdicts) - len(bad)} of {len(verdicts)} mutants caught in {seconds:.0f} s")

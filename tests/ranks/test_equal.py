@@ -194,7 +194,6 @@ def test_each_rank_makes_the_images_of_its_share(step: Callable[..., Found], siz
     assert sum(rank["patches"] for rank in together) == alone["patches"]
 
 
-@pytest.mark.timeout(120)
 def test_a_rank_that_trains_text_beside_images_learns_its_text_alone(
     step: Callable[..., Found],
 ) -> None:
