@@ -56,7 +56,7 @@ PLAYED_gymnasium := minigrid
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PRECIOUS: .venv-adapters-%/.installed
-.PHONY: help $(VENV) web demo demo-vllm tokenizers test full test-bare fuzz fuzz-vllm test-loop test-browser test-ranks chaos test-torchvision test-adapters test-vllm bench-trl bench-small smoke check format docs site screenshots lock wheel test-wheel release gpu-bundle clean
+.PHONY: help $(VENV) web demo demo-vllm tokenizers test full test-bare fuzz fuzz-vllm test-loop test-browser test-ranks mutants chaos test-torchvision test-adapters test-vllm bench-trl bench-small smoke check format docs site screenshots lock wheel test-wheel release gpu-bundle clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -111,8 +111,8 @@ test: $(STAMP) ## the quick tests, which need nothing but Python
 	$(BIN)/python -m pytest tests $(SHAPES) -n auto --dist worksteal -m "not gpu and not loop and not torchvision and not adapters and not ranks and not vllm and not browser"
 
 # All that CI takes a sample of.
-full: ## every suite, unsampled: all broken families, faults and inputs, 50 kills; takes hours
-	FULL=1 $(MAKE) check test test-torchvision test-adapters test-vllm test-ranks test-loop test-browser smoke test-wheel
+full: ## every suite, unsampled: all broken families, mutants, inputs, 200 faults; takes hours
+	FULL=1 $(MAKE) check test fuzz test-torchvision test-adapters test-vllm test-ranks mutants test-loop test-browser smoke test-wheel
 	$(MAKE) chaos FAULTS=200
 
 test-bare: ## the demo in short and the quick tests on a bare Debian: a chroot, made by debootstrap (needs root)
@@ -130,6 +130,9 @@ test-loop: $(STAMP) ## whole jobs in several processes: learning, kills, resume
 
 test-ranks: $(STAMP) ## the trainer on 2 and 4 ranks: equal, sharded, ending together; and compiled
 	$(BIN)/python -m pytest tests/ranks tests/unit/trainer/test_compiled.py -n 2 --dist worksteal $(if $(FULL),,-m "not thorough")
+
+mutants: $(STAMP) ## laws of the design, each broken in a copy of the code: twelve mutants that tests must catch (FULL=1: all)
+	$(BIN)/python tests/mutants/run.py
 
 chaos: $(STAMP) ## faults of every kind at seeded moments of a run on 2 ranks (FAULTS=8; SEED, else the commit)
 	$(BIN)/python tests/chaos/chaos.py --faults $(FAULTS) $(if $(filter-out file,$(origin SEED)),--seed $(SEED))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from editing import Edit
 from hypothesis import Phase, settings
 
 from tests.contract.case import Case
@@ -36,24 +37,6 @@ settings.register_profile(
     database=None,
     deadline=None,
 )
-
-
-@dataclass(frozen=True)
-class Edit:
-    file: str
-    old: str
-    """Stands in the file once. Lines behind the first are indented as far as the first is."""
-    new: str
-
-    def apply(self, folder: Path) -> None:
-        source = (folder / self.file).read_text()
-        old, new = self.old.strip("\n"), self.new.strip("\n")
-        first = [line for line in source.splitlines() if old.splitlines()[0] in line]
-        starts = {"\n" + line[: len(line) - len(line.lstrip())] for line in first}
-        pairs = [(old.replace("\n", start), new.replace("\n", start)) for start in starts]
-        found = [pair for pair in pairs if source.count(pair[0]) == 1]
-        assert len(found) == 1, f"{self.file} does not hold once: {self.old}"
-        (folder / self.file).write_text(source.replace(*found[0]))
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,19 @@ def test_each_rank_makes_the_images_of_its_share(step: Callable[..., Found], siz
     assert sum(rank["patches"] for rank in together) == alone["patches"]
 
 
+def test_a_rank_that_trains_text_beside_images_learns_its_text_alone(
+    step: Callable[..., Found],
+) -> None:
+    """It takes part in the vision tower with a blank image, of which nothing is left."""
+    alone, together = step("qwen_vl", {}, 1, "beside"), step("qwen_vl", {}, 2, "beside")
+    assert [rank["shows"] for rank in together.ranks] == [[True], [False]]
+    assert together.gradients.keys() == alone.gradients.keys()
+    for name, gradient in alone.gradients.items():
+        off = float((together.gradients[name] - gradient).norm())
+        assert off <= 1e-5 * float(gradient.norm()) + 1e-9, (name, off, float(gradient.norm()))
+    assert math.isclose(together.metrics["loss"], alone.metrics["loss"], rel_tol=1e-5)
+
+
 def test_a_frozen_tower_stays_as_it_is_on_all_ranks(step: Callable[..., Found]) -> None:
     alone = step("qwen_vl", {}, 1, "frozen")
     together = step("qwen_vl", {}, 2, "frozen")

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import making
+import msgspec
 import numpy as np
 import pytest
 
@@ -93,9 +94,11 @@ def test_a_failure_is_not_kept(family: Family, store: MediaStore) -> None:
 def test_the_digest_binds_pixels_grid_and_settings(
     family: Family, tiny_model: Path, store: MediaStore
 ) -> None:
-    item = family.item(store.put(making.image(random.Random(4), 64, 64)))
+    item = family.item(store.put(making.image(random.Random(4), 64, 96)))
     patches = family.patches(store.image(item.ref), item)
     digest = pixel_digest(item, patches)
+    turned = msgspec.structs.replace(item, grid=(item.grid[0], item.grid[2], item.grid[1]))
+    assert turned.grid != item.grid and pixel_digest(turned, patches) != digest
     changed = patches.copy()
     changed[-1, -1] ^= 1
     assert pixel_digest(item, changed) != digest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import making
@@ -13,10 +14,14 @@ from sightline.errors import Misaligned
 from sightline.families import load_family, load_renderer
 from sightline.media import MediaStore
 from sightline.pack import PackSize, pack
+from sightline.pixels import Materializer
 from sightline.trainer.alignment_checks import check_features, check_micro_batch, check_patches
+from sightline.trainer.build import build_learner
+from sightline.trainer.feed import BatchPreparer
 from sightline.wire import Slot
 from sightline.wire.array import Array
 from sightline.wire.micro_batch import MicroBatch
+from sightline.wire.sample import Batch
 
 
 @pytest.fixture
@@ -137,3 +142,23 @@ def test_a_banned_id_that_is_to_train_is_named(
 def test_arrays_that_do_not_line_up_cannot_be_built(packed: MicroBatch) -> None:
     with pytest.raises(Misaligned, match="subtree_end"):
         msgspec.structs.replace(packed, subtree_end=Array.of([1, 2], "int32"))
+
+
+@pytest.mark.parametrize("way", ["step", "evaluate"])
+def test_the_learner_checks_every_micro_batch_before_its_forward_pass(
+    tiny_model: Path, store: MediaStore, way: str
+) -> None:
+    """Of two, the second has a pad id in the place of a word, which a model would take."""
+    samples = making.samples(tiny_model, store, count=2)
+    learner = build_learner(
+        making.model_config(tiny_model), making.trainer_config(), store, steps=10
+    )
+    preparer = BatchPreparer(
+        learner.family, Materializer(learner.family, store, 1 << 24), PackSize(1, 1)
+    )
+    ready = preparer.prepare(Batch(1, samples), "")
+    first, second = ready.micro_batches
+    pad = learner.family.slot_token_ids[0]
+    ready.micro_batches[1] = replace(second, batch=with_token(second.batch, 0, pad))
+    with pytest.raises(Misaligned, match="a pad id outside every slot"):
+        getattr(learner, way)(ready)

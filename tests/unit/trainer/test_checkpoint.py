@@ -29,7 +29,7 @@ from sightline.trainer.checkpoint import (
     read_manifest,
 )
 from sightline.trainer.ranks import RankInfo
-from sightline.trainer.snapshot import ShardReader, ShardSnapshot, take_snapshot
+from sightline.trainer.snapshot import ShardReader, ShardSnapshot, restore, take_snapshot
 from sightline.view.events import read_events
 from sightline.wire.file import write_atomic
 from sightline.wire.weights import WeightFile
@@ -212,6 +212,25 @@ def test_a_snapshot_holds_model_optimizer_and_random_state(
     for state in ("exp_avg", "exp_avg_sq", "step"):
         assert {f"optimizer/{name}/{state}" for name in names} <= keys
     assert "rng/0" in keys
+
+
+def test_what_a_snapshot_holds_is_restored(tiny_model: Path, tmp_path: Path) -> None:
+    """Weights, the optimizer's moments, and the numbers that are drawn next."""
+    model_config, store = making.model_config(tiny_model), MediaStore(tmp_path / "m")
+    first, second = (build_learner(model_config, making.trainer_config(), store, 5) for _ in "ab")
+    for parameter in first.forward.model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    first.update(1)
+    held = take_snapshot(first.forward.model, first.optimizer, RankInfo())
+    held.write(tmp_path / "rank_000")
+    drawn = torch.rand(3)
+    shards = ShardReader([tmp_path / "rank_000"])
+    restore(shards, second.forward.model, second.optimizer, RankInfo(), tmp_path)
+    assert torch.rand(3).equal(drawn)
+    again = take_snapshot(second.forward.model, second.optimizer, RankInfo())
+    assert again.tensors.keys() == held.tensors.keys()
+    for name, tensor in held.tensors.items():
+        assert name.startswith("rng/") or again.tensors[name].equal(tensor), name
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_vl_moe"])

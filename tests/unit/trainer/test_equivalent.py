@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import making
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -162,17 +163,23 @@ def test_each_distinct_image_passes_the_tower_once(
     assert seen == [len(distinct)]
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_loss_is_that_of_plain_transformers(
-    learner: Learner, tiny_model: Path, store: MediaStore
+    learner: Learner, tiny_model: Path, store: MediaStore, temperature: float
 ) -> None:
     """Tokens, pixels and positions through transformers' own forward give the same logprobs."""
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32)
-    samples = making.samples(tiny_model, store, count=3, seed=7)
+    samples = [
+        msgspec.structs.replace(sample, temperature=temperature)
+        for sample in making.samples(tiny_model, store, count=3, seed=7)
+    ]
     batch = ready(learner, store, samples, WHOLE)
+    scored = learner.score(batch.micro_batches[0])
     stepped = learner.step(batch)
     ours = stepped.scores.logprobs.numpy()
+    np.testing.assert_allclose(scored, ours, atol=2e-5)
     origins = {o.trace_id: [] for o in stepped.scores.origins}
     for o in stepped.scores.origins:
         origins[o.trace_id].append(ours[o.start : o.stop])
@@ -200,5 +207,24 @@ def plain_logprobs(
         logits = model(**inputs).logits[0].float()
     logits[:, list(learner.pad_ids)] = float("-inf")
     trained = torch.from_numpy(sample.trained.numpy().astype(np.int64))
-    logs = torch.log_softmax(logits[trained - 1], dim=-1)
+    logs = torch.log_softmax(logits[trained - 1] / sample.temperature, dim=-1)
     return logs.gather(-1, ids[0][trained, None]).squeeze(-1).numpy()
+
+
+@pytest.mark.parametrize("bound", [1e-3, 1e9])
+def test_a_gradient_above_the_bound_is_scaled_to_it(
+    tiny_model: Path, store: MediaStore, bound: float
+) -> None:
+    config = making.trainer_config(max_grad_norm=bound)
+    learner = build_learner(making.model_config(tiny_model), config, store, steps=10)
+    norms: list[float] = []
+
+    def note(*_: object) -> None:
+        found = [p.grad for p in learner.forward.model.parameters() if p.grad is not None]
+        norms.append(float(torch.cat([g.flatten() for g in found]).norm()))
+
+    learner.optimizer.register_step_pre_hook(note)
+    samples = making.samples(tiny_model, store, count=2)
+    before = learner.step(ready(learner, store, samples, WHOLE)).metrics["grad_norm"]
+    assert before is not None and before > 1e-2
+    assert norms == [pytest.approx(min(bound, before), rel=1e-3)]

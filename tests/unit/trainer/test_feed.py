@@ -11,7 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from sightline.errors import FingerprintMismatch, MediaError, MediaMissing, PixelMismatch
+from sightline.errors import (
+    FingerprintMismatch,
+    MediaError,
+    MediaMissing,
+    PixelMismatch,
+    WireError,
+)
 from sightline.families import load_family
 from sightline.media import MediaStore
 from sightline.pack import PackSize
@@ -201,6 +207,34 @@ def test_pixels_that_differ_on_a_rank_stop_it_also_where_the_sampler_said_nothin
         list(share_reader(tiny_model, store, share))
 
 
+def test_a_sample_whose_sampler_proved_nothing_does_not_train_unless_told(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    samples = making.samples(tiny_model, store, count=4)
+    lost = with_image(samples)
+    bare = [Slot(slot.offset, slot.length, slot.item) for slot in lost.slots]
+    samples[samples.index(lost)] = msgspec.structs.replace(lost, slots=bare)
+    strict = preparer(tiny_model, store, budget=1.0)
+    ready = strict.prepare(Batch(1, samples), "")
+    assert ready.bad == {"PixelsUnproven": 1} and ready.num_samples == 3
+    policy = BadMediaPolicy(allows_unverified_pixels=True)
+    ready = replace(strict, bad_media=policy).prepare(Batch(1, samples), "")
+    assert ready.bad == {} and (ready.num_samples, ready.num_unproven) == (4, 1)
+
+
+def test_a_store_that_cannot_be_read_costs_no_sample_and_ends_the_step(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    """It may heal, and the batch is then trained whole."""
+    samples = making.samples(tiny_model, store, count=4)
+    path = store.path(with_image(samples).items[0].ref.digest)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(MediaError, match="cannot read .* Is a directory") as caught:
+        preparer(tiny_model, store, budget=1.0).prepare(Batch(1, samples), "")
+    assert "of step 1" in caught.value.problem
+
+
 def test_past_the_budget_the_run_stops_and_says_why(tiny_model: Path, store: MediaStore) -> None:
     samples = making.samples(tiny_model, store, count=8)
     store.path(with_image(samples).items[0].ref.digest).unlink()
@@ -231,4 +265,20 @@ def test_the_feed_hands_out_batches_in_order_and_refuses_a_gap(
     feed = iter(AnnouncedBatches(lambda: next(announced), preparer(tiny_model, store, 0.0), 1))
     assert next(feed).step == 1
     with pytest.raises(ValueError, match="step 3 announced, step 2 is next"):
+        next(feed)
+
+
+def test_a_file_that_is_not_the_announced_batch_is_refused(
+    tiny_model: Path, store: MediaStore, tmp_path: Path
+) -> None:
+    """One that can be read, and differs by a bit of an advantage."""
+    [sample] = making.samples(tiny_model, store, count=1)
+    data = Batch(1, [sample]).to_bytes()
+    at = data.index(sample.advantages.data)
+    path = tmp_path / "1"
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    assert Batch.from_bytes(path.read_bytes()) != Batch(1, [sample])
+    announced = BatchReady(1, str(path), digest_batch(data))
+    feed = iter(AnnouncedBatches(lambda: announced, preparer(tiny_model, store, 0.0), 1))
+    with pytest.raises(WireError, match="is not the batch that was announced"):
         next(feed)

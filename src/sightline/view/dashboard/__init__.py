@@ -7,7 +7,6 @@
     run_view.py  one run: its files, its index, its history, what is wrong with it
     fenced_run_dir.py  where its files are, without links that lead elsewhere
     index.py     every rollout and image of a run, found again without reading the traces
-    mismatch.py  where sampler and trainer disagree, token by token
     server.py    the routes; access.py who may ask; live_updates.py tells browsers of news
 
 It never writes to a run but for `view/`, which can be removed at any time.

@@ -1,0 +1,88 @@
+"""Files outlast the machine: bytes reach the disk before their name, and names before a return.
+
+What a machine that goes down leaves behind, no test can see: these look at the order of the calls
+that bring bytes to the disk.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sightline.media import MediaStore
+from sightline.wire.file import append_line, write_atomic
+
+Picture = Callable[..., object]
+Call = tuple[str, ...]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """What is synced, with the bytes of a file by then, and what is renamed; all of it happens."""
+    made: list[Call] = []
+    fsync, replace = os.fsync, os.replace
+
+    def watched_fsync(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        is_folder = os.path.isdir(path)
+        made.append(("sync folder", path) if is_folder else ("sync", path, read(path)))
+        fsync(fd)
+
+    def watched_replace(source: str | Path, target: str | Path) -> None:
+        made.append(("rename", str(source), str(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(os, "replace", watched_replace)
+    return made
+
+
+def read(path: str | Path) -> str:
+    return Path(path).read_bytes().hex()
+
+
+def check_written(calls: list[Call], path: Path, data: bytes) -> None:
+    """The bytes under another name, then the name, then the folder that holds the name."""
+    synced, renamed, folder = calls
+    temporary = synced[1]
+    assert Path(temporary).parent == path.parent and temporary != str(path)
+    assert synced == ("sync", temporary, data.hex())
+    assert renamed == ("rename", temporary, str(path))
+    assert folder == ("sync folder", str(path.parent))
+
+
+@pytest.mark.parametrize("old", [None, b"what was there before"])
+def test_a_file_is_written_in_an_order_that_outlasts_the_machine(
+    tmp_path: Path, calls: list[Call], old: bytes | None
+) -> None:
+    path = tmp_path / "file"
+    if old is not None:
+        path.write_bytes(old)
+    write_atomic(path, b"new")
+    check_written(calls, path, b"new")
+
+
+def test_an_image_is_put_in_an_order_that_outlasts_the_machine(
+    store: MediaStore, picture: Picture, calls: list[Call]
+) -> None:
+    ref = store.put(picture())
+    path = store.path(ref.digest)
+    *folders, _, _, _ = calls
+    # A new folder is a name too, in the folder that holds it.
+    assert folders == [
+        ("sync folder", str(made.parent)) for made in (path.parent.parent, path.parent)
+    ]
+    check_written(calls[len(folders) :], path, path.read_bytes())
+
+
+def test_a_line_is_synced_where_it_must_outlast_the_machine(
+    tmp_path: Path, calls: list[Call]
+) -> None:
+    path = tmp_path / "lines"
+    append_line(path, b"one")
+    assert calls == []
+    append_line(path, b"two", sync=True)
+    assert calls == [("sync", str(path), b"one\ntwo\n".hex())]

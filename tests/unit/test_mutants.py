@@ -1,0 +1,42 @@
+"""The list of mutants does not rot: each still changes its file, and names tests that are there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from mutants.run import ROOT, Mutant, read_list
+
+LAWS, MUTANTS = read_list()
+PAGE = ROOT / "docs" / "reliability.md"
+
+
+def test_every_mutant_changes_its_file(tmp_path: Path) -> None:
+    for mutant in MUTANTS:
+        file = tmp_path / mutant.edit.file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / mutant.edit.file, file)
+        mutant.edit.apply(tmp_path)
+        assert file.read_text() != (ROOT / mutant.edit.file).read_text(), mutant.name
+        compile(file.read_text(), mutant.edit.file, "exec")
+
+
+def test_every_mutant_names_tests_that_are_there() -> None:
+    assert [mutant.name for mutant in MUTANTS if not all(map(is_there, mutant.tests))] == []
+
+
+def is_there(test: str) -> bool:
+    file, _, name = test.partition("::")
+    return f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
+
+
+def test_every_law_has_a_mutant() -> None:
+    assert {mutant.law for mutant in MUTANTS} == set(LAWS)
+
+
+def test_the_page_lists_every_mutant() -> None:
+    def row(mutant: Mutant) -> str:
+        return f"| {mutant.words} | `{mutant.tests[0].partition('::')[2].partition('[')[0]}` |"
+
+    page = PAGE.read_text()
+    assert [mutant.name for mutant in MUTANTS if row(mutant) not in page] == []
