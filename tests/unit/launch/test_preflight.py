@@ -17,7 +17,9 @@ from safetensors.numpy import load_file, save_file
 from sightline.cli.main import main
 from sightline.config import RunFile, SftFile
 from sightline.errors import ConfigError, DiskFull
+from sightline.families import load_family
 from sightline.families.registry import write_tiny
+from sightline.launch import preflight
 from sightline.launch.preflight import check_disk
 from sightline.launch.processes import split_threads
 from sightline.launch.vllm_server import has_gpu
@@ -221,3 +223,8 @@ def test_settings_without_a_run_file_are_not_taken_for_its_path(
 ) -> None:
     assert main(["rl", "run.seed=1"]) == 2
     assert "name one before the settings" in capsys.readouterr().err
+
+
+def test_a_run_on_a_stock_vllm_says_that_it_has_no_lease(tiny_model: Path) -> None:
+    said = preflight.describe_family(load_family(tiny_model), "stock_vllm")
+    assert "nothing keeps another run from changing those of this vLLM" in said

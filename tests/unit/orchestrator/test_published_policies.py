@@ -102,7 +102,7 @@ def test_what_the_run_has_published_is_taken_before_and_after_a_resume(tmp_path:
         (lambda label, run: f"999999-{run}-{'0' * 16}", "did not publish"),
         (lambda label, run: label.replace(run, "beef"), "2-beef-"),
         (lambda label, run: label[:-16] + "0" * 16, "it published 2-"),
-        (lambda label, run: label.replace("2-", "2.1-"), "2.1-"),
+        (lambda label, run: label.replace("2-", "2.1-", 1), "2.1-"),
         (lambda label, run: "2", "'2'"),
         (lambda label, run: "0", "'0'"),
     ],

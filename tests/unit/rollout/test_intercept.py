@@ -43,7 +43,7 @@ def play(
         renderer = load_renderer(model, store)
         policy = Says([spelled(renderer, m) for m in says]) if says else ScriptedPolicy()
         async with listening(policy.app()) as address:
-            worker = Worker(model, store, address, max_tokens=200 if says else 6)
+            worker = Worker(model, store, address, max_tokens=2000 if says else 6)
             return await worker.play(rollout, **more)
 
     return asyncio.run(main())
