@@ -132,7 +132,8 @@ class Load:
 
     async def _probe_one_by_one(self, address: str, seconds: float, seed: int) -> list[float]:
         params = SamplingParams(max_tokens=1, temperature=0.0)
-        rng, taken = random.Random(seed), []
+        rng = random.Random(seed)
+        taken: list[float] = []
         connector = aiohttp.TCPConnector(local_addr=(address, 0))
         until = time.monotonic() + seconds
         async with _session(connector) as session:
@@ -162,8 +163,6 @@ class Load:
                     token_ids += answer.choices[0].token_ids
                     self.num_turns += 1
                     self.num_images += len(slots)
-                    if self._is_over:
-                        return
 
     async def _ask(
         self, session: aiohttp.ClientSession, request: GenerateRequest

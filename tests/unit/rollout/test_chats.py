@@ -308,7 +308,7 @@ def test_a_rollout_that_is_cut_short_stays_so(play: Trial) -> None:
 def test_a_text_that_cannot_fit_truncates_the_rollout_untokenized(play: Trial) -> None:
     play.renderer.max_model_len = 64
 
-    async def rollout(task: Task, chat: Chat) -> float:
+    async def rollout(task: Task, chat: Any) -> float:
         await chat.send([user("word " * 200_000)])
         return 1.0
 
