@@ -130,7 +130,7 @@ def _serve(run: RunUnderTest) -> Iterator[str]:
     for folder in (run.run_dir.media, run.run_dir.weights):
         folder.mkdir(parents=True, exist_ok=True)
     words = ["serve", "tiny", "--media", f"{run.run}/media", "--port", "0", "--threads", "1"]
-    words += ["--max-model-len", "128", "--max-num-seqs", "16"]
+    words += ["--max-model-len", "128", "--max-num-seqs", "16", "--weights-root", "runs"]
     log = open(run.home / "server.log", "wb")  # noqa: SIM115
     process = subprocess.Popen(
         [sys.executable, "-m", "sightline", *words],
