@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -18,6 +19,8 @@ from run_under_test import PATIENCE_S, RunUnderTest
 
 DISK_BYTES = 4 << 30
 """More than the run keeps in reserve. The file behind it is sparse."""
+ALMOST_BYTES = 32 << 20
+"""What is left to be filled by writing: a file system needs some for itself."""
 FOLDERS = ("traces", "batches", "weights", "checkpoints")
 
 
@@ -43,12 +46,16 @@ class Disk:
     @contextmanager
     def filled(self) -> Iterator[None]:
         filler = self.home / "filler"
-        with open(filler, "wb") as file:
-            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(self.home).free)
         try:
+            with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+                free = shutil.disk_usage(self.home).free
+                os.posix_fallocate(file.fileno(), 0, free - ALMOST_BYTES)
+                file.seek(0, os.SEEK_END)
+                while True:
+                    file.write(bytes(1 << 16))
             yield
         finally:
-            filler.unlink()
+            filler.unlink(missing_ok=True)
 
     @contextmanager
     def locked(self, folder: Path) -> Iterator[None]:
