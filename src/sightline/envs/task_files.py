@@ -188,7 +188,10 @@ class ParquetRows:
         with _name_damage(path):
             self._file = parquet.ParquetFile(path, memory_map=True)
             groups = map(self._file.metadata.row_group, range(self._file.num_row_groups))
-            self._stops = list(itertools.accumulate(group.num_rows for group in groups))
+            sizes = [group.num_rows for group in groups]
+            if min(sizes, default=0) < 0 or sum(sizes) != self._file.metadata.num_rows:
+                raise ValueError(f"its groups say {sizes} rows of {self._file.metadata.num_rows}")
+            self._stops = list(itertools.accumulate(sizes))
             self._cached: tuple[int, Any] = (-1, None)
             self.image_columns = image_columns(self._file.schema_arrow)
 
