@@ -123,12 +123,15 @@ def test_a_version_of_several_files_keeps_its_meaning(tmp_path: Path) -> None:
     assert labels == ["1", "1", "1.1"]
 
 
-@pytest.mark.parametrize("damage", [b"", b"other bytes", None])
+@pytest.mark.parametrize("damage", [b"", b"other bytes", "one bit", None])
 def test_a_file_that_is_not_the_manifests_is_refused_by_name(
-    tmp_path: Path, damage: bytes | None
+    tmp_path: Path, damage: bytes | str | None
 ) -> None:
     path, manifest = write_weights(tmp_path, tensors(), 1, 0, max_file_bytes=600)
     last = path.with_name(manifest.files[-1].name)
+    if isinstance(damage, str):
+        *others, end = last.read_bytes()
+        damage = bytes([*others, end ^ 1])
     last.unlink() if damage is None else last.write_bytes(damage)
     with pytest.raises(WeightsError, match=last.name):
         read_weights(path)

@@ -60,9 +60,12 @@ def test_a_model_that_cannot_see_is_refused_for_an_environment_that_shows(
     blind = tmp_path / "text"
     blind.mkdir()
     (blind / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    said = refuse(model=blind)
-    assert "'color_codeword' shows images" in said and "cannot see" in said
-    assert "choose a vision-language checkpoint" in said
+    text_only = tmp_path / "text_only"
+    write_tiny("qwen_vl", text_only, seed=0, type="qwen3")
+    for model in (blind, text_only):
+        said = refuse(model=model)
+        assert "'color_codeword' shows images" in said and "cannot see" in said
+        assert "choose a vision-language checkpoint" in said
 
 
 def test_a_folder_without_weights_is_refused(refuse, tiny_model: Path, tmp_path: Path) -> None:
