@@ -47,13 +47,16 @@ class Client:
     port: int
     modality: str = "image"
     engine: str = "torch"
+    token: str = ""
     before: dict[str, float] = field(default_factory=dict)
     """Totals of the server when the test began, where it serves many tests."""
 
     def call(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes, Any]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
         try:
-            connection.request(method, path, body, {"content-type": "application/json"})
+            headers = {"content-type": "application/json"}
+            headers |= {"authorization": f"Bearer {self.token}"} if self.token else {}
+            connection.request(method, path, body, headers)
             answer = connection.getresponse()
             return answer.status, answer.read(), answer.headers
         finally:

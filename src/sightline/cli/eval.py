@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sightline.config.secret_refs import read_reference
 from sightline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,6 +31,12 @@ SETTINGS: dict[str, tuple[type, str]] = {
 """Options that take the place of a setting of the same name: their type and help."""
 
 
+def _read_reference(word: str) -> str:
+    from sightline.config.secret_refs import read_reference
+
+    return read_reference(word)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "env", metavar="ENV", nargs="?", help="a built-in environment, or 'module:Class'"
@@ -46,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--env-args", type=json.loads, default={}, metavar="JSON", help="for ENV")
     parser.add_argument("--model", help="name at the endpoint; default: the one that it lists")
     parser.add_argument(
-        "--api-key", default="", metavar="REF", type=read_reference,
+        "--api-key", default="", metavar="REF", type=_read_reference,
         help="where the key of the endpoint is: env:NAME or file:PATH",
     )  # fmt: skip
     parser.add_argument(

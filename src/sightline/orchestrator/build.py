@@ -48,6 +48,18 @@ class OrchestratorComponents(LoopComponents):
         self.policy.publish(published)
 
 
+def open_best_checkpoint(
+    config: RunFile, run_dir: RunDir, run_state: RunState, events: EventLog
+) -> BestCheckpoint:
+    """The best checkpoint so far; one that is damaged is named and forgotten."""
+    best = BestCheckpoint(Path(config.model.path), run_dir.checkpoints / "best", run_state)
+    if problem := best.find_problem():
+        print(f"refused: {problem}", file=sys.stderr, flush=True)
+        events.write("checkpoint_refused", run_state.progress.best_step, problem=problem)
+        best.forget()
+    return best
+
+
 def build(
     config: RunFile,
     run_dir: RunDir,
@@ -88,13 +100,7 @@ def build(
     goal = None if stop_at is None else RewardGoal(stop_at, evaluator, policy, run_state, events)
     background_evaluator = None
     if evaluator_client is not None:
-        best_checkpoint = BestCheckpoint(
-            Path(config.model.path), run_dir.checkpoints / "best", run_state
-        )
-        if problem := best_checkpoint.find_problem():
-            print(f"refused: {problem}", file=sys.stderr, flush=True)
-            events.write("checkpoint_refused", run_state.progress.best_step, problem=problem)
-            best_checkpoint.forget()
+        best_checkpoint = open_best_checkpoint(config, run_dir, run_state, events)
         background_evaluator = BackgroundEvaluator(
             evaluator, policy, best_checkpoint, run_state, events, evaluator_client,
             config.eval.every, config.run.steps,

@@ -37,7 +37,7 @@ class ServerHealthWatch:
         await asyncio.gather(*map(self._watch, self.clients))
 
     async def _watch(self, client: GenerateClient) -> None:
-        await client.wait_healthy()
+        await client.wait_reachable("/health")
         num_missed, since, is_named = 0, 0.0, False
         while True:
             await asyncio.sleep(self.ask_every_s)

@@ -24,6 +24,8 @@ from sightline.media import MediaStore
 from sightline.message import user
 from sightline.transport.listen import bind_socket, describe_link
 
+TOKEN = "a token of sixteen letters or more"
+
 
 def test_a_taken_port_is_refused_with_the_cure() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -122,16 +124,17 @@ def test_a_served_checkpoint_answers_and_ends_in_order_on_sigterm(
 ) -> None:
     """On all interfaces, without a folder for images: what is printed can be used as it is."""
     words = ["serve", str(tiny_model), "--host", "0.0.0.0", "--port", "0", "--device", "cpu"]
+    words += ["--token", "env:TOKEN"]
     process = subprocess.Popen(
         [sys.executable, "-m", "sightline", *words], stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        env={**os.environ, "TMPDIR": str(tmp_path), "TOKEN": TOKEN},
     )  # fmt: skip
     try:
         assert process.stdout is not None
         assert f"images are kept in {tmp_path}/sightline-serve-" in process.stdout.readline()
         address = process.stdout.readline().split()[-1].removeprefix("http://")
         assert "all interfaces (0.0.0.0)" in process.stdout.readline() and "0.0.0.0" not in address
-        client = Client("127.0.0.1", int(address.split(":")[1]))
+        client = Client("127.0.0.1", int(address.split(":")[1]), token=TOKEN)
         assert client.get("/health")["version"] == "0"
         assert len(client.generate([1, 2, 3]).choices[0].token_ids) == 8
         process.send_signal(signal.SIGTERM)

@@ -18,7 +18,7 @@ from sightline.run import RunDir
 from sightline.trainer.checkpoint import CheckpointStore
 from sightline.trainer.ledger import Ledger
 from sightline.wire.file import append_line
-from sightline.wire.weights import log_version
+from sightline.wire.weights import Manifest, WeightFile, log_version
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def read_ledger(run_dir: RunDir) -> str:
 
 
 def read_history(run_dir: RunDir) -> str:
-    log_version(run_dir.weights, 2, "0" * 64)
+    log_version(run_dir.weights, Manifest(2, 2, [WeightFile("model", 1, "0" * 64)]))
     return ""
 
 

@@ -15,6 +15,7 @@ from sightline.launch.processes import reserve_port
 from sightline.orchestrator.process import ControlRouter
 from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke
 from sightline.wire import control
+from sightline.wire.codec import get_release
 from sightline.wire.control import ProcessReady, PublishedWeights
 
 SECRET = "the secret of the run"
@@ -50,7 +51,7 @@ def test_noise_and_messages_without_the_secret_change_nothing() -> None:
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(b"one line of garbage\n")
         worker = AsyncSpoke(address, "worker-0", SECRET)
-        await worker.send(control.encode(ProcessReady("worker-0")))
+        await worker.send(control.encode(ProcessReady("worker-0", release=get_release())))
         await router.wait_until_ready({"worker-0"})
         await asyncio.sleep(0.3)
         assert not receiving.done() and set(router.ready) == {"worker-0"}
@@ -66,7 +67,7 @@ def test_noise_and_messages_without_the_secret_change_nothing() -> None:
         ("worker-0", b"garbage", "worker-0 sent 7 bytes are not"),
         ("trainer", b"", "trainer sent 0 bytes are not"),
         ("worker-7", WEIGHTS, "worker-7 speaks to the orchestrator, and is no process"),
-        ("worker-0", WEIGHTS, "worker-0 sent a PublishedWeights"),
+        ("worker-0", WEIGHTS, "worker-0 sent PublishedWeights"),
     ],
 )
 def test_what_a_process_may_not_say_is_an_error_that_names_it(

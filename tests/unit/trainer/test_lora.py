@@ -157,6 +157,7 @@ def test_the_engine_serves_what_the_trainer_scores(
         device="cpu",
         max_num_seqs=4,
         max_model_len=512,
+        weights_root=tmp_path,
     )
     params = SamplingParams(max_tokens=12, seed=5, stop_token_ids=[])
     with live(settings) as client:

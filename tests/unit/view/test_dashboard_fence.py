@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic_run
 from sightline.run import RunDir
 from sightline.trace.codec import FILE_MAGIC
+from sightline.transport.http_server import RequestGuard
 from sightline.view.dashboard.run_collection import RunCollection
 from sightline.view.dashboard.server import build_app
 
@@ -182,7 +183,11 @@ def test_huge_numbers_in_the_files_of_a_run_cost_themselves(run_dir: RunDir) -> 
 
 def test_a_path_of_two_slashes_redirects_to_no_other_host(run_dir: RunDir) -> None:
     runs = RunCollection([run_dir.path])
-    served = TestClient(build_app(runs, "t0ken"), base_url="http://here", follow_redirects=False)
+    served = TestClient(
+        build_app(runs, RequestGuard("here", "t0ken")),
+        base_url="http://here",
+        follow_redirects=False,
+    )
     for path in ("//evil.example", "///evil.example/x", "/rollouts/"):
         answer = served.get(f"http://here{path}?token=t0ken")
         to = answer.headers.get("location", "/")

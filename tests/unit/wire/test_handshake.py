@@ -40,7 +40,7 @@ def test_the_orchestrator_refuses_a_worker_or_trainer_of_another_version(
 ) -> None:
     async def main() -> None:
         address = new_address()
-        router = ControlRouter(AsyncHub(address, "s"))
+        router = ControlRouter(AsyncHub(address, "s"), frozenset({"worker-0"}))
 
         class Parts:
             rollouts = None
