@@ -168,7 +168,7 @@ FILES = {
     "history of weights": "weights/history.jsonl",
     "ledger": "ledger.jsonl",
     "metrics": "metrics.jsonl",
-    "image": "media/*/*/*",
+    "image": "media/[0-9a-f][0-9a-f]/*/*",
     "traces": "traces/step_*.msgpack",
 }
 
@@ -179,11 +179,10 @@ def damage(pattern: str, how: str) -> Callable[[Testbed], Survived]:
 
     def happen(testbed: Testbed) -> Survived:
         run = testbed.run
+        run.wait(lambda: any(run.run_dir.path.glob(pattern)), f"there is {pattern}")
         run.kill_all()
         run.remember_batches()
         found = sorted(file for file in run.run_dir.path.glob(pattern) if file.is_file())
-        if not found:
-            return resume(testbed, 0.0, "there is none now")
         file, copy = found[-1], run.home / "copy"
         shutil.copy2(file, copy)
         spoil(file, how, run.rng)

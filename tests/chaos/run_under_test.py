@@ -18,7 +18,6 @@ from watching import find_child, names_of
 
 from sightline.run import RunDir
 from sightline.view.events import by_step, read_events
-from sightline.wire.sample import digest_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_S = 10.0
@@ -68,7 +67,7 @@ class RunUnderTest:
     """Of the environment of every process."""
     run: str = "runs/chaos-001"
     seen: dict[int, str] = field(default_factory=dict)
-    """Every step and its batch, from the first time that it was on disk."""
+    """Every step and its batch, from the first time that the progress named it."""
     process: subprocess.Popen[bytes] | None = None
     life_began: int = 0
     """Where the words of this life begin in the output."""
@@ -194,12 +193,12 @@ class RunUnderTest:
 
     def remember_batches(self) -> None:
         """Notes every batch at its first sight: it is trained on as it is now, or not at all."""
-        for step, file in self.run_dir.list_batches():
-            if step not in self.seen:
-                try:
-                    self.seen[step] = digest_batch(file.read_bytes())
-                except OSError:
-                    continue
+        try:
+            batches = json.loads(self.run_dir.progress.read_bytes())["batches"]
+        except (OSError, ValueError):  # none yet, or damaged on purpose
+            return
+        for step, digest in batches.items():
+            self.seen.setdefault(int(step), digest)
 
     def ledger(self) -> dict[int, str]:
         """Each step and its batch, which is the one that it had in every life before."""

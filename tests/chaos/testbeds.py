@@ -121,7 +121,10 @@ class Testbeds:
         if name == "proxy":
             server = self.stack.enter_context(_serve(run))
             testbed.proxy = self.stack.enter_context(Proxy(server))
-            run.overrides = (f'inference.servers=["{testbed.proxy.url}"]',)
+            run.overrides = (
+                f'inference.servers=["{testbed.proxy.url}"]',
+                f"media.root={home / 'media'}",
+            )
         return testbed
 
 
@@ -134,9 +137,8 @@ def open_testbeds(home: Path, rng: random.Random) -> Iterator[Testbeds]:
 @contextmanager
 def _serve(run: RunUnderTest) -> Iterator[str]:
     """The address of a server that the run did not start."""
-    for folder in (run.run_dir.media, run.run_dir.weights):
-        folder.mkdir(parents=True, exist_ok=True)
-    words = ["serve", "tiny", "--media", f"{run.run}/media", "--port", "0", "--threads", "1"]
+    (run.home / "runs").mkdir(exist_ok=True)
+    words = ["serve", "tiny", "--media", "media", "--port", "0", "--threads", "1"]
     words += ["--max-model-len", "128", "--max-num-seqs", "16", "--weights-root", "runs"]
     log = open(run.home / "server.log", "wb")  # noqa: SIM115
     process = subprocess.Popen(

@@ -217,7 +217,8 @@ def _run(
     try:
         job.print_outcome(file, run_dir, stopped_by)
     except Exception as error:  # a view may fail, and never fails a run
-        print(f"no summary: {type(error).__name__}: {error}", file=sys.stderr)
+        words = str(error).partition("\n")[0]
+        print(f"no summary: {type(error).__name__}: {words}", file=sys.stderr)
     if was_stopped:
         print(f"resume: {processes.resume_command}", flush=True)
     if failure is not None:
