@@ -47,9 +47,9 @@ class Client:
     port: int
     modality: str = "image"
     engine: str = "torch"
-    token: str = ""
     before: dict[str, float] = field(default_factory=dict)
     """Totals of the server when the test began, where it serves many tests."""
+    token: str = ""
 
     def call(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes, Any]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=60)

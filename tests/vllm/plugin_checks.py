@@ -355,10 +355,8 @@ def check_an_image_over_the_encoder_cache_is_refused_by_its_place(folder: Path) 
 
 def check_weights_that_are_sent_are_refused(folder: Path) -> None:
     manifest = Manifest(7, 7, [], broadcast=Broadcast("127.0.0.1:9", 1, [], ""))
-    path = folder / "manifest.json"
-    path.write_bytes(msgspec.json.encode(manifest))
     try:
-        updates_of(Bench(folder)).read(path)
+        updates_of(Bench(folder)).read(folder, manifest)
     except WeightsError as error:
         assert 'publish = "files"' in error.fix
     else:
