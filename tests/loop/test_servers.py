@@ -120,7 +120,8 @@ def test_a_run_ends_where_another_has_the_server_or_the_sampler_is_another_polic
 
     def lease(seconds: float) -> None:
         body = json.dumps({"run": "beef", "seconds": seconds}).encode()
-        asked = urllib.request.Request(f"{servers[1]}/sightline/v1/lease", body)
+        headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
+        asked = urllib.request.Request(f"{servers[1]}/sightline/v1/lease", body, headers)
         urllib.request.urlopen(asked, timeout=30).close()
 
     def failed(*overrides: str) -> tuple[str, RunDir]:

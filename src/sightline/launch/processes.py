@@ -26,6 +26,7 @@ from sightline.config import RunFile
 from sightline.errors import ConfigError, ProcessFailed
 from sightline.launch.process_watch import MARK_VARIABLE, build_mark, kill_marked
 from sightline.run import RunDir
+from sightline.run.run_dir import show_path
 from sightline.wire.disk import FIX, measure_free_bytes
 from sightline.wire.rank_messages import EXIT_OTHER_RANK_FAILED
 
@@ -137,7 +138,7 @@ class Processes:
 
     @property
     def resume_command(self) -> str:
-        return f"sightline {self.command} --resume {self.run_dir.path}"
+        return f"sightline {self.command} --resume {show_path(self.run_dir.path)}"
 
     def start(self, spec: ProcessSpec) -> None:
         if spec.name in self._running:

@@ -20,6 +20,7 @@ from sightline.launch.processes import (
 from sightline.launch.training_run import TrainingJob
 from sightline.launch.worker_supervisor import WorkerSupervisor, get_memory_limit, resolve_workers
 from sightline.run import EventLog, RunDir
+from sightline.run.run_dir import show_path
 from sightline.view.console import LiveView
 from sightline.view.report import write_report
 from sightline.view.summary import print_summary, summarize
@@ -97,5 +98,5 @@ class RlJob(TrainingJob[RunFile]):
         print_summary(summarize(run_dir, **extra), Console())
         report = write_report(run_dir)
         # The last lines, bare, so that scripts can read them.
-        print(f"run: {run_dir.path}")
-        print(f"report: {report}", flush=True)
+        print(f"run: {show_path(run_dir.path)}")
+        print(f"report: {show_path(report)}", flush=True)

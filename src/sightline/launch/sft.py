@@ -18,6 +18,7 @@ from sightline.launch.probes import check_memory, describe_versions
 from sightline.launch.processes import ProcessSpec, num_cores
 from sightline.launch.training_run import TrainingJob
 from sightline.run import RunDir
+from sightline.run.run_dir import show_path
 from sightline.view.sft_progress import SftProgress
 from sightline.view.summary import summarize
 
@@ -53,6 +54,6 @@ class SftJob(TrainingJob[SftFile]):
 
     def print_outcome(self, file: SftFile, run_dir: RunDir, stopped_by: str) -> None:
         summarize(run_dir, **({"stopped_by": stopped_by} if stopped_by else {}))
-        print(f"run: {run_dir.path}")
+        print(f"run: {show_path(run_dir.path)}")
         if not stopped_by:
             print(f"checkpoint: {file.sft.output_dir}")

@@ -20,6 +20,12 @@ class _Inside:
         return run_dir.inside(self._name)
 
 
+def show_path(path: Path) -> str:
+    """A path as people read it: from the current folder, where it lies below that."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     path: Path
