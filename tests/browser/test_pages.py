@@ -209,13 +209,13 @@ def test_light_and_dark_follow_the_system_or_the_choice(page: Page, small: str, 
     expect(page.locator("html")).to_have_attribute("data-theme", "dark")
 
 
-def test_bound_elsewhere_the_printed_link_opens_it(
-    page: Page, serve: Serve, small_run: Path
+def test_bound_elsewhere_a_link_with_the_token_opens_it(
+    page: Page, serve: Serve, small_run: Path, tmp_path: Path
 ) -> None:
-    address = serve(small_run, options=("--host", "0.0.0.0"))
-    link, token = address.split("?token=")
-    refused = page.context.request.get(f"{link}api/runs")
-    assert refused.status == 401
-    page.goto(f"{link}?token={token}")
+    token, file = "sixteen-letters-or-more", tmp_path / "token"
+    file.write_text(token)
+    link = serve(small_run, options=("--host", "0.0.0.0", "--token", f"file:{file}"))
+    assert page.context.request.get(f"{link}/api/runs").status == 401
+    page.goto(f"{link}/?token={token}")
     expect(page.locator("h1")).to_have_text("shop-001")
     assert "token" not in page.url
