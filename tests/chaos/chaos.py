@@ -17,8 +17,8 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+from chaos_run import ROOT, FaultNotSurvived
 from faults import Fault, Survived, deal_faults
-from run_under_test import ROOT, FaultNotSurvived
 from testbeds import Testbed, open_testbeds
 
 sys.path.insert(0, str(ROOT / "tests"))

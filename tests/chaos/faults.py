@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-from run_under_test import MAX_S
+from chaos_run import MAX_S
 from testbeds import FOLDERS, Testbed
 
 WENT_ON, RESUMED = "went on", "ended and resumed"

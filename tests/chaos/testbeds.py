@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from chaos_run import PATIENCE_S, ChaosRun
 from proxy import Proxy
-from run_under_test import PATIENCE_S, RunUnderTest
 
 DISK_BYTES = 4 << 30
 """More than the run keeps in reserve. The file behind it is sparse."""
@@ -69,7 +69,7 @@ class Disk:
 
 @dataclass
 class Testbed:
-    run: RunUnderTest
+    run: ChaosRun
     disk: Disk
     stack: ExitStack
     clock: Path | None = None
@@ -101,7 +101,7 @@ class Testbeds:
 
     def open(self, name: str) -> Testbed:
         home = self.home / name
-        run, disk = RunUnderTest(home, self.rng), Disk(home)
+        run, disk = ChaosRun(home, self.rng), Disk(home)
         self.stack.callback(_end, run)
         if name == "disk" and "disk full" not in self.missing:
             disk.mount()
@@ -135,7 +135,7 @@ def open_testbeds(home: Path, rng: random.Random) -> Iterator[Testbeds]:
 
 
 @contextmanager
-def _serve(run: RunUnderTest) -> Iterator[str]:
+def _serve(run: ChaosRun) -> Iterator[str]:
     """The address of a server that the run did not start."""
     (run.home / "runs").mkdir(exist_ok=True)
     words = ["serve", "tiny", "--media", "media", "--port", "0", "--threads", "1"]
@@ -159,7 +159,7 @@ def find_libfaketime() -> Path | None:
     return next(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"), None)
 
 
-def _end(run: RunUnderTest) -> None:
+def _end(run: ChaosRun) -> None:
     if run.process is not None and run.process.poll() is None:
         run.process.terminate()
         run.process.wait()

@@ -57,7 +57,7 @@ class FaultNotSurvived(AssertionError):
 
 
 @dataclass
-class RunUnderTest:
+class ChaosRun:
     home: Path
     rng: random.Random
     ranks: int = 2
