@@ -102,7 +102,7 @@ class ChaosRun:
 
     def start(self, *overrides: str) -> None:
         self.life_began = self.output.stat().st_size if self.output.exists() else 0
-        words = ["--resume", self.run] if self.run_dir.config.is_file() else ["run.toml"]
+        words = ["--resume", self.run] if self.run_dir.path.is_dir() else ["run.toml"]
         self.process = self.sightline("rl", "--plain", *words, *self.overrides, *overrides)
 
     def ensure_running(self) -> None:
