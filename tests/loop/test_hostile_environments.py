@@ -56,7 +56,7 @@ class Hostile(ColorCodeword):
 RUN = """
 [run]
 name = "job"
-steps = 3
+steps = 12
 [model]
 path = "models/tiny"
 [media]
@@ -105,11 +105,12 @@ def test_what_an_environment_does_to_its_process_stays_there(tmp_path: Path) -> 
     job.wait_until(lambda: is_named("has not answered for"), 60)
     print(f"named after {time.monotonic() - began:.1f} s")
     os.kill(stopped, signal.SIGCONT)
+    job.wait_until(lambda: is_named("answers again, after"), 60)
     said = job.output()
     assert job.process.returncode == 0, said
     assert f"server (process {stopped}) is stopped by a signal" in said, "on the console too"
     run_dir: RunDir = job.run_dir
-    assert is_named("goes on, after")
+    assert is_named("goes on, after") and is_named("answers again, after")
     assert not any(is_alive(int(pid)) for pid in pids.read_text().split())
     events = list(read_events(run_dir.metrics))
     assert not [event for event in events if event.kind == "lost"], "no worker was lost"

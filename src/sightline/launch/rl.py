@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from rich.console import Console
 
 from sightline.config import LoggingConfig, RunFile
+from sightline.launch.claim import read_secret
 from sightline.launch.preflight import Show, check_run, describe_family, say_nothing
 from sightline.launch.processes import (
     Processes,
@@ -19,6 +22,7 @@ from sightline.launch.processes import (
 )
 from sightline.launch.training_run import TrainingJob
 from sightline.launch.worker_supervisor import WorkerSupervisor, get_memory_limit, resolve_workers
+from sightline.orchestrator.server_leases import give_back_leases
 from sightline.run import EventLog, RunDir
 from sightline.run.run_dir import show_path
 from sightline.view.console import LiveView
@@ -88,6 +92,14 @@ class RlJob(TrainingJob[RunFile]):
 
     def get_logging(self, file: RunFile) -> LoggingConfig:
         return file.logging
+
+    def release(self, file: RunFile, run_dir: RunDir) -> None:
+        if file.inference.servers and file.inference.engine != "stock_vllm":
+            token = file.inference.read_token(read_secret(run_dir))
+            leases = give_back_leases(file.inference.servers, token, run_dir.read_id())
+            # In a thread, for the event loop of a notebook is taken.
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(asyncio.run, leases).result()
 
     def open_view(self, file: RunFile, run_dir: RunDir) -> LiveView:
         return LiveView(run_dir, self.plain)

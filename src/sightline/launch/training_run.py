@@ -105,6 +105,9 @@ class TrainingJob(ABC, Generic[AnyRun]):
     def get_logging(self, file: AnyRun) -> LoggingConfig:
         return LoggingConfig()
 
+    def release(self, file: AnyRun, run_dir: RunDir) -> None:
+        """Lets go of what outlasts the processes of the run, whichever way they ended."""
+
     @abstractmethod
     def open_view(self, file: AnyRun, run_dir: RunDir) -> LiveView | SftProgress:
         """What a person sees while the run goes on."""
@@ -207,6 +210,7 @@ def _run(
         failure = error
     finally:
         processes.kill()
+        job.release(file, run_dir)
         call_view(view.update)
         call_view(view.close)
     stopped_by = failure.problem if failure else SIGNAL if was_stopped else ""

@@ -165,8 +165,6 @@ async def main(
     try:
         await _run_with_helpers(job(), *helpers)
     finally:
-        if config.inference.servers:  # its own end with the run
-            await leases.give_back()
         for client in (*clients, *evaluator_clients):
             await client.close()
         router.hub.close()

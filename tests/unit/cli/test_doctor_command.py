@@ -105,11 +105,14 @@ def test_a_missing_image_of_a_waiting_batch_is_named(run_dir: RunDir) -> None:
 def test_processes_that_outlived_their_launcher_are_found_by_their_directory(
     run_dir: RunDir, tmp_path: Path
 ) -> None:
-    words = [sys.executable, "-c", "import time; time.sleep(60)"]
+    words = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
     orphan = subprocess.Popen(
-        [*words, "-m", "sightline", "process", "worker-0", "run", "--hub", ""], cwd=tmp_path
+        [*words, "-m", "sightline", "process", "worker-0", "run", "--hub", ""],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
     )
     try:
+        assert orphan.stdout and orphan.stdout.readline(), "its command line is there once it runs"
         assert find_orphans(run_dir) == [(orphan.pid, "worker-0")]
         assert find_orphans(RunDir(tmp_path / "another")) == []
         found = examine_run(run_dir).problems
@@ -118,7 +121,7 @@ def test_processes_that_outlived_their_launcher_are_found_by_their_directory(
         )
     finally:
         orphan.kill()
-        orphan.wait()
+        orphan.communicate()
 
 
 def test_an_installation_shows_what_it_allows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,6 +143,8 @@ def test_a_resumed_run_ends_what_a_killed_launcher_left(tmp_path: Path) -> None:
         subprocess.Popen(["sleep", "1000"], env={process_watch.MARK_VARIABLE: value})
         for value in (mark, other)
     )
+    environ = Path(f"/proc/{left.pid}/environ")
+    wait_for(lambda: mark.encode() in environ.read_bytes())  # set after the fork
     kill_marked(processes.run_dir.path, ["worker-0"])
     assert left.wait(30) == -signal.SIGKILL and kept.poll() is None
     kept.kill()
