@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -13,7 +14,10 @@ import pytest
 from serving import Client, live
 
 from sightline.compute.weights import write_weights
+from sightline.errors import EngineError
 from sightline.inference.server_spec import ServerSpec
+from sightline.orchestrator.server_leases import ServerLeases, give_back_leases
+from sightline.rollout.client import GenerateClient
 from sightline.wire.generate import ErrorBody
 from sightline.wire.weights import MANIFEST, Manifest
 
@@ -102,6 +106,33 @@ def test_a_lease_can_be_given_back_or_expires_and_stays_until_another_takes_it(
     client.adopt(published)  # this one too, and nobody has taken it since
     lease(client, OTHER)
     assert f"leased to run {OTHER}" in refused(client, published).message
+
+
+def test_a_run_renews_its_leases_until_it_gives_them_back(client: Client) -> None:
+    address = f"http://{client.host}:{client.port}"
+
+    async def wait_for_lease() -> None:
+        while True:
+            if client.get("/health")["leased_to"] == RUN:
+                return
+            await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        mine, others = (
+            ServerLeases([GenerateClient(address)], run, renew_every_s=0.01) for run in (RUN, OTHER)
+        )
+        renewing = asyncio.ensure_future(mine.keep_renewing())
+        await asyncio.wait_for(wait_for_lease(), 30)
+        with pytest.raises(EngineError, match=f"leased to run {RUN}"):
+            await asyncio.wait_for(others.keep_renewing(), 30)
+        renewing.cancel()
+        await asyncio.wait([renewing])
+        await give_back_leases([address], "", RUN)
+        assert client.get("/health")["leased_to"] == ""
+        for leases in (mine, others):
+            await leases.clients[0].close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ What is counted is work (characters tokenized, images stored, choices computed),
 
 from __future__ import annotations
 
+import http.client
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -240,6 +241,12 @@ def test_a_body_that_no_sequence_can_fill_is_not_decoded(
     most = 1024 * settings.inference.max_model_len
     error = client.refused(b" " * (most + 1))
     assert (error.code, error.type) == (413, "too_large") and str(most) in error.message
+    # In chunks, whose number no header tells.
+    connection = http.client.HTTPConnection(client.host, client.port, timeout=60)
+    headers = {"content-type": "application/json"}
+    connection.request("POST", "/inference/v1/generate", iter([b" " * most, b" "]), headers)
+    assert connection.getresponse().status == 413
+    connection.close()
 
 
 @pytest.mark.parametrize(

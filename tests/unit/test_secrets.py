@@ -19,6 +19,7 @@ from sightline.envs import Environment
 from sightline.envs.judge_model import JudgeModel
 from sightline.envs.mix import build_environment
 from sightline.errors import ConfigError
+from sightline.inference.server_spec import ServerSpec
 from sightline.launch.claim import SECRET_VARIABLE, claim_run_dir, make_secret, read_secret
 from sightline.rollout.client import GenerateClient
 from sightline.run import RunDir
@@ -144,6 +145,23 @@ def test_the_secret_of_a_run_is_its_owners_and_stays(
     monkeypatch.setenv(SECRET_VARIABLE, KEY)
     assert read_secret(RunDir(tmp_path / "of another machine")) == KEY
     assert make_secret(run_dir) == KEY == run_dir.secret.read_text()
+
+
+def test_the_servers_of_a_run_ask_for_its_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    run_dir = claim_run_dir(str(tmp_path), "r")
+    run_dir.make()
+    run_dir.config.write_text(dump_toml(validate_config(RunFile, values(), "run.toml")))
+    secret, address = make_secret(run_dir), "http://127.0.0.1:9"
+    for name in ("server", "evaluator"):
+        started: list[ServerSpec] = []
+        monkeypatch.setattr("sightline.inference.serve.serve", started.append)
+        words = ["process", name, str(run_dir.path), "--server", address, "--evaluator", address]
+        assert main(words) == 0
+        assert resolve_secret(started[0].inference.token) == secret
+        assert started[0].weights_root == run_dir.weights
 
 
 def test_nothing_that_a_run_writes_or_shows_holds_a_secret(

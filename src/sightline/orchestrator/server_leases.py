@@ -12,7 +12,6 @@ from sightline.rollout.client import GenerateClient
 from sightline.transport.http_client import UNREACHABLE
 
 LEASE_S = 60.0
-RENEW_EVERY_S = 10.0
 GIVE_BACK_S = 5.0
 
 
@@ -21,6 +20,7 @@ class ServerLeases:
     clients: Sequence[GenerateClient]
     run: str
     """Id of the run: a resumed one has its leases again at once."""
+    renew_every_s: float = 10.0
 
     async def take(self, seconds: float = LEASE_S) -> None:
         """Raises where another run has one of the servers."""
@@ -29,7 +29,7 @@ class ServerLeases:
     async def keep_renewing(self) -> None:
         """Raises when another run has taken a server meanwhile."""
         while True:
-            await asyncio.sleep(RENEW_EVERY_S)
+            await asyncio.sleep(self.renew_every_s)
             try:
                 await self.take()
             except EngineError as error:

@@ -135,6 +135,8 @@ def test_a_served_checkpoint_answers_and_ends_in_order_on_sigterm(
         address = process.stdout.readline().split()[-1].removeprefix("http://")
         assert "all interfaces (0.0.0.0)" in process.stdout.readline() and "0.0.0.0" not in address
         client = Client("127.0.0.1", int(address.split(":")[1]), token=TOKEN)
+        for path in ("/inference/v1/generate", "/sightline/v1/adopt", "/v1/chat/completions"):
+            assert Client(client.host, client.port).call("POST", path, b"{}")[0] == 401
         assert client.get("/health")["version"] == "0"
         assert len(client.generate([1, 2, 3]).choices[0].token_ids) == 8
         process.send_signal(signal.SIGTERM)

@@ -16,7 +16,12 @@ from sightline.orchestrator.process import ControlRouter
 from sightline.transport.zmq_channel import AsyncHub, AsyncSpoke
 from sightline.wire import control
 from sightline.wire.codec import get_release
-from sightline.wire.control import ProcessReady, PublishedWeights
+from sightline.wire.control import (
+    MemoryReport,
+    ProcessReady,
+    PublishedWeights,
+    TrainingFinished,
+)
 
 SECRET = "the secret of the run"
 WEIGHTS = control.encode(PublishedWeights(999_999, 0, "manifest", {}, 0))
@@ -29,7 +34,8 @@ def play(scene: Callable[[str, ControlRouter, asyncio.Task[None]], Awaitable[Non
         address = f"tcp://127.0.0.1:{reserve_port('127.0.0.1', 0, 'port')}"
         router = ControlRouter(AsyncHub(address, SECRET), frozenset({"trainer", "worker-0"}))
         published: list[Any] = []
-        found: Any = SimpleNamespace(publish=published.append, rollouts=None)
+        run_state = SimpleNamespace(progress=SimpleNamespace(step=3))
+        found: Any = SimpleNamespace(publish=published.append, rollouts=None, run_state=run_state)
         router.components = found
         receiving = asyncio.create_task(router.keep_receiving())
         try:
@@ -38,7 +44,7 @@ def play(scene: Callable[[str, ControlRouter, asyncio.Task[None]], Awaitable[Non
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
             router.hub.close()
-        assert published == []
+        assert published == [] and not router.finished.is_set()
 
     asyncio.run(whole())
 
@@ -68,6 +74,9 @@ def test_noise_and_messages_without_the_secret_change_nothing() -> None:
         ("trainer", b"", "trainer sent 0 bytes are not"),
         ("worker-7", WEIGHTS, "worker-7 speaks to the orchestrator, and is no process"),
         ("worker-0", WEIGHTS, "worker-0 sent PublishedWeights"),
+        ("worker-0", control.encode(TrainingFinished(3)), "worker-0 sent TrainingFinished"),
+        ("trainer", control.encode(TrainingFinished(4)), "trainer sent TrainingFinished"),
+        ("trainer", control.encode(MemoryReport(1)), "trainer sent MemoryReport"),
     ],
 )
 def test_what_a_process_may_not_say_is_an_error_that_names_it(

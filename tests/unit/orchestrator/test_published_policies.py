@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,14 @@ def forge_link(run: OrchestratorComponents, tmp: Path) -> Any:
     )
 
 
+def forge_folder(run: OrchestratorComponents, tmp: Path) -> Any:
+    """A copy below the folder of versions, where the manifest of none of them stands."""
+    message = publish(run, 3)[1]
+    folder = run.policy.weights / "v000003" / "copy"
+    shutil.copytree(Path(message.manifest).parent, folder)
+    return msgspec.structs.replace(message, manifest=str(folder / "manifest.json"))
+
+
 def forge_run(run: OrchestratorComponents, tmp: Path) -> Any:
     return publish(run, 3, run="beef")[1]
 
@@ -196,7 +205,7 @@ def forge_nothing(run: OrchestratorComponents, tmp: Path) -> Any:
     "forge",
     [
         forge_version, forge_old_version, forge_negative_version, forge_checkpoint, forge_place,
-        forge_link, forge_run, forge_epoch, forge_digest, forge_nothing,
+        forge_link, forge_folder, forge_run, forge_epoch, forge_digest, forge_nothing,
     ],
 )  # fmt: skip
 def test_a_forged_message_of_published_weights_ends_the_run(

@@ -16,10 +16,12 @@ from agents import Worker, listening
 from aiohttp import web
 
 from sightline.bench.harness.scripted_policy import ScriptedPolicy
+from sightline.config import RunFile
 from sightline.errors import EngineError
 from sightline.inference.errors import STATUS_BY_TYPE, build_engine_error, encode_error
 from sightline.media import MediaStore
 from sightline.message import user
+from sightline.rollout.chat_sources import build_policy_chats
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.stock_vllm_client import StockVLLMClient
 from sightline.trace import Trace
@@ -256,6 +258,36 @@ def test_the_context_limit_explains_a_short_answer(store: MediaStore) -> None:
     check_answer(ASKED, short, max_model_len=3)
     with pytest.raises(EngineError, match="ended by length"):
         check_answer(ASKED, short, max_model_len=4)
+
+
+def test_the_chats_of_a_run_know_what_no_answer_may_hold(
+    tiny_model: Path, store: MediaStore
+) -> None:
+    values = {"model": {"path": str(tiny_model)}, "env": {"name": "color_codeword"}}
+    config = RunFile.model_validate(values)
+    answers: list[dict[str, Any]] = []
+
+    async def generate(http: web.Request) -> web.Response:
+        return web.json_response(answers[-1])
+
+    async def main() -> None:
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", generate)
+        async with listening(app) as address:
+            chats = build_policy_chats(config, [address], store)
+            for token, told in (
+                (chats.renderer.vocab_size, "of a vocabulary of"),
+                (chats.renderer.pad_token_ids[0], "which is banned"),
+            ):
+                answers.append(build_answer(TEXT, token, STOP))
+                with pytest.raises(EngineError, match=told):
+                    await chats.client.generate(ASKED)
+            answers.append(build_answer(TEXT, TEXT))
+            long = config.inference.max_model_len - 2
+            await chats.client.generate(msgspec.structs.replace(ASKED, token_ids=[1] * long))
+            await chats.close()
+
+    asyncio.run(main())
 
 
 class Lies(ScriptedPolicy):

@@ -7,15 +7,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from sightline.compute.weights import write_weights
+from sightline.config import RunFile
 from sightline.errors import DiskFull
 from sightline.launch.processes import Processes
 from sightline.media import MediaStore
+from sightline.orchestrator.build import build
+from sightline.orchestrator.run_state import RunState
+from sightline.rollout.client import GenerateClient
 from sightline.run import EventLog, RunDir
 from sightline.trace import Trace, write_traces
 from sightline.trainer.ledger import Ledger, read_ledger
@@ -99,6 +104,22 @@ def test_the_reserve_is_kept(small_disk: Path) -> None:
     problem = f"the disk under {small_disk} has [0-9]+ bytes left, {SIZE // 2} are kept in reserve"
     with pytest.raises(DiskFull, match=problem):
         check_disk_room(small_disk, SIZE // 2)
+
+
+def test_the_orchestrator_looks_at_the_disk_of_the_run_too(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    run_dir = RunDir(small_disk / "run")
+    run_dir.make()
+    config = RunFile.model_validate({"model": {"path": "m"}, "env": {"name": "color_codeword"}})
+    nobody: Any = None
+    built = build(
+        config, run_dir, MediaStore(tmp_path / "media"), RunState.open(run_dir),
+        EventLog(run_dir.metrics, "orchestrator"), nobody, nobody, ["w"],
+        [GenerateClient("http://127.0.0.1:9")], None,
+    )  # fmt: skip
+    with pytest.raises(DiskFull, match=f"the disk under {run_dir.path} has"):
+        built.check_room()
 
 
 def test_a_limit_of_the_size_of_files_is_an_error_with_a_path(tmp_path: Path) -> None:
