@@ -105,6 +105,22 @@ def test_ranks_that_never_start_are_named_before_any_collective() -> None:
         one.close()
 
 
+def test_a_process_is_the_rank_of_its_name_and_no_other() -> None:
+    with ranks(2) as (lead, _):
+        lead.wait_for_start(timeout_s=30)
+        two, seven = (Spoke(lead.address, name, "s") for name in ("trainer-2", "trainer-7"))
+        two.send(wire.encode(RankReady(1, 0)))
+        seven.send(wire.encode(RankFailed(1, "gone")))
+        lead._wait(lambda: {2} - {len(lead._strangers)}, 30)
+        with pytest.raises(ProcessFailed, match=r"ranks \[1\] of 2 are missing") as caught:
+            lead.wait_until_loaded(timeout_s=0.2)
+        assert "trainer-2 (says that it is rank 1)" in caught.value.problem
+        assert "trainer-7 (did not say which rank it is)" in caught.value.problem
+        assert lead.ends.seen.empty()
+        for stranger in (two, seven):
+            stranger.close()
+
+
 def test_a_rank_that_fails_while_it_loads_ends_the_others() -> None:
     with ranks(3) as (lead, others):
         lead.wait_for_start(timeout_s=30)
