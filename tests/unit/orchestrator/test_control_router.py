@@ -20,6 +20,7 @@ from sightline.wire.control import (
     MemoryReport,
     ProcessReady,
     PublishedWeights,
+    RolloutResult,
     TrainingFinished,
 )
 
@@ -77,6 +78,7 @@ def test_noise_and_messages_without_the_secret_change_nothing() -> None:
         ("worker-0", control.encode(TrainingFinished(3)), "worker-0 sent TrainingFinished"),
         ("trainer", control.encode(TrainingFinished(4)), "trainer sent TrainingFinished"),
         ("trainer", control.encode(MemoryReport(1)), "trainer sent MemoryReport"),
+        ("trainer", control.encode(RolloutResult("r", "g", b"")), "trainer sent RolloutResult"),
     ],
 )
 def test_what_a_process_may_not_say_is_an_error_that_names_it(

@@ -253,6 +253,23 @@ def test_an_answer_that_no_sampler_gives_is_refused(
     assert caught.value.kind == "wrong_answer"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompt_token_ids": [1, 2, 2]},
+        {"prompt_token_ids": [1, 3]},
+        {"mm_placeholders": {"image": [{"offset": 0, "length": 1}]}},
+    ],
+)
+def test_a_prompt_that_vllm_expands_in_its_own_way_is_refused(
+    change: dict[str, Any], store: MediaStore
+) -> None:
+    answer = json.dumps(build_answer() | change).encode()
+    with pytest.raises(EngineError, match="expanded the prompt in another way") as caught:
+        answered(StockVLLMClient, answer, store)
+    assert caught.value.kind == "expansion"
+
+
 def test_the_context_limit_explains_a_short_answer(store: MediaStore) -> None:
     short = GenerateResponse("", [Choice(0, [TEXT], "length", Logprobs([TokenLogprob(5, -0.5)]))])
     check_answer(ASKED, short, max_model_len=3)

@@ -24,6 +24,7 @@ from sightline.rollout.client import GenerateClient
 from sightline.run import EventLog, RunDir
 from sightline.trace import Trace, write_traces
 from sightline.trainer.ledger import Ledger, read_ledger
+from sightline.trainer.run_writer import RunWriter
 from sightline.view.events import read_events
 from sightline.wire.disk import check_disk_room
 from sightline.wire.file import append_line, read_lines, write_atomic
@@ -106,20 +107,22 @@ def test_the_reserve_is_kept(small_disk: Path) -> None:
         check_disk_room(small_disk, SIZE // 2)
 
 
-def test_the_orchestrator_looks_at_the_disk_of_the_run_too(
+def test_the_disk_of_the_run_is_looked_at_before_every_step(
     small_disk: Path, tmp_path: Path
 ) -> None:
     run_dir = RunDir(small_disk / "run")
     run_dir.make()
     config = RunFile.model_validate({"model": {"path": "m"}, "env": {"name": "color_codeword"}})
     nobody: Any = None
+    events = EventLog(run_dir.metrics, "test")
     built = build(
-        config, run_dir, MediaStore(tmp_path / "media"), RunState.open(run_dir),
-        EventLog(run_dir.metrics, "orchestrator"), nobody, nobody, ["w"],
-        [GenerateClient("http://127.0.0.1:9")], None,
+        config, run_dir, MediaStore(tmp_path / "media"), RunState.open(run_dir), events, nobody,
+        nobody, ["w"], [GenerateClient("http://127.0.0.1:9")], None,
     )  # fmt: skip
-    with pytest.raises(DiskFull, match=f"the disk under {run_dir.path} has"):
-        built.check_room()
+    sft = RunWriter(run_dir, nobody, nobody, tmp_path, tmp_path, torch.float32, events)
+    for check in (built.check_room, sft.check):
+        with pytest.raises(DiskFull, match=f"the disk under {run_dir.path} has"):
+            check()
 
 
 def test_a_limit_of_the_size_of_files_is_an_error_with_a_path(tmp_path: Path) -> None:
