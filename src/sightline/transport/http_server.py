@@ -22,6 +22,7 @@ from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from sightline.errors import ConfigError, EngineError
 from sightline.transport.listen import is_ip_address, is_loopback
@@ -272,3 +273,33 @@ def build_uvicorn_config(
     made: dict[str, Any] = {"access_log": False, "log_level": "warning", "server_header": False}
     made |= {"http": partial(LimitedProtocol, limits=limits), "ws": "none", **options}
     return uvicorn.Config(app, **made)
+
+
+class LoopServer:
+    """An application on the event loop of other work: no signals, no lifespan, and no thread."""
+
+    def __init__(self, app: App, limits: ConnectionLimits = DEFAULT_LIMITS, **options: Any) -> None:
+        self._config = build_uvicorn_config(app, limits, **options)
+        self._limits = limits
+        self._state = ServerState()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+
+        def build_protocol() -> asyncio.Protocol:
+            return LimitedProtocol(self._config, self._state, {}, loop, limits=self._limits)
+
+        backlog = self._config.backlog
+        self._server = await loop.create_server(build_protocol, sock=listening, backlog=backlog)
+
+    async def close(self, grace_s: float) -> None:
+        """Requests under way have `grace_s` seconds; their clients are then hung up on."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        if self._state.tasks:
+            await asyncio.wait(self._state.tasks, timeout=grace_s)
+        for connection in list(self._state.connections):
+            connection.transport.abort()
