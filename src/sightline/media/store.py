@@ -208,7 +208,7 @@ class MediaStore:
                 with files.open_image(path) as file:
                     found = os.fstat(file.fileno())
                     self.limits.check_bytes(found.st_size)
-                    data = verify_bytes(digest, file.read(self.limits.max_bytes + 1))
+                    data = verify_bytes(digest, file.read(found.st_size + 1))
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except (MediaCorrupt, MediaRefused) as error:
