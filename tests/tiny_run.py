@@ -8,6 +8,7 @@ later versions have to read it: it is not written again once its version is rele
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from sightline.bench.harness.synthetic_run import SyntheticSize, write_synthetic
 from sightline.compute.tensor_file import write_tensors
 from sightline.compute.weights import write_weights
 from sightline.config import RunFile, dump_checked_toml
-from sightline.launch.claim import record_model_digests
+from sightline.launch.claim import SECRET_VARIABLE, make_secret, record_model_digests
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.run_state import RunState
 from sightline.run import RunDir
@@ -61,7 +62,8 @@ def write_run(path: Path, model: str = "") -> RunDir:
     ledger = Ledger(run_dir.ledger, 0)
     for ready in announced[:TRAINED]:
         ledger.add(ready.step, ready.digest)
-    manifest, _ = write_weights(run_dir.weights, tensors, TRAINED, 0)
+    make_secret(run_dir)
+    manifest, _ = write_weights(run_dir.weights, tensors, TRAINED, 0, run=run_dir.read_id())
     checkpoints = CheckpointStore(run_dir.checkpoints, keep=2)
     part = checkpoints.part(TRAINED)
     part.mkdir()
@@ -83,6 +85,7 @@ if __name__ == "__main__":
     target = GOLDEN / sightline.__version__
     if target.exists():
         sys.exit(f"{target} is there already, and stays as it is")
+    os.environ[SECRET_VARIABLE] = "the-secret-of-a-golden-run-opens-nothing"
     write_run(target, model="checkpoint")
     shutil.rmtree(target / "report", ignore_errors=True)
     print(sum(file.stat().st_size for file in target.rglob("*") if file.is_file()), "bytes")

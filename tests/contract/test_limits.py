@@ -19,12 +19,13 @@ from agents import picture_url
 from serving import Client, Together, embedded, live
 
 from sightline import MediaStore, MessageError, user
-from sightline.errors import PromptTooLong
-from sightline.families import load_renderer
+from sightline.errors import EngineError, PromptTooLong
+from sightline.families import load_family, load_renderer
 from sightline.families.renderer import MAX_TOOL_DEPTH
 from sightline.inference.server_spec import ServerSpec
-from sightline.inference.validator import MAX_LISTED_IDS, MAX_NAME_CHARS
+from sightline.inference.validator import MAX_LISTED_IDS, MAX_NAME_CHARS, RequestValidator
 from sightline.render import Emitter, Tokenizer
+from sightline.wire.codec import MAX_JSON_VALUES
 from sightline.wire.generate import SamplingParams
 from tests.contract.case import Checkpoint
 
@@ -247,6 +248,23 @@ def test_a_body_that_no_sequence_can_fill_is_not_decoded(
     connection.request("POST", "/inference/v1/generate", iter([b" " * most, b" "]), headers)
     assert connection.getresponse().status == 413
     connection.close()
+
+
+@pytest.mark.parametrize("piece", [b"[],", b'{"a":1},', b"1000,"], ids=["lists", "dicts", "ids"])
+def test_json_of_too_many_values_is_not_decoded(
+    client: Client, settings: ServerSpec, piece: bytes
+) -> None:
+    """The limit is what is said, and not what a decoder would say about the fields."""
+    most = MAX_JSON_VALUES + settings.inference.max_model_len
+    values = b"[" + piece * (1 + most // sum(piece.count(mark) for mark in b",[{")) + b"1]"
+    error = refuse(client, b'{"messages": ' + values + b"}")
+    assert f"values, and at most {most} are decoded" in error["message"]
+    # At a server the body of such a request is over its own limit.
+    family = load_family(settings.model.path)
+    validator = RequestValidator(family, 0, 512, settings.inference.max_model_len, frozenset())
+    with pytest.raises(EngineError, match=f"values, and at most {most} are decoded") as refused:
+        validator.check(b'{"token_ids": ' + values + b"}")
+    assert refused.value.status == 400 and refused.value.kind == "schema"
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import shutil
+import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -141,6 +143,60 @@ def test_a_corrupt_file_is_refused_on_every_read(store: MediaStore, damage: byte
     for look in (fresh.get, fresh.image, lambda r: fresh.get_ref(r.digest)):
         with pytest.raises(MediaCorrupt, match=ref.digest[:12]):
             look(ref)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "folder", "link", "loop"])
+def test_only_a_regular_file_is_an_image(store: MediaStore, tmp_path: Path, kind: str) -> None:
+    """Reading waits for no writer, and follows no link, not even to the very same bytes."""
+    ref = store.put(png())
+    path = store.path(ref.digest)
+    aside = path.rename(tmp_path / "aside.png")
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "socket":
+            os.mknod(path, stat.S_IFSOCK | 0o600)
+        case "device":
+            try:
+                os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
+            except PermissionError:
+                pytest.skip("only root makes devices")
+        case "folder":
+            path.mkdir()
+        case "link":
+            path.symlink_to(aside)
+        case "loop":
+            path.symlink_to(path)
+    fresh = pickle.loads(pickle.dumps(store))
+    for look in (store.get, store.image, fresh.get, lambda r: store.get_ref(r.digest)):
+        with pytest.raises(MediaCorrupt, match=f"{ref.digest[:12]} is no regular file.*{path}"):
+            look(ref)
+    assert not store.has(ref) and not store.touch(ref.digest)
+    other = MediaStore(tmp_path / "own", fallback_roots=[store.root, aside.parent / "copy"])
+    with pytest.raises(MediaCorrupt, match="no regular file"):
+        other.get(ref)
+    MediaStore(aside.parent / "copy").put(png())
+    assert other.get(ref) == png() and other.has(ref)
+    if kind != "folder":
+        assert store.put(png()) == ref and store.get(ref) == png()
+        assert aside.read_bytes() == png()
+
+
+def test_a_file_larger_than_any_image_is_not_read(store: MediaStore) -> None:
+    ref = store.put(png())
+    os.truncate(store.path(ref.digest), 1 << 40)
+    with pytest.raises(MediaRefused, match=f"above the limit.*{ref.digest}"):
+        store.get(ref)
+
+
+def test_the_root_of_a_store_may_be_a_link(store: MediaStore, tmp_path: Path) -> None:
+    ref = store.put(png())
+    (tmp_path / "link").symlink_to(store.root)
+    for linked in (
+        MediaStore(tmp_path / "link"),
+        MediaStore(tmp_path / "own", fallback_roots=[tmp_path / "link"]),
+    ):
+        assert linked.get(ref) == png() and linked.has(ref) and linked.touch(ref.digest)
 
 
 def test_putting_the_image_again_heals_a_corrupt_file(store: MediaStore) -> None:

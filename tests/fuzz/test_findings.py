@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
-from sightline.envs.task_files import open_tasks
-from sightline.errors import ConfigError, MediaRefused, MessageError, WireError
+from sightline.envs.task_files import ParquetRows, open_tasks
+from sightline.errors import ConfigError, MediaError, MediaRefused, MessageError, WireError
 from sightline.media import ImageIngestor, MediaStore
 from sightline.run.run_dir import RunDir
+from sightline.view.images_in_use import collect_digests
 from sightline.view.run_files import RunFiles
 from sightline.wire import control
 
@@ -39,6 +42,66 @@ def test_a_damaged_parquet_file_is_refused_by_name(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(ConfigError, match=r"rows\.parquet cannot be read"):
             open_tasks(path).read(0, MediaStore(tmp_path / "media").put)
+
+
+def write_claims(path: Path, num_rows: int) -> None:
+    """A parquet file of 5,003 rows whose footer says `num_rows`, in all of its places."""
+    parquet.write_table(pyarrow.table({"number": range(5003)}), path, compression="zstd")
+    data = path.read_bytes()
+    num_bytes = int.from_bytes(data[-8:-4], "little")
+    footer = data[-8 - num_bytes : -8]
+    true, claimed = (b"\x16" + encode_varint(number) for number in (5003, num_rows))
+    assert footer.count(true) == 3, "of the file, of the group and of its column"
+    footer = footer.replace(true, claimed)
+    end = footer + len(footer).to_bytes(4, "little") + data[-4:]
+    path.write_bytes(data[: -8 - num_bytes] + end)
+
+
+def encode_varint(number: int) -> bytes:
+    """An i64 of Thrift's compact protocol."""
+    left, made = (number << 1) ^ (number >> 63), b""
+    while left > 127:
+        made, left = made + bytes([left & 127 | 128]), left >> 7
+    return made + bytes([left])
+
+
+@pytest.mark.parametrize("num_rows", [-5003, -(2**62), 10**9, 2**62])
+def test_a_parquet_file_of_impossibly_many_rows_is_refused(tmp_path: Path, num_rows: int) -> None:
+    """Before a list of them is made, or gc walks through them."""
+    path = tmp_path / "samples" / "rows.parquet"
+    path.parent.mkdir()
+    write_claims(path, 5003)
+    assert len(open_tasks(path)) == 5003 and not collect_digests(tmp_path)
+    write_claims(path, num_rows)
+    with pytest.raises(ConfigError, match=rf"rows\.parquet cannot be read.*{num_rows}"):
+        open_tasks(path)
+    with pytest.raises(MediaError, match=rf"rows\.parquet cannot be read.*{num_rows}"):
+        collect_digests(tmp_path)
+
+
+def test_a_saved_table_of_impossibly_many_rows_is_refused(tmp_path: Path) -> None:
+    nothing = pyarrow.Array.from_buffers(pyarrow.null(), 2**31 - 1, [None])
+    batch = pyarrow.RecordBatch.from_arrays([nothing], ["nothing"])
+    with pyarrow.ipc.new_stream(tmp_path / "a.arrow", batch.schema) as writer:
+        writer.write_batch(batch)
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+    with pytest.raises(ConfigError, match="says 2147483647 rows"):
+        open_tasks(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["compressed", "repeated"])
+def test_a_row_group_that_grows_out_of_its_file_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "rows.parquet"
+    long = "x" * 10_000
+    if kind == "compressed":
+        column = pyarrow.array([f"{number}{long}" for number in range(400)])
+    else:
+        column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 400), [long])
+    table = pyarrow.table({"text": column, "number": range(400)})
+    parquet.write_table(table, path, compression="zstd", store_schema=False)
+    with pytest.raises(ConfigError, match=r"rows\.parquet cannot be read: ValueError: a row group"):
+        ParquetRows(path, max_group_bytes=1 << 20).row(0)
+    assert ParquetRows(path).row(399)["number"] == 399
 
 
 def test_a_line_of_tasks_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:

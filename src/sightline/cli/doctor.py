@@ -17,7 +17,7 @@ import sightline
 MIN_PYTHON = (3, 11)
 EXTRAS = {
     "train": ("torch transformers safetensors jaxtyping", "rl, sft, serve, eval, check, export"),
-    "view": ("fastapi uvicorn", "view"),
+    "view": ("fastapi", "view"),
     "data": ("pyarrow", "tasks and samples in parquet files"),
     "datasets": ("datasets", "data sets of the Hub"),
     "lora": ("peft", "[lora] in a run file"),

@@ -36,8 +36,6 @@ EXTRA_OF_PACKAGE = {
     "safetensors": "train",
     "jaxtyping": "train",
     "fastapi": "view",
-    "starlette": "view",
-    "uvicorn": "view",
     "pyarrow": "data",
     "peft": "lora",
 }

@@ -25,6 +25,9 @@ Put = Callable[[Any], MediaRef]
 FEATURES_KEY = b"huggingface"
 """Where the `datasets` library writes, in a schema, what its columns are."""
 _SUFFIXES = (".jsonl", ".ndjson", ".parquet")
+MAX_GROUP_BYTES = 1 << 30
+"""Memory that a row group may take, beside 16 times the size of its file."""
+_BATCH_ROWS = 1024
 
 
 class TaskFile:
@@ -182,17 +185,13 @@ class JsonlRows:
 class ParquetRows:
     """Rows of a parquet file, read by row group; the last group is cached for its neighbours."""
 
-    def __init__(self, path: Path) -> None:
-        parquet = import_extra("pyarrow.parquet", "data")
+    def __init__(self, path: Path, max_group_bytes: int = MAX_GROUP_BYTES) -> None:
         self._path = path
+        self._max_group_bytes = max_group_bytes + 16 * path.stat().st_size
+        self._file, sizes = open_parquet(path, max_group_bytes, memory_map=True)
+        self._stops = list(itertools.accumulate(sizes))
+        self._cached: tuple[int, Any] = (-1, None)
         with _name_damage(path):
-            self._file = parquet.ParquetFile(path, memory_map=True)
-            groups = map(self._file.metadata.row_group, range(self._file.num_row_groups))
-            sizes = [group.num_rows for group in groups]
-            if min(sizes, default=0) < 0 or sum(sizes) != self._file.metadata.num_rows:
-                raise ValueError(f"its groups say {sizes} rows of {self._file.metadata.num_rows}")
-            self._stops = list(itertools.accumulate(sizes))
-            self._cached: tuple[int, Any] = (-1, None)
             self.image_columns = image_columns(self._file.schema_arrow)
 
     def __len__(self) -> int:
@@ -203,10 +202,46 @@ class ParquetRows:
         cached, table = self._cached
         with _name_damage(self._path):
             if cached != group:
-                table = self._file.read_row_group(group)
+                table = self._read_group(group)
                 self._cached = (group, table)
             first = self._stops[group - 1] if group else 0
             return _read_row(table, number - first)
+
+    def _read_group(self, group: int) -> Any:
+        """In pieces: a value that is there once may be that of every row."""
+        most, num_bytes, batches = self._max_group_bytes, 0, []
+        for batch in self._file.iter_batches(_BATCH_ROWS, row_groups=[group]):
+            num_bytes += batch.nbytes
+            if num_bytes > most:
+                raise ValueError(f"a row group takes more than {most} bytes of memory")
+            batches.append(batch)
+        return import_extra("pyarrow", "data").Table.from_batches(batches)
+
+
+def open_parquet(
+    path: Path, max_group_bytes: int = MAX_GROUP_BYTES, memory_map: bool = False
+) -> tuple[Any, list[int]]:
+    """A parquet file, and the rows of its groups; none that its bytes cannot hold."""
+    parquet = import_extra("pyarrow.parquet", "data")
+    with _name_damage(path):
+        file = parquet.ParquetFile(path, memory_map=memory_map)
+        groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
+        sizes = [group.num_rows for group in groups]
+        if min(sizes, default=0) < 0 or sum(sizes) != file.metadata.num_rows:
+            raise ValueError(f"its groups say {sizes} rows of {file.metadata.num_rows}")
+        num_bytes = path.stat().st_size
+        _check_num_rows(sum(sizes), num_bytes)
+        most = max_group_bytes + 16 * num_bytes
+        largest = max((group.total_byte_size for group in groups), default=0)
+        if largest > most:
+            raise ValueError(f"a row group of {largest} bytes, and at most {most} are read")
+    return file, sizes
+
+
+def _check_num_rows(num_rows: int, num_bytes: int) -> None:
+    """A row that tells something takes a bit or more; lists of all rows are kept in memory."""
+    if num_rows > 8 * num_bytes:
+        raise ValueError(f"it says {num_rows} rows, and has {num_bytes} bytes")
 
 
 @contextmanager
@@ -226,9 +261,13 @@ def _read_saved_table(folder: Path) -> Any:
     """Arrow files, mapped into memory: what the workers of a machine read is there once."""
     pyarrow = import_extra("pyarrow", "data")
     import_extra("pyarrow.ipc", "data")
-    state = json.loads((folder / "state.json").read_text())
-    maps = [pyarrow.memory_map(str(folder / file["filename"])) for file in state["_data_files"]]
-    return pyarrow.concat_tables([pyarrow.ipc.open_stream(mapped).read_all() for mapped in maps])
+    with _name_damage(folder):
+        state = json.loads((folder / "state.json").read_text())
+        maps = [pyarrow.memory_map(str(folder / file["filename"])) for file in state["_data_files"]]
+        tables = [pyarrow.ipc.open_stream(mapped).read_all() for mapped in maps]
+        table = pyarrow.concat_tables(tables)
+        _check_num_rows(table.num_rows, sum(mapped.size() for mapped in maps))
+        return table
 
 
 class ArrowRows:

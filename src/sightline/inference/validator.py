@@ -13,6 +13,7 @@ from sightline.errors import FingerprintMismatch, MediaRefused, Misaligned
 from sightline.families import Family
 from sightline.inference.errors import build_engine_error
 from sightline.wire import MediaItem, Slot
+from sightline.wire.codec import find_json_excess
 from sightline.wire.generate import GenerateRequest, SamplingParams
 
 MAX_CHOICES = 64
@@ -84,6 +85,8 @@ class RequestValidator:
         )
 
     def _decode(self, body: bytes) -> GenerateRequest:
+        if excess := find_json_excess(body, self.max_model_len):
+            raise build_engine_error("schema", f"the body has {excess}", _SEE_DOCS)
         try:
             return _DECODER.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

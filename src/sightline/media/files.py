@@ -8,18 +8,21 @@ command goes through a whole store, to `verify` it or to collect garbage (`gc`).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
 import os
 import secrets
+import stat
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
-from sightline.errors import MediaError
+from sightline.errors import MediaCorrupt, MediaError
 from sightline.media.ref import check_digest, is_digest
 
 LOCK_NAME = ".lock"
@@ -50,6 +53,29 @@ def get_image_path(root: Path, digest: str) -> Path:
     return root / digest[:2] / digest[2:4] / digest
 
 
+def is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def open_image(path: Path) -> BinaryIO:
+    """Opens a regular file; a link is not followed, and the writer of a pipe not waited for."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            return open(fd, "rb")
+        os.close(fd)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            raise
+    raise MediaCorrupt(
+        f"image {path.name[:12]} is no regular file",
+        "find out who put a link, a pipe or a device there; putting the image again replaces it",
+    )
+
+
 def write(root: Path, path: Path, data: bytes) -> bool:
     """Have `data` at `path`, durably; True when it was not there before.
 
@@ -59,7 +85,7 @@ def write(root: Path, path: Path, data: bytes) -> bool:
     _make_directory(path.parent, root)
     with lock_store(root):
         if _has_bytes(path, data):
-            os.utime(path)
+            os.utime(path, follow_symlinks=False)
             return False
     write_atomic(path, data, lock_store(root))
     return True
@@ -89,11 +115,11 @@ def renew_last_use(root: Path, path: Path) -> bool:
     """
     try:
         with lock_store(root):
-            os.utime(path)
+            os.utime(path, follow_symlinks=False)
     except FileNotFoundError:
         return False
     except OSError:
-        return path.exists()
+        return is_regular(path)
     return True
 
 
@@ -130,8 +156,9 @@ def _directories(path: str | Path) -> list[os.DirEntry[str]]:
 
 def _has_bytes(path: Path, data: bytes) -> bool:
     try:
-        return path.stat().st_size == len(data) and path.read_bytes() == data
-    except FileNotFoundError:
+        with open_image(path) as file:
+            return os.fstat(file.fileno()).st_size == len(data) and file.read() == data
+    except (FileNotFoundError, MediaCorrupt):
         return False
 
 

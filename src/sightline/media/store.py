@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -170,16 +171,18 @@ class MediaStore:
     def has(self, ref: MediaRef | str) -> bool:
         digest = ref.digest if isinstance(ref, MediaRef) else ref
         check_digest(digest)
-        return any(files.get_image_path(root, digest).is_file() for root in self._roots)
+        return any(files.is_regular(files.get_image_path(root, digest)) for root in self._roots)
 
     def touch(self, digest: str) -> bool:
         """Count this as a use of the image; False when no root holds it."""
         path = self.path(digest)
         try:
-            last_use = path.stat().st_mtime
+            found = path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             return self.has(digest)
-        if not _is_stale(last_use):
+        if not stat.S_ISREG(found.st_mode):
+            return self.has(digest)
+        if not _is_stale(found.st_mtime):
             return True
         return files.renew_last_use(self.root, path) or self.has(digest)
 
@@ -202,13 +205,14 @@ class MediaStore:
         for root in self._roots:
             path = files.get_image_path(root, digest)
             try:
-                with open(path, "rb") as file:
-                    last_use = os.fstat(file.fileno()).st_mtime
-                    data = verify_bytes(digest, file.read())
+                with files.open_image(path) as file:
+                    found = os.fstat(file.fileno())
+                    self.limits.check_bytes(found.st_size)
+                    data = verify_bytes(digest, file.read(found.st_size + 1))
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            except MediaCorrupt as error:
-                damage = damage or MediaCorrupt(f"{error.problem}, in {path}", error.fix)
+            except (MediaCorrupt, MediaRefused) as error:
+                damage = damage or type(error)(f"{error.problem}, in {path}", error.fix)
                 continue
             except OSError as error:
                 fix = "let this user read the store, and check the disk under it"
@@ -216,7 +220,11 @@ class MediaStore:
                 unread.__cause__ = error  # by which a server knows that it may heal
                 damage = damage or unread
                 continue
-            if root is self.root and _is_stale(last_use) and not files.renew_last_use(root, path):
+            if (
+                root is self.root
+                and _is_stale(found.st_mtime)
+                and not files.renew_last_use(root, path)
+            ):
                 continue  # gc removed it while it was read
             return data
         if damage:

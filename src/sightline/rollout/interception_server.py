@@ -20,14 +20,18 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from sightline.errors import EngineError, EnvironmentFailed, SightlineError
 from sightline.media import MediaRef, UrlRefCache
@@ -48,12 +52,21 @@ from sightline.rollout.openai_api.error_response import (
 )
 from sightline.rollout.openai_api.request import ChatRequest, read_chat_request, resolve_images
 from sightline.trace.history_match import make_call_id
+from sightline.transport.http_server import (
+    DEFAULT_LIMITS,
+    GuardMiddleware,
+    LoopServer,
+    RequestGuard,
+    read_bearer,
+)
 
 MAX_BODY_BYTES = 1 << 28
 """A history of hundreds of screenshots, each in base64."""
 MODEL_NAME = "policy"
 """The one model here; a request may call it by any name."""
+_HOST = "127.0.0.1"
 _CLOSE_S = 1.0
+_KEEP_ALIVE_S = 600
 _BACKLOG = 1024
 
 _Reply = tuple[ChatRequest, CompletedTurn] | OpenAIErrorResponse
@@ -91,13 +104,13 @@ class _RequestBody:
         """Bytes received; they count on once taken, as what they are parsed into is as large."""
         self._parts: list[bytes] = []
 
-    async def receive(self, http: web.Request, max_bytes: int) -> None:
+    async def receive(self, http: Request, max_bytes: int) -> None:
         """Raises EngineError, before it reads on, when the body has more than `max_bytes` bytes."""
-        if (http.content_length or 0) > max_bytes:
+        if int(http.headers.get("content-length", 0)) > max_bytes:
             raise _too_large_error(max_bytes)
-        # Not http.read(): the request would keep what it returns until it is answered, and the
+        # Not http.body(): the request would keep what it returns until it is answered, and the
         # event loop would put it together.
-        async for part, _ in http.content.iter_chunks():
+        async for part in http.stream():
             self._parts.append(part)
             self.num_bytes += len(part)
             if self.num_bytes > max_bytes:
@@ -123,6 +136,7 @@ class InterceptionServer:
 
     def __init__(self, resolver: ImageResolver) -> None:
         self.max_body_bytes = MAX_BODY_BYTES
+        self.limits = DEFAULT_LIMITS
         self._resolver = resolver
         self._bodies: set[_RequestBody] = set()
         self.counts = AgentCounts()
@@ -132,7 +146,7 @@ class InterceptionServer:
         self._socket: socket.socket | None = None
         self._start_lock = threading.Lock()
         self._started: Future[None] | None = None
-        self._runner: web.AppRunner | None = None
+        self._server: LoopServer | None = None
 
     def open_base_url(self) -> str:
         """The address; starts to listen at the first call, in any thread, of a rollout in play."""
@@ -143,9 +157,9 @@ class InterceptionServer:
                         "no rollout is in play", "use chat.base_url inside of rollout()"
                     )
                 # Connections that come before the server is up wait in the socket.
-                self._socket = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
+                self._socket = socket.create_server((_HOST, 0), backlog=_BACKLOG)
                 self._started = asyncio.run_coroutine_threadsafe(self._serve(), self._loop)
-            return f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+            return f"http://{_HOST}:{self._socket.getsockname()[1]}/v1"
 
     @property
     def memory_bytes(self) -> int:
@@ -172,34 +186,37 @@ class InterceptionServer:
     async def close(self) -> None:
         if self._started is not None:
             await asyncio.wrap_future(self._started)
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._server is not None:
+            await self._server.close(_CLOSE_S)
 
     async def _serve(self) -> None:
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", self._complete)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_route("*", "/{path:.*}", self._unknown)
-        # An agent that hangs up never sees the answer, so that it is not sampled to the end.
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=_CLOSE_S
+        routes = [
+            Route("/v1/chat/completions", self._complete, methods=["POST"]),
+            Route("/v1/models", self._models),
+        ]
+        app = Starlette(routes=routes, exception_handlers={HTTPException: self._unknown})
+        self._server = LoopServer(
+            # Keys are those of rollouts: the guard has none.
+            GuardMiddleware(app, RequestGuard(_HOST)),
+            self.limits,
+            backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_S,
         )
-        await self._runner.setup()
         assert self._socket is not None
-        await web.SockSite(self._runner, self._socket, backlog=_BACKLOG).start()
+        await self._server.start(self._socket)
 
     # -- routes
 
-    async def _unknown(self, http: web.Request) -> web.Response:
+    async def _unknown(self, http: Request, error: Exception) -> Response:
         return _error_response(NO_SUCH_ROUTE)
 
-    async def _models(self, http: web.Request) -> web.Response:
+    async def _models(self, http: Request) -> Response:
         if self._find_session(http) is None:
             return _error_response(UNKNOWN_KEY)
         model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "sightline"}
-        return web.json_response({"object": "list", "data": [model]})
+        return _json_response({"object": "list", "data": [model]})
 
-    async def _complete(self, http: web.Request) -> web.StreamResponse:
+    async def _complete(self, http: Request) -> Response:
         session = self._find_session(http)
         if session is None:
             return _error_response(UNKNOWN_KEY)
@@ -210,28 +227,27 @@ class InterceptionServer:
         name = f"chatcmpl-{session.chat.trace.id}-{turn.node.id}"
         answer = _build_completion(turn, name, request.model or MODEL_NAME)
         if not request.stream:
-            body = msgspec.json.encode(completion_body(answer))
-            self.counts.agent_received_bytes += len(body)
-            return web.json_response(body=body)
-        stream = web.StreamResponse(
-            headers={"content-type": "text/event-stream", "cache-control": "no-cache"}
-        )
+            response = _json_response(completion_body(answer))
+            self.counts.agent_received_bytes += len(response.body)
+            return response
         # The turn is in the trace: an agent that hangs up now has the rest of its rollout for it.
-        with suppress(ConnectionError):
-            await stream.prepare(http)
-            for chunk in stream_events(answer, request.include_usage):
-                self.counts.agent_received_bytes += len(chunk)
-                await stream.write(chunk)
-            await stream.write_eof()
-        return stream
+        return StreamingResponse(
+            self._stream(answer, request.include_usage),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache"},
+        )
 
-    def _find_session(self, http: web.Request) -> _AgentSession | None:
-        scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        return self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+    async def _stream(self, answer: ChatCompletion, include_usage: bool) -> AsyncIterator[bytes]:
+        for chunk in stream_events(answer, include_usage):
+            self.counts.agent_received_bytes += len(chunk)
+            yield chunk
+
+    def _find_session(self, http: Request) -> _AgentSession | None:
+        return self._sessions.get(read_bearer(http.headers))
 
     # -- the work
 
-    async def _answer_request(self, session: _AgentSession, http: web.Request) -> _Reply:
+    async def _answer_request(self, session: _AgentSession, http: Request) -> _Reply:
         """Answers a request; whatever goes wrong is answered too, and kept on the trace."""
         chat, body = session.chat, _RequestBody()
         self._bodies.add(body)
@@ -239,15 +255,19 @@ class InterceptionServer:
             await body.receive(http, self.max_body_bytes)
             self.counts.agent_requests += 1
             self.counts.agent_sent_bytes += body.num_bytes
-            request, messages = await chat.run_in_pool(self._read_request, session, body)
+            with _cancelled_when_gone(http):
+                request, messages = await chat.run_in_pool(self._read_request, session, body)
         except SightlineError as error:
             chat.record_refusal(error)
             return OpenAIErrorResponse.of(error)
+        except ClientDisconnect:
+            return ROLLOUT_OVER  # which nobody hears
         finally:
             self._bodies.discard(body)
         try:
             max_tokens = request.max_tokens or chat.max_tokens
-            return request, await chat.answer(messages, request.tools, max_tokens)
+            with _cancelled_when_gone(http):
+                return request, await chat.answer(messages, request.tools, max_tokens)
         except SightlineError as error:
             refusal = OpenAIErrorResponse.of(error)
             if refusal.status == 500:
@@ -279,19 +299,30 @@ class InterceptionServer:
         return replace(request, messages=[]), messages
 
 
-async def _run_until_over(session: _AgentSession, work: Coroutine[Any, Any, Any]) -> Any:
+async def _run_until_over(session: _AgentSession, work: Coroutine[Any, Any, _Reply]) -> _Reply:
     """Does `work` unless the rollout ends first or the agent hangs up."""
     task = asyncio.create_task(work)
     session.requests.add(task)
     try:
         return await task
     except asyncio.CancelledError:
-        handler = asyncio.current_task()
-        if handler is not None and handler.cancelling():
-            raise
         return ROLLOUT_OVER
     finally:
         session.requests.discard(task)
+
+
+@contextmanager
+def _cancelled_when_gone(http: Request) -> Iterator[None]:
+    """Cancels this task when its agent hangs up, which is all that comes after a body: the answer
+    would never be seen, so that it is not sampled to the end."""
+    task = asyncio.current_task()
+    assert task is not None
+    gone = asyncio.ensure_future(http.receive())
+    gone.add_done_callback(lambda over: over.cancelled() or task.cancel())
+    try:
+        yield
+    finally:
+        gone.cancel()
 
 
 def _build_completion(turn: CompletedTurn, name: str, model: str) -> ChatCompletion:
@@ -306,7 +337,12 @@ def _build_completion(turn: CompletedTurn, name: str, model: str) -> ChatComplet
     return ChatCompletion(name, model, int(time.time()), [choice], num_prompt, num_cached)
 
 
-def _error_response(error: OpenAIErrorResponse) -> web.Response:
-    return web.json_response(
-        body=msgspec.json.encode(error.body), status=error.status, headers=error.headers
-    )
+def _json_response(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _error_response(error: OpenAIErrorResponse) -> Response:
+    response = _json_response(error.body)
+    response.status_code = error.status
+    response.headers.update(error.headers)
+    return response

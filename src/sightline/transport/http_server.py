@@ -3,7 +3,8 @@
 A web page can make a browser post to this machine, or have its own name resolved to it. So a
 request names the server by an address, comes from no other origin, and what it posts is JSON, which
 no page can send unasked. Where a server has a token, it is needed too. The connection has limits of
-its own: bytes and seconds of a request's head, seconds of its body, and the number of connections.
+its own: bytes and seconds of a request's head, seconds of its body, seconds in which nothing of the
+answer is taken, and the number of connections.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import socket
+import struct
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +22,7 @@ from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from sightline.errors import ConfigError, EngineError
 from sightline.transport.listen import is_ip_address, is_loopback
@@ -143,6 +147,8 @@ class ConnectionLimits:
     """Between two pieces of a body."""
     body_s: float = 120.0
     """From the end of the head to the end of the body."""
+    unread_s: float = 60.0
+    """Without a byte taken of an answer; looked at once in so many seconds."""
     max_connections: int = 4096
     """One more is answered with 503."""
 
@@ -151,7 +157,8 @@ DEFAULT_LIMITS = ConnectionLimits()
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's own protocol; a request that does not arrive in time ends its connection."""
+    """uvicorn's own protocol; a request that does not arrive in time ends its connection, and so
+    does an answer that is not taken."""
 
     def __init__(
         self, *args: Any, limits: ConnectionLimits = DEFAULT_LIMITS, **options: Any
@@ -163,14 +170,44 @@ class LimitedProtocol(HttpToolsProtocol):
         self._until = 0.0
         self._is_head = True
         self._num_head_bytes = 0
+        self._unread_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Writing is paused, and nothing added, while anything waits to be taken.
+        transport.set_write_buffer_limits(high=0)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_unread_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_unread(0)
+
+    def resume_writing(self) -> None:
+        self._stop_unread_timer()
+        super().resume_writing()
+
+    def _watch_unread(self, num_before: int) -> None:
+        """Ends a connection of which `num_before` bytes waited a while ago and wait still."""
+        num_unread = self.transport.get_write_buffer_size()
+        if num_unread == num_before:
+            # With a reset: the kernel would keep its share of the answer for a while.
+            kernel_socket = self.transport.get_extra_info("socket")
+            kernel_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.transport.abort()
+        else:
+            self._unread_timer = self.loop.call_later(
+                self._limits.unread_s, self._watch_unread, num_unread
+            )
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
 
     def data_received(self, data: bytes) -> None:
         if self._timer is None and (self.cycle is None or self.cycle.response_complete):
@@ -182,6 +219,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self._num_head_bytes += len(data)
             if self._num_head_bytes > self._limits.max_head_bytes:
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        if self._timer is None:
+            self._await_head()  # behind a request that is not answered yet
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._is_head = False
@@ -231,3 +273,33 @@ def build_uvicorn_config(
     made: dict[str, Any] = {"access_log": False, "log_level": "warning", "server_header": False}
     made |= {"http": partial(LimitedProtocol, limits=limits), "ws": "none", **options}
     return uvicorn.Config(app, **made)
+
+
+class LoopServer:
+    """An application on the event loop of other work: no signals, no lifespan, and no thread."""
+
+    def __init__(self, app: App, limits: ConnectionLimits = DEFAULT_LIMITS, **options: Any) -> None:
+        self._config = build_uvicorn_config(app, limits, **options)
+        self._limits = limits
+        self._state = ServerState()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+
+        def build_protocol() -> asyncio.Protocol:
+            return LimitedProtocol(self._config, self._state, {}, loop, limits=self._limits)
+
+        backlog = self._config.backlog
+        self._server = await loop.create_server(build_protocol, sock=listening, backlog=backlog)
+
+    async def close(self, grace_s: float) -> None:
+        """Requests under way have `grace_s` seconds; their clients are then hung up on."""
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self._state.connections):
+            connection.shutdown()
+        if self._state.tasks:
+            await asyncio.wait(self._state.tasks, timeout=grace_s)
+        for connection in list(self._state.connections):
+            connection.transport.abort()

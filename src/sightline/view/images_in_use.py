@@ -12,7 +12,8 @@ import stat
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from sightline.errors import MediaError
+from sightline.envs.task_files import open_parquet
+from sightline.errors import ConfigError, MediaError
 
 RUN_FOLDERS = ("traces", "batches", "samples", "checkpoints", "scores")
 
@@ -116,16 +117,16 @@ def _digests_in(data: bytes) -> Iterator[str]:
 
 def _digests_in_parquet(path: Path) -> Iterator[str]:
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import ArrowException
     except ImportError as error:
         raise MediaError(
             f"{path} may refer to images, and pyarrow, which reads it, is not installed",
             "install pyarrow and run gc again",
         ) from error
     try:
-        with parquet.ParquetFile(path) as table:
+        with open_parquet(path)[0] as table:
             for batch in table.iter_batches(batch_size=64):
                 # A digest stays whole however values are nested, and whatever is escaped beside it.
                 yield from _digests_in(repr(batch.to_pylist()).encode())
-    except ArrowException as error:
+    except (ArrowException, ConfigError) as error:
         raise OSError(str(error)) from error

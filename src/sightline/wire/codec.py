@@ -12,6 +12,8 @@ from sightline.errors import WireError
 Message = TypeVar("Message")
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What msgspec raises about bytes: of the wrong shape, text that is no UTF-8, nested too deeply."""
+MAX_JSON_VALUES = 1_000_000
+"""Values of a request in JSON, beside a token or a word for each that a sequence may have."""
 _FIX = "run the same version of sightline on both sides"
 
 
@@ -38,6 +40,17 @@ class Codec(Generic[Message]):
             return self.decode(data)
         except WireError as error:
             raise WireError(f"{peer} sent {error.problem}", error.fix) from error
+
+
+def find_json_excess(body: bytes, max_model_len: int) -> str:
+    """Says how many values JSON may hold if it is more than are decoded; empty if not.
+
+    A value takes 3 bytes of JSON and 100 of memory. Marks are counted, so that those in texts,
+    which are tokens, count too.
+    """
+    num_values = sum(body.count(mark) for mark in (b",", b"[", b"{"))
+    most = MAX_JSON_VALUES + max_model_len
+    return f"{num_values} values, and at most {most} are decoded" if num_values > most else ""
 
 
 def get_release() -> str:

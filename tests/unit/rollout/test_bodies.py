@@ -22,6 +22,7 @@ from sightline.envs import Chat
 from sightline.media import ImageIngestor, MediaRef
 from sightline.rollout.player import RolloutPlayer
 from sightline.trace import Trace
+from sightline.transport.http_server import ConnectionLimits
 from sightline.wire.control import RolloutRequest
 
 NUM_TURNS = 4
@@ -132,12 +133,25 @@ class Halves:
 
 async def post(chat: Chat, data: Any) -> tuple[int, Any]:
     """The status and the body of the answer."""
-    headers = {"authorization": f"Bearer {chat.api_key}"}
+    headers = {"authorization": f"Bearer {chat.api_key}", "content-type": "application/json"}
     async with (
         aiohttp.ClientSession(headers=headers) as session,
         session.post(chat.base_url + "/chat/completions", data=data) as answer,
     ):
         return answer.status, await answer.json()
+
+
+async def send_raw(chat: Chat, *head: str) -> str:
+    """The first line of the answer to a head, and to the beginning of a body."""
+    host, _, port = chat.base_url.removeprefix("http://").removesuffix("/v1").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    lines = ["POST /v1/chat/completions HTTP/1.1", *head, "content-type: application/json"]
+    lines += [f"authorization: Bearer {chat.api_key}", "content-length: 10", "", "{"]
+    writer.write("\r\n".join(lines).encode())
+    try:
+        return (await reader.readline()).decode()
+    finally:
+        writer.close()
 
 
 async def until(player: RolloutPlayer, num_bytes: int) -> None:
@@ -285,3 +299,28 @@ def test_a_body_above_the_limit_is_a_413_that_the_trace_keeps(
     assert len(trace.turns) == 1 and store.num_put == 0
     assert len(trace.refused_requests) == 2
     assert all("EngineError: the body has more than" in kept for kept in trace.refused_requests)
+
+
+def test_the_endpoint_has_the_lock_and_the_limits_of_every_server(
+    tiny_model: Path, store: CountingStore
+) -> None:
+    seen: list[str] = []
+
+    async def rollout(chat: Chat) -> float:
+        seen.append(await send_raw(chat, "host: evil.example"))
+        seen.append(await send_raw(chat, "host: localhost", "origin: http://evil.example"))
+        seen.append(await send_raw(chat, "host: localhost"))
+        return await loop(chat, [picture_url(0)])
+
+    async def main() -> Trace:
+        async with listening(ScriptedPolicy().app()) as address:
+            with Worker(tiny_model, store, address).player(rollout) as player:
+                player.chats.interception.limits = ConnectionLimits(silence_s=0.3)
+                played = await player.play(RolloutRequest("r", "g", 0, "train", 1, 1.0))
+                assert not player.memory_bytes
+                await player.close()
+                return played.trace
+
+    trace = asyncio.run(main())
+    assert [line.split()[1] for line in seen] == ["421", "403", "408"]
+    assert len(trace.turns) == 1 and not trace.refused_requests

@@ -159,7 +159,7 @@ def test_fuzzed_bodies_leave_an_endpoint_and_its_trace_whole(
     statuses: dict[int, int] = {}
 
     async def rollout(chat: Chat) -> float:
-        headers = {"authorization": f"Bearer {chat.api_key}"}
+        headers = {"authorization": f"Bearer {chat.api_key}", "content-type": "application/json"}
         async with aiohttp.ClientSession(headers=headers) as session:
             for _ in range(NUM_SENT):
                 async with session.post(

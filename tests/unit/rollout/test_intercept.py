@@ -571,7 +571,7 @@ def test_a_body_that_is_no_request_is_refused(tiny_model: Path, store: MediaStor
     )  # fmt: skip
 
     async def rollout(chat: Chat) -> float:
-        headers = {"authorization": f"Bearer {chat.api_key}"}
+        headers = {"authorization": f"Bearer {chat.api_key}", "content-type": "application/json"}
         async with aiohttp.ClientSession(headers=headers) as session:
             for body in bodies:
                 async with session.post(chat.base_url + "/chat/completions", data=body) as answer:

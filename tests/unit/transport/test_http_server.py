@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import select
 import socket
 import threading
 import time
@@ -31,6 +31,8 @@ from sightline.transport.listen import bind_socket
 
 JSON = {"content-type": "application/json"}
 TOKEN = "a-token-of-some-length"
+LONG_BYTES = 1 << 25
+"""More than the kernel takes for a client that does not read."""
 
 
 @contextmanager
@@ -41,11 +43,20 @@ def serving(guard: RequestGuard, limits: ConnectionLimits = DEFAULT_LIMITS) -> I
         except ClientDisconnect:
             return PlainTextResponse("gone", 499)
 
+    async def long(http: Request) -> PlainTextResponse:
+        return PlainTextResponse(bytes(LONG_BYTES))
+
+    async def wait(http: Request) -> PlainTextResponse:
+        await http.body()
+        await http.receive()  # until it is gone
+        return PlainTextResponse("gone", 499)
+
     routes = [Route(path, answer, methods=["GET", "POST"]) for path in ("/", "/health")]
+    routes += [Route("/long", long), Route("/wait", wait)]
     app = Starlette(routes=routes, middleware=[Middleware(GuardMiddleware, guard=guard)])
     listening = bind_socket("127.0.0.1", 0)
     running = uvicorn.Server(build_uvicorn_config(app, limits))
-    thread = threading.Thread(target=lambda: asyncio.run(running.serve(sockets=[listening])))
+    thread = threading.Thread(target=lambda: running.run(sockets=[listening]))
     thread.start()
     while not running.started:
         time.sleep(0.005)
@@ -148,7 +159,7 @@ def test_without_a_token_no_server_listens_elsewhere(host: str) -> None:
 
 
 QUICK = ConnectionLimits(
-    max_head_bytes=4096, head_s=0.3, silence_s=0.3, body_s=0.9, max_connections=4
+    max_head_bytes=4096, head_s=0.3, silence_s=0.3, body_s=0.9, unread_s=0.5, max_connections=4
 )
 HEAD = b"POST / HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
@@ -198,6 +209,41 @@ def test_a_kept_connection_has_the_same_limits(quick_port: int) -> None:
             time.sleep(0.5)  # idle for longer than a head may take: only its keep-alive ends it
         connection.sendall(b"POST")
         assert b" 408 " in read_all(connection)
+
+
+@pytest.mark.parametrize("more", [b"", b"x: " + b"y" * 5000], ids=["slow", "long"])
+def test_a_request_behind_one_that_is_not_answered_has_the_same_limits(
+    quick_port: int, more: bytes
+) -> None:
+    with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
+        connection.sendall(b"GET /wait HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        time.sleep(0.1)  # in pieces of their own
+        connection.sendall(HEAD + more)
+        assert (b" 431 " if more else b" 408 ") in read_all(connection)
+
+
+def ask_long(connection: socket.socket) -> None:
+    connection.sendall(b"GET /long HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+
+
+def test_an_answer_that_nobody_takes_ends_its_connection(quick_port: int) -> None:
+    with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
+        ask_long(connection)
+        poll = select.poll()
+        poll.register(connection, 0)  # its end alone
+        assert poll.poll(30_000)
+        with pytest.raises(ConnectionResetError):
+            read_all(connection)
+
+
+def test_an_answer_that_is_taken_slowly_arrives(quick_port: int) -> None:
+    with socket.create_connection(("127.0.0.1", quick_port), timeout=30) as connection:
+        ask_long(connection)
+        num_bytes = 0
+        while piece := connection.recv(1 << 21, socket.MSG_WAITALL):
+            num_bytes += len(piece)
+            time.sleep(2.5 * QUICK.unread_s / (LONG_BYTES >> 21))
+        assert num_bytes > LONG_BYTES
 
 
 def test_more_connections_than_allowed_are_answered_with_503(quick_port: int) -> None:

@@ -15,7 +15,7 @@ from fastapi.testclient import TestClient
 from sightline.cli.main import main
 from sightline.compute.weights import read_weights
 from sightline.config import RunFile, load_stored_config
-from sightline.launch.claim import check_model_unchanged
+from sightline.launch.claim import check_model_unchanged, read_secret
 from sightline.media import MediaStore
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.run_state import RunState
@@ -56,6 +56,7 @@ def test_a_resume_reads_it(golden: RunDir) -> None:
     assert open_shards(chosen.path).full("model/a.weight").flatten().tolist() == [0, 1, 2, 3, 4, 5]
     manifest, tensors = read_weights(golden.weights / "v000002" / "manifest.json")
     assert manifest.version == 2 and tensors["a.weight"].shape == (2, 3)
+    assert manifest.run == golden.read_id() and read_secret(golden)
     source, best = golden.path / "checkpoint", golden.checkpoints / "best"
     assert not BestCheckpoint(source, best, run_state).find_problem()
 

@@ -16,6 +16,7 @@ from sightline.errors import MessageError, PromptTooLong
 from sightline.media import MediaRef
 from sightline.message import IMAGE_KINDS, get_image_source
 from sightline.render.protocol import Tools
+from sightline.wire.codec import find_json_excess
 
 SAMPLING = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})
 _IGNORED_ALWAYS = frozenset({
@@ -99,6 +100,8 @@ def read_chat_request(
 ) -> ChatRequest:
     """Raises MessageError with the path of what is wrong; `max_model_len` is 0 where any length
     is taken."""
+    if excess := find_json_excess(body, max_model_len):
+        raise MessageError(f"the body has {excess}", "send a window of the history")
     try:
         request = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
