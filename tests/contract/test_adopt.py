@@ -16,8 +16,10 @@ from serving import Client, live
 from sightline.compute.weights import write_weights
 from sightline.errors import EngineError
 from sightline.inference.server_spec import ServerSpec
+from sightline.orchestrator.policy_updater import PolicyUpdater
 from sightline.orchestrator.server_leases import ServerLeases, give_back_leases
 from sightline.rollout.client import GenerateClient
+from sightline.wire.control import PublishedWeights
 from sightline.wire.generate import ErrorBody
 from sightline.wire.weights import MANIFEST, Manifest
 
@@ -131,6 +133,27 @@ def test_a_run_renews_its_leases_until_it_gives_them_back(client: Client) -> Non
         assert client.get("/health")["leased_to"] == ""
         for leases in (mine, others):
             await leases.clients[0].close()
+
+    asyncio.run(main())
+
+
+def test_what_is_published_before_the_lease_is_adopted_after_it(
+    client: Client, published: Path
+) -> None:
+    asks = GenerateClient(f"http://{client.host}:{client.port}")
+    policy = PolicyUpdater([asks.adopt], published.parents[1])
+    leases = ServerLeases([asks], RUN)
+
+    async def main() -> None:
+        policy.publish(PublishedWeights(3, 0, str(published), {}, 0))
+        adopting = asyncio.ensure_future(leases.run_when_taken(policy.keep_adopting))
+        done, _ = await asyncio.wait([adopting], timeout=0.2)
+        assert not done and policy.version == 0, "it waits for the lease"
+        await leases.take()
+        await asyncio.wait_for(policy.wait_for_version(3), 30)
+        adopting.cancel()
+        await asyncio.wait([adopting])
+        await asks.close()
 
     asyncio.run(main())
 

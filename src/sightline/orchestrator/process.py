@@ -153,7 +153,7 @@ async def main(
 
     helpers = [
         router.keep_receiving(),
-        components.policy.keep_adopting(),
+        leases.run_when_taken(components.policy.keep_adopting),
         components.rollouts.dispatcher.keep_sending(),
         stats_poller.keep_polling(),
         leases.keep_renewing(),
@@ -161,7 +161,7 @@ async def main(
         _keep_checking_disk(store),
     ]
     if components.background_evaluator is not None:
-        helpers.append(components.background_evaluator.keep_evaluating())
+        helpers.append(leases.run_when_taken(components.background_evaluator.keep_evaluating))
     try:
         await _run_with_helpers(job(), *helpers)
     finally:

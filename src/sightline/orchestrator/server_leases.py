@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
 from sightline.errors import EngineError
 from sightline.rollout.client import GenerateClient
@@ -21,10 +21,17 @@ class ServerLeases:
     run: str
     """Id of the run: a resumed one has its leases again at once."""
     renew_every_s: float = 10.0
+    _taken: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def take(self, seconds: float = LEASE_S) -> None:
         """Raises where another run has one of the servers."""
         await asyncio.gather(*(client.lease(self.run, seconds) for client in self.clients))
+        self._taken.set()
+
+    async def run_when_taken(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Runs what has servers adopt: a trainer may publish before they are up and leased."""
+        await self._taken.wait()
+        await work()
 
     async def keep_renewing(self) -> None:
         """Raises when another run has taken a server meanwhile."""
