@@ -1,14 +1,13 @@
 """`sightline bench soak`: memory, descriptors and threads of every process of a long run.
 
-Bounded caches fill for minutes, and would look like a leak: those of the run are so small that they
-are full by the end of the warm-up.
+Bounded caches fill for minutes, and would look like a leak, and so would a policy whose rollouts
+change: those of the run are full by the end of the warm-up, and it hardly learns.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import os
 import signal
 import statistics
 import subprocess
@@ -25,8 +24,8 @@ from rich.table import Table
 
 from sightline import config
 from sightline.bench.harness.process_watch import ProcessSample, ProcessWatch
-from sightline.bench.harness.workspace import check_at_least, work_folder, write_tiny
-from sightline.bench.lag import ENV, SETTINGS
+from sightline.bench.harness.workspace import check_at_least, work_folder
+from sightline.bench.lag import ENV, SETTINGS, make_model
 from sightline.config import RunFile
 from sightline.errors import ProcessFailed
 from sightline.run.run_dir import RunDir
@@ -41,9 +40,11 @@ MIN_WINDOWS = 5
 STOP_S = 300.0
 NEVER = 10**9
 PROCESSES = ("rl", "orchestrator", "server", "trainer", "worker-0")
-PRIMITIVES, MAX_PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"
+PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY=64"
 """Products, by shape, whose kernels oneDNN keeps in a process: 1,024 of its own, which take 16 MB
 and minutes to come by."""
+LR = 1e-6
+"""A policy that learns makes other batches: what trains would grow with the rewards that differ."""
 MAX_NUM_SEQS = 256
 """Sequences of the server's KV cache, which grows with their number; a step fills it."""
 
@@ -74,7 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="default: %(default)s")
     parser.add_argument("--every-s", type=float, default=2.0, help="default: %(default)s")
-    parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
+    parser.add_argument(
+        "--model", type=Path, help="checkpoint; default: a tiny one, warmed up here"
+    )
     parser.add_argument("--dir", type=Path, help="keep the run in this folder")
     parser.add_argument(
         "--plot", type=Path, help="write soak.csv and the SVG charts into this folder"
@@ -85,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     check_at_least(args, 0, "minutes", "every_s")
     watch, problems = ProcessWatch(args.every_s), []
     with work_folder(args.dir) as folder:
-        model = args.model or write_tiny(folder / "model")
+        model = args.model or make_model(folder)
         try:
             play(folder, model, args.minutes * 60, watch)
         finally:  # what was seen of a run that failed says why
@@ -105,14 +108,14 @@ def play(folder: Path, model: Path, seconds: float, watch: ProcessWatch) -> None
         "model": {"path": str(model.resolve())},
         "env": ENV,
         "inference": {**SETTINGS["inference"], "max_num_seqs": MAX_NUM_SEQS},
+        "trainer": {**SETTINGS["trainer"], "lr": LR},
     }
     file, log = folder / "soak.toml", folder / "soak.log"
     file.write_text(config.dump_toml(config.validate_config(RunFile, values, "soak")))
     with open(log, "wb") as out:
         job = subprocess.Popen(
-            [sys.executable, "-m", "sightline", "rl", str(file), "--plain"],
+            ["env", PRIMITIVES, sys.executable, "-m", "sightline", "rl", str(file), "--plain"],
             stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-            env=build_environ(),
         )  # fmt: skip
         try:
             while not count_steps(folder):
@@ -131,10 +134,6 @@ def play(folder: Path, model: Path, seconds: float, watch: ProcessWatch) -> None
         finally:
             job.kill()
             job.wait()
-
-
-def build_environ() -> dict[str, str]:
-    return {PRIMITIVES: MAX_PRIMITIVES, **os.environ}
 
 
 def count_steps(folder: Path) -> int:
@@ -175,9 +174,8 @@ def show(watch: ProcessWatch, steps: int) -> list[str]:
     console.print(table)
     for line in (
         f"MB an hour are those of the least of every {find_window_s(ended):g} s, after the first "
-        f"{WARMUP_FRACTION:.0%} of the time. Caches are full by then: the KV cache has "
-        f"{MAX_NUM_SEQS} sequences, and oneDNN keeps {build_environ()[PRIMITIVES]} primitives a "
-        f"process, not its own 1,024, which take about 16 MB.",
+        f"{WARMUP_FRACTION:.0%} of the time. Caches are full by then: a KV cache of {MAX_NUM_SEQS} "
+        f"sequences, and {PRIMITIVES} a process (1,024 without it: about 16 MB more).",
         *problems,
         f"flat: {'no' if problems else 'yes' if is_judged else 'too short a time to say'}",
     ):
