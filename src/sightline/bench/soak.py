@@ -174,7 +174,7 @@ def show(watch: ProcessWatch, steps: int) -> list[str]:
     console.width = max(console.width, 110)
     console.print(table)
     for line in (
-        f"MB an hour are those of the least of every {find_window_s(ended):g} s, after the first "
+        f"MB an hour are those of the least of every {find_window_s(ended):.1f} s, after the first "
         f"{WARMUP_FRACTION:.0%} of the time. Caches are full by then: a KV cache of {MAX_NUM_SEQS} "
         f"sequences, and {PRIMITIVES} a process (1,024 without it: about 16 MB more).",
         *problems,
