@@ -33,8 +33,8 @@ from sightline.view.chart import NUM_COLOURS, Series, line_chart
 from sightline.view.events import by_step, read_events
 
 WARMUP_FRACTION = 0.5
-"""The first part of the time, in which caches fill and a trainer's memory comes to rest, which takes
-about 100 steps; growth is looked for in the rest."""
+"""The first part of the time, in which caches fill and a trainer's memory comes to rest (about 100
+steps); growth is looked for in the rest."""
 WINDOW_S = 60.0
 """Memory swings within a step: of each window the least counts."""
 MIN_WINDOWS = 5
