@@ -1,4 +1,8 @@
-"""`sightline bench soak`: memory, descriptors and threads of every process of a long run."""
+"""`sightline bench soak`: memory, descriptors and threads of every process of a long run.
+
+Bounded caches fill for minutes, and would look like a leak, and so would a policy whose rollouts
+change: those of the run are full by the end of the warm-up, and it hardly learns.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import astuple, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -19,33 +24,61 @@ from rich.table import Table
 
 from sightline import config
 from sightline.bench.harness.process_watch import ProcessSample, ProcessWatch
-from sightline.bench.harness.workspace import check_at_least, work_folder, write_tiny
-from sightline.bench.lag import ENV, SETTINGS
+from sightline.bench.harness.workspace import check_at_least, work_folder
+from sightline.bench.lag import ENV, SETTINGS, make_model
 from sightline.config import RunFile
 from sightline.errors import ProcessFailed
 from sightline.run.run_dir import RunDir
-from sightline.view.chart import Series, line_chart
+from sightline.view.chart import NUM_COLOURS, Series, line_chart
 from sightline.view.events import by_step, read_events
 
-WARMUP_FRACTION = 0.25
-"""The first part of the time, in which caches fill; a slope is that of the rest."""
-STOP_S = 60.0
+WARMUP_FRACTION = 0.5
+"""The first part of the time, in which caches fill and a trainer's memory comes to rest (about 100
+steps); growth is looked for in the rest."""
+WINDOW_S = 60.0
+"""Memory swings within a step: of each window the least counts."""
+MIN_WINDOWS = 5
+STOP_S = 300.0
 NEVER = 10**9
-MEASURES: dict[str, tuple[str, Callable[[ProcessSample], float]]] = {
-    "memory": ("Memory (RSS), MB", lambda sample: sample.rss_bytes / 1e6),
-    "descriptors": ("Open descriptors", lambda sample: sample.descriptors),
-    "threads": ("Threads", lambda sample: sample.threads),
+PROCESSES = ("rl", "orchestrator", "server", "trainer", "worker-0")
+PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY=64"
+"""Products, by shape, whose kernels oneDNN keeps in a process: 1,024 of its own, which take 16 MB
+and minutes to come by."""
+LR = 1e-6
+"""A policy that learns makes other batches: what trains would grow with the rewards that differ."""
+MAX_NUM_SEQS = 256
+"""Sequences of the server's KV cache, which grows with their number; a step fills it."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    title: str
+    unit: str
+    read: Callable[[ProcessSample], float]
+    max_growth: float
+    """What a process may grow by in an hour and be called flat."""
+
+
+MEASURES = {
+    # At the pace of a quiet machine, 10,000 requests a minute, 32 bytes a request.
+    "memory": Measure("Memory (RSS), MB", "MB", lambda s: s.rss_bytes / 1e6, 20.0),
+    # One that is opened once, and stays, makes 4 an hour of 30 minutes.
+    "descriptors": Measure("Open descriptors", "descriptors", lambda s: s.descriptors, 5.0),
+    "threads": Measure("Threads", "threads", lambda s: s.threads, 5.0),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Plays `sightline rl` on color_codeword, with images, for so long, samples memory, "
-        "descriptors and threads of all its processes, and prints how fast they grow."
+        "descriptors and threads of all its processes, and prints how fast they grow; ends with 1 "
+        "where one grows, or was not there from first to last."
     )
     parser.add_argument("--minutes", type=float, default=30.0, help="default: %(default)s")
     parser.add_argument("--every-s", type=float, default=2.0, help="default: %(default)s")
-    parser.add_argument("--model", type=Path, help="checkpoint; default: a tiny new one")
+    parser.add_argument(
+        "--model", type=Path, help="checkpoint; default: a tiny one, warmed up here"
+    )
     parser.add_argument("--dir", type=Path, help="keep the run in this folder")
     parser.add_argument(
         "--plot", type=Path, help="write soak.csv and the SVG charts into this folder"
@@ -54,35 +87,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check_at_least(args, 0, "minutes", "every_s")
-    watch = ProcessWatch(args.every_s)
+    watch, problems = ProcessWatch(args.every_s), []
     with work_folder(args.dir) as folder:
-        model = args.model or write_tiny(folder / "model")
-        steps = play(folder, model, args.minutes * 60, watch)
-    show(watch, steps)
-    if args.plot:
-        write_files(watch, args.plot)
-        print(f"charts: {args.plot}")
-    return 0
+        model = args.model or make_model(folder)
+        try:
+            play(folder, model, args.minutes * 60, watch)
+        finally:  # what was seen of a run that failed says why
+            if watch.samples:
+                problems = show(watch, count_steps(folder))
+                if args.plot:
+                    write_files(watch, args.plot)
+                    print(f"charts: {args.plot}")
+    return int(bool(problems))
 
 
-def play(folder: Path, model: Path, seconds: float, watch: ProcessWatch) -> int:
-    """Plays a run for so long after its first step, then stops it; how many steps it has made."""
-    values = {
+def play(folder: Path, model: Path, seconds: float, watch: ProcessWatch) -> None:
+    """Plays a run for so long after its first step, then stops it."""
+    values: dict[str, Any] = {
         **SETTINGS,
         "run": {"name": "soak", "dir": str(folder), "seed": 0, "steps": NEVER},
         "model": {"path": str(model.resolve())},
         "env": ENV,
+        "inference": {**SETTINGS["inference"], "max_num_seqs": MAX_NUM_SEQS},
+        "trainer": {**SETTINGS["trainer"], "lr": LR},
     }
-    file = folder / "soak.toml"
+    file, log = folder / "soak.toml", folder / "soak.log"
     file.write_text(config.dump_toml(config.validate_config(RunFile, values, "soak")))
-    log, metrics = folder / "soak.log", RunDir(folder / "soak-001").metrics
     with open(log, "wb") as out:
-        words = [sys.executable, "-m", "sightline", "rl", str(file), "--plain"]
         job = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
-        )
+            ["env", PRIMITIVES, sys.executable, "-m", "sightline", "rl", str(file), "--plain"],
+            stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+        )  # fmt: skip
         try:
-            while not (metrics.exists() and by_step(read_events(metrics), "step")):
+            while not count_steps(folder):
                 _check_alive(job, log)
                 time.sleep(0.5)
             with watch.watching():
@@ -90,13 +127,19 @@ def play(folder: Path, model: Path, seconds: float, watch: ProcessWatch) -> int:
                 while time.monotonic() < until:
                     _check_alive(job, log)
                     time.sleep(min(1.0, max(0.0, until - time.monotonic())))
-            steps = len(by_step(read_events(metrics), "step"))
             job.send_signal(signal.SIGINT)
             job.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            problem = f"the run has not ended {STOP_S:g} s after SIGINT"
+            raise ProcessFailed(problem, "look at its logs; --dir keeps them") from None
         finally:
             job.kill()
             job.wait()
-    return steps
+
+
+def count_steps(folder: Path) -> int:
+    metrics = RunDir(folder / "soak-001").metrics
+    return len(by_step(read_events(metrics), "step")) if metrics.exists() else 0
 
 
 def _check_alive(job: subprocess.Popen[bytes], log: Path) -> None:
@@ -105,9 +148,9 @@ def _check_alive(job: subprocess.Popen[bytes], log: Path) -> None:
         raise ProcessFailed(f"the run ended with {job.returncode}:\n{last}", "mend what it names")
 
 
-def show(watch: ProcessWatch, steps: int) -> None:
-    found = watch.by_process()
-    ended = max((samples[-1].seconds for samples in found.values()), default=0.0)
+def show(watch: ProcessWatch, steps: int) -> list[str]:
+    """Prints what each process held, and the verdict; returns what is wrong."""
+    found, ended = find_lasting(watch), watch.samples[-1].seconds
     table = Table(box=SIMPLE_HEAD, title=f"{ended / 60:.1f} minutes, {steps} steps")
     for column in (
         "", "MB at first", "after the warm-up", "at the end", "most", "MB an hour",
@@ -115,20 +158,75 @@ def show(watch: ProcessWatch, steps: int) -> None:
     ):  # fmt: skip
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     for name, samples in found.items():
-        if samples[-1].seconds < ended:
-            continue  # a child of a moment
         memory = [sample.rss_bytes / 1e6 for sample in samples]
-        warm = [sample for sample in samples if sample.seconds >= WARMUP_FRACTION * ended]
-        slope = fit_slope([(s.seconds / 3600, s.rss_bytes / 1e6) for s in warm])
-        counts = [
-            f"{warm[0].descriptors} to {warm[-1].descriptors}",
-            f"{warm[0].threads} to {warm[-1].threads}",
-        ]
-        values = (memory[0], warm[0].rss_bytes / 1e6, memory[-1], max(memory), slope)
-        table.add_row(name.rpartition(" ")[0], *(f"{value:.1f}" for value in values), *counts)
+        first = next(s for s in samples if s.seconds >= WARMUP_FRACTION * ended)
+        slope = measure_growth(samples, MEASURES["memory"])
+        values = (memory[0], first.rss_bytes / 1e6, memory[-1], max(memory), slope)
+        table.add_row(
+            name,
+            *(f"{value:.1f}" for value in values),
+            f"{first.descriptors} to {samples[-1].descriptors}",
+            f"{first.threads} to {samples[-1].threads}",
+        )
+    problems = [*find_missing(found), *find_growth(found)]
+    is_judged = find_window_s(ended) == WINDOW_S
     console = Console()
     console.width = max(console.width, 110)
     console.print(table)
+    for line in (
+        f"MB an hour are those of the least of every {find_window_s(ended):.1f} s, after the first "
+        f"{WARMUP_FRACTION:.0%} of the time. Caches are full by then: a KV cache of {MAX_NUM_SEQS} "
+        f"sequences, and {PRIMITIVES} a process (1,024 without it: about 16 MB more).",
+        *problems,
+        f"flat: {'no' if problems else 'yes' if is_judged else 'too short a time to say'}",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+    return problems
+
+
+def find_lasting(watch: ProcessWatch) -> dict[str, list[ProcessSample]]:
+    """The samples of each process that was there from first to last, by its name."""
+    began, ended = watch.samples[0].seconds, watch.samples[-1].seconds
+    found: dict[str, list[ProcessSample]] = {}
+    for name_and_pid, samples in watch.by_process().items():
+        if (samples[0].seconds, samples[-1].seconds) == (began, ended):
+            name = samples[0].name
+            found[name_and_pid if name in found else name] = samples
+    return found
+
+
+def find_missing(found: dict[str, list[ProcessSample]]) -> list[str]:
+    return [f"{name}: not there from first to last" for name in PROCESSES if name not in found]
+
+
+def find_growth(found: dict[str, list[ProcessSample]]) -> list[str]:
+    """What grows by more than it may; nothing where the time has too few windows to say."""
+    return [
+        f"{name}: {growth:.1f} {measure.unit} more an hour, {measure.max_growth:g} may be"
+        for name, samples in found.items()
+        if find_window_s(samples[-1].seconds) == WINDOW_S
+        for measure in MEASURES.values()
+        if (growth := measure_growth(samples, measure)) > measure.max_growth
+    ]
+
+
+def find_window_s(ended: float) -> float:
+    """The length of a window: shorter where the time after the warm-up would have too few."""
+    return min(WINDOW_S, ended * (1 - WARMUP_FRACTION) / MIN_WINDOWS)
+
+
+def measure_growth(samples: list[ProcessSample], measure: Measure) -> float:
+    """By how much the least of each window grows in an hour, after the warm-up."""
+    ended = samples[-1].seconds
+    window_s = find_window_s(ended)
+    # Counted back from the end; one that the warm-up cuts short has too few samples for its least.
+    num_windows = int(ended * (1 - WARMUP_FRACTION) / window_s + 1e-9)
+    least: dict[int, float] = {}
+    for sample in samples:
+        window, value = int((ended - sample.seconds) / window_s), measure.read(sample)
+        if window < num_windows:
+            least[window] = min(value, least.get(window, value))
+    return fit_slope([(-at * window_s / 3600, value) for at, value in least.items()])
 
 
 def fit_slope(points: list[tuple[float, float]]) -> float:
@@ -145,11 +243,15 @@ def write_files(watch: ProcessWatch, folder: Path) -> None:
         table = csv.writer(file)
         table.writerow(field.name for field in fields(ProcessSample))
         table.writerows(map(astuple, watch.samples))
-    found = {name.rpartition(" ")[0]: samples for name, samples in watch.by_process().items()}
-    for name, (title, measure) in MEASURES.items():
+    for name, measure in MEASURES.items():
         series = [
-            Series(process, [(s.seconds / 60, measure(s)) for s in samples], colour=number)
-            for number, (process, samples) in enumerate(found.items())
+            Series(
+                process,
+                [(s.seconds / 60, measure.read(s)) for s in samples],
+                "line" if number < NUM_COLOURS else "faint",
+                number,
+            )
+            for number, (process, samples) in enumerate(find_lasting(watch).items())
         ]
-        svg = line_chart(title, series, "minutes", (0.0, 0.0), width=720, height=300)
+        svg = line_chart(measure.title, series, "minutes", (0.0, 0.0), width=720, height=300)
         (folder / f"soak_{name}.svg").write_text(svg)

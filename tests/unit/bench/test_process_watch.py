@@ -7,7 +7,6 @@ import sys
 import time
 
 from sightline.bench.harness.process_watch import ProcessWatch
-from sightline.bench.soak import fit_slope
 
 HOLDS = """
 import sys, threading
@@ -37,8 +36,3 @@ def test_a_watch_sees_memory_descriptors_and_threads_of_a_child() -> None:
     (samples,) = (s for s in watch.by_process().values() if s[0].pid == child.pid)
     assert samples[0].rss_bytes > 64 << 20
     assert samples[0].descriptors >= 43 and samples[0].threads == 6
-
-
-def test_a_slope_is_that_of_the_line_through_the_points() -> None:
-    assert fit_slope([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)]) == 2.0
-    assert fit_slope([(0.0, 7.0)]) == 0.0

@@ -38,8 +38,9 @@ class ProcessWatch:
         def watch() -> None:
             while True:
                 self.samples += sample_processes(os.getpid(), time.monotonic() - began)
-                if over.wait(self.every_s):
-                    return
+                if over.is_set():
+                    return  # with a sample of the end
+                over.wait(self.every_s)
 
         thread = Thread(target=watch, daemon=True)
         thread.start()
