@@ -136,6 +136,9 @@ def test_a_served_checkpoint_answers_and_ends_in_order_on_sigterm(
         assert "all interfaces (0.0.0.0)" in process.stdout.readline() and "0.0.0.0" not in address
         client = Client("127.0.0.1", int(address.split(":")[1]), token=TOKEN)
         assert client.get("/health")["version"] == "0"
+        for token in ("", "a guess"):  # all that a load balancer needs, and nothing of the run
+            stranger = Client("127.0.0.1", int(address.split(":")[1]), token=token)
+            assert stranger.get("/health") == {"status": "ok"}
         assert len(client.generate([1, 2, 3]).choices[0].token_ids) == 8
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
