@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -95,13 +96,11 @@ def examine_run(run_dir: RunDir) -> Diagnosis:
 
 def _find_special_files(folder: Path) -> Iterator[Path]:
     """Pipes, sockets and devices, which a reader may wait for without end; or links to them."""
-    with os.scandir(folder) as entries:
+    with suppress(OSError), os.scandir(folder) as entries:  # whoever reads there says so
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 yield from _find_special_files(Path(entry.path))
-            elif entry.is_symlink() and not os.path.exists(entry.path):
-                continue  # it leads nowhere: whoever reads it says so
-            elif not entry.is_file() and not entry.is_dir():
+            elif not entry.is_file() and not entry.is_dir() and os.path.exists(entry.path):
                 yield Path(entry.path)
 
 

@@ -153,10 +153,10 @@ def resume_run(job: TrainingJob[AnyRun], path: Path, overrides: list[str]) -> Ru
     with contextlib.chdir("."):
         job.check(new, run_dir)
     with disk_errors(run_dir.path), lock_run_dir(run_dir):
-        return _run(job, new, run_dir, _check_unchanged, context)
+        return _run(job, new, run_dir, check_unchanged, context)
 
 
-def _check_unchanged(run_dir: RunDir, model: Path) -> None:
+def check_unchanged(run_dir: RunDir, model: Path) -> None:
     """Refuses to go on with another checkpoint, or as another run, than before."""
     check_model_unchanged(run_dir, model)
     if run_dir.progress.exists():
