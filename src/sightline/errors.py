@@ -38,23 +38,67 @@ An error is raised where the cause is known and carries what the user should do 
 from __future__ import annotations
 
 import re
+import sys
+from typing import Any, TextIO, cast
+from urllib.parse import quote
 
 MAX_PROBLEM_CHARS = 2000
 """Characters of a problem that an answer carries."""
+MASK = "***"
+MIN_MASKED_CHARS = 8
+"""A shorter secret stands in ordinary words, too; it is not masked."""
 _PATH = re.compile(r"(\w+(?:\[(?:\d+|\.\.\.)\]|\.\w+)*): ")
 
 
-def escape_surrogates(text: str) -> str:
-    """Text that can be encoded: one half of a surrogate pair, which is no character, is written as
-    an escape."""
-    return text.encode("utf-8", "backslashreplace").decode()
+_masked: tuple[str, ...] = ()
+"""Secrets that this process has read, as a text may spell them; the longest first."""
+
+
+def mask_from_now_on(secret: str) -> None:
+    """Keeps a secret, as it is, in quotes and in a url, out of what this process writes."""
+    global _masked
+    if len(secret) >= MIN_MASKED_CHARS and secret not in _masked:
+        in_url = quote(secret, safe="", errors="surrogateescape")
+        spelled = {*_masked, secret, repr(secret)[1:-1], in_url}
+        _masked = tuple(sorted(spelled, key=len, reverse=True))
+
+
+def mask(text: str) -> str:
+    """The text without the secrets that this process has read."""
+    for secret in _masked:
+        text = text.replace(secret, MASK)
+    return text
+
+
+class _MaskedStream:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        self._stream.write(mask(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def mask_output() -> None:
+    """Masks what Python prints in this process, tracebacks among it."""
+    sys.stdout = cast(TextIO, _MaskedStream(sys.stdout))
+    sys.stderr = cast(TextIO, _MaskedStream(sys.stderr))
+
+
+def clean_text(text: str) -> str:
+    """The text of a failure as it may leave the process: secrets are masked, and one half of a
+    surrogate pair, which cannot be encoded, is written as an escape."""
+    return mask(text).encode("utf-8", "backslashreplace").decode()
 
 
 class SightlineError(Exception):
     """A `problem` with its values and a `fix` to try; both survive pickling."""
 
     def __init__(self, problem: str, fix: str) -> None:
-        super().__init__(escape_surrogates(problem), escape_surrogates(fix))
+        super().__init__(clean_text(problem), clean_text(fix))
 
     @property
     def problem(self) -> str:

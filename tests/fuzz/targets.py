@@ -22,10 +22,10 @@ from sightline.run.run_dir import RunDir
 from sightline.trace import read_traces
 from sightline.trace.codec import FILE_MAGIC
 from sightline.view.dashboard import processes, queries, rollout_page
-from sightline.view.dashboard.fenced_run_dir import FencedRunDir
 from sightline.view.dashboard.history import MetricsHistory
 from sightline.view.dashboard.run_view import RunView
 from sightline.view.dashboard.trace_files import read_records
+from sightline.view.fenced_run_dir import FencedRunDir
 from sightline.view.run_status import get_status
 from sightline.wire import control, rank_messages
 

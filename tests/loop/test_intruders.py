@@ -28,8 +28,14 @@ from vowels import Vowels
 class Judged(Vowels):
     def __init__(self, api_key: str) -> None:
         super().__init__()
-        assert api_key == "KEY"
-""".replace("KEY", KEY)
+        self.api_key = api_key
+
+    async def rollout(self, task, chat):
+        print("the key is", self.api_key)
+        if task.index % 4 == 1:
+            raise ValueError(f"401 for key {self.api_key}")
+        return await super().rollout(task, chat)
+"""
 RUN = """
 [run]
 name = "job"
@@ -102,6 +108,8 @@ def test_a_run_is_commanded_by_its_own_processes_and_writes_no_secret(tmp_path: 
     output = job.output()
     assert job.process.returncode == 0, output
     assert json.loads(run_dir.summary.read_text())["steps"] == 3
+    assert "401 for key ***" in run_dir.metrics.read_text()
+    assert "the key is ***" in (run_dir.logs / "worker-0.log").read_text()
     for text in (secret, KEY):
         assert text not in commands and text not in output
         check_not_written(run_dir, text)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,11 @@ from sightline.config.secret_refs import hide_secrets, is_secret_name, resolve_s
 from sightline.envs import Environment
 from sightline.envs.judge_model import JudgeModel
 from sightline.envs.mix import build_environment
-from sightline.errors import ConfigError
+from sightline.envs.tools import Toolbox, ToolError
+from sightline.errors import ConfigError, mask
 from sightline.inference.server_spec import ServerSpec
 from sightline.launch.claim import SECRET_VARIABLE, claim_run_dir, make_secret, read_secret
+from sightline.message import AssistantMessage, ToolCall
 from sightline.rollout.client import GenerateClient
 from sightline.run import RunDir
 from sightline.view.dashboard.run_collection import RunCollection
@@ -117,6 +121,83 @@ def test_the_address_of_a_server_or_collector_holds_no_password() -> None:
                     {"logging": {"otel": f"https://me:{KEY}@host/v1"}}):  # fmt: skip
         with pytest.raises(ConfigError):
             validate_config(RunFile, {**values(), **section}, "run.toml")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"https://me:{KEY}@judge.example/v1", f"https://{KEY}@judge.example",
+        f"https://judge.example/v1?model=m&api_key={KEY}", f"https://judge.example?sig={KEY}",
+        f"https://judge.example?X-Amz-Signature={KEY}", f"see redis://:{KEY}@db/0",
+    ],
+)  # fmt: skip
+def test_an_address_with_a_secret_in_it_is_refused_and_not_repeated(url: str) -> None:
+    for args in ({"judges": url}, {"judges": [{"url": url}]}, {"judges": {"urls": [url]}}):
+        with pytest.raises(ConfigError, match="address has a secret in it") as refused:
+            validate_config(RunFile, values(**args), "run.toml")
+        assert "env:NAME" in str(refused.value) and KEY not in str(refused.value)
+    old = f'[env.args]\nurl = "{url}"\nother = "https://judge.example/v1"\n'
+    assert hide_secrets(old) == old.replace(url, "env:HIDDEN")
+
+
+def test_other_addresses_are_left_alone() -> None:
+    for url in (
+        "https://judge.example/@me?tokens=5&page=2",
+        "hf://data/x?key=",
+        "me@judge.example",
+    ):
+        validate_config(RunFile, values(judges=url), "run.toml")
+
+
+# --- what was read is masked
+
+
+@pytest.fixture
+def has_read_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sightline.errors._masked", ())
+    monkeypatch.setenv("MY_KEY", KEY + "/ä")
+    resolve_secret("env:MY_KEY")
+
+
+@pytest.mark.usefixtures("has_read_key")
+def test_an_error_does_not_hold_what_was_read() -> None:
+    spelled = f"{KEY}/ä, {KEY + '/ä'!r}, ?key={KEY}%2F%C3%A4"
+    assert str(ConfigError(spelled, KEY + "/ä")) == "***, '***', ?key=***\n  fix: ***"
+    resolve_secret("short")
+    assert mask("a short word") == "a short word"
+
+
+@pytest.mark.usefixtures("has_read_key")
+def test_a_tool_that_fails_does_not_show_the_model_what_was_read() -> None:
+    def look() -> str:
+        """Looks."""
+        raise ToolError(f"401 for {KEY}/ä")
+
+    call = AssistantMessage("assistant", tool_calls=(ToolCall("look", "{}"),))
+    (answer,) = Toolbox(look).run_blocking(call, put=lambda image: image)
+    assert answer.text == "error: 401 for ***"
+
+
+def test_a_process_that_fails_prints_no_secret(tmp_path: Path) -> None:
+    """In a thread and in the end; `[rollout] python` builds an environment the same way."""
+    (tmp_path / "raising.py").write_text(
+        "import threading\n"
+        "class Raising:\n"
+        "    def __init__(self, api_key):\n"
+        "        def fail(): raise ValueError(f'401 for key {api_key}')\n"
+        "        thread = threading.Thread(target=fail)\n"
+        "        thread.start(), thread.join()\n"
+        "        print('its key is', api_key, flush=True)\n"
+        "        fail()\n"
+    )
+    env = EnvConfig(name="raising:Raising", args={"api_key": "env:MY_KEY"})
+    done = subprocess.run(
+        [sys.executable, "-m", "sightline.envs.environment_info"],
+        input=env.model_dump_json(), cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "MY_KEY": KEY},
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert KEY not in said and said.count("***") == 3, said
 
 
 # --- the secret of a run

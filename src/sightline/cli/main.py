@@ -16,7 +16,7 @@ from typing import Any
 
 import sightline.cli
 import sightline.view.commands
-from sightline.errors import ConfigError, SightlineError
+from sightline.errors import ConfigError, SightlineError, mask_output
 
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED = 130
@@ -76,10 +76,12 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    if argv is None and os.getcwd() not in sys.path:
-        # As `python -m` does, and so every process that this one starts: an environment of one's
-        # own lies beside its run file.
-        sys.path.insert(0, os.getcwd())
+    if argv is None:
+        mask_output()
+        if os.getcwd() not in sys.path:
+            # As `python -m` does, and so every process that this one starts: an environment of
+            # one's own lies beside its run file.
+            sys.path.insert(0, os.getcwd())
     try:
         check_option_names(words)
         args = parse(words)

@@ -17,7 +17,7 @@ import uvloop
 
 from sightline import config
 from sightline.config import RunFile, SftFile
-from sightline.errors import SightlineError
+from sightline.errors import SightlineError, clean_text
 from sightline.launch.claim import read_secret
 from sightline.run import RunDir
 from sightline.run.parent_death import die_with_parent
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:  # the launcher reports it as the run's one cause
         if isinstance(error, OSError) and error.errno in FULL_DISK_CODES:
             error = build_disk_full(Path(error.filename or run_dir.path), error)
-        found = {"problem": f"{type(error).__name__}: {error}"}
+        found = {"problem": clean_text(f"{type(error).__name__}: {error}")}
         found["fix"] = f"see {run_dir.logs / args.name}.log"
         if isinstance(error, SightlineError):
             found = {"problem": error.problem, "fix": error.fix}

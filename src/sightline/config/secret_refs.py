@@ -1,7 +1,8 @@
 """Secrets of settings: a reference stands where a secret would, and is read where it is used.
 
 `env:NAME` is a variable of the environment, `file:PATH` a file. What is written, shown or handed to
-another process is the reference; a secret itself is refused at load.
+another process is the reference; a secret itself is refused at load. What was read is masked in
+whatever text of a failure holds it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from sightline.errors import ConfigError
+from sightline.errors import ConfigError, mask_from_now_on
 
 FORM = "write env:NAME for a variable of the environment, or file:PATH for a file that holds it"
 _REFERENCE = re.compile(r"env:[A-Za-z_]\w*|file:(?!//).+")
@@ -19,6 +20,9 @@ _NAME = (
     r"(?:(?i:[\w-]*[_-])?(?i:api)?(?i:key|token|secret|password|authorization)"
     r"|\w*[a-z](?:Key|Token|Secret|Password))"
 )
+_ADDRESS = rf"""\w://(?:[^\s/?#"']*@|[^\s"']*[?&](?:{_NAME}|(?i:[\w-]*sig(?:nature)?))=[^\s&"'])"""
+"""An address with a name or a password before its host, or with a key in its query."""
+_ASSIGNED_ADDRESS = re.compile(rf"""("[^"\n]*{_ADDRESS}[^"\n]*"|'[^'\n]*{_ADDRESS}[^'\n]*')""")
 _ASSIGNED = re.compile(
     rf"""(?<![\w-])("?{_NAME}"?\s*=\s*)(?!["'](?:env|file):)("[^"\n]+"|'[^'\n]+')"""
 )
@@ -50,12 +54,18 @@ def read_reference(word: str) -> str:
 
 
 def check_table(table: dict[str, Any]) -> dict[str, Any]:
-    """Refuses a table that holds a secret under a name that says so, at any depth."""
+    """Refuses a table that holds a secret under a name that says so, or an address with one in it,
+    at any depth."""
     for name, value in table.items():
         inner = value if isinstance(value, list) else [value]
         for one in inner:
             if isinstance(one, dict):
                 check_table(one)
+            elif isinstance(one, str) and re.search(_ADDRESS, one):
+                raise ValueError(
+                    f"{name}: this address has a secret in it, and settings are written and shown: "
+                    f"give the key apart, or all of the address, as a reference; {FORM}"
+                )
             elif isinstance(one, str) and is_secret_name(name):
                 try:
                     check_reference(one)
@@ -75,8 +85,12 @@ def resolve_references(value: Any) -> Any:
 
 def resolve_secret(reference: str) -> str:
     """What `reference` names; a text that is no reference is the secret itself."""
-    if not is_reference(reference):
-        return reference
+    found = _read_secret(reference) if is_reference(reference) else reference
+    mask_from_now_on(found)
+    return found
+
+
+def _read_secret(reference: str) -> str:
     kind, _, where = reference.partition(":")
     if kind == "env":
         found = os.environ.get(where, "")
@@ -94,4 +108,4 @@ def resolve_secret(reference: str) -> str:
 
 def hide_secrets(text: str) -> str:
     """The text of a `config.toml` of an earlier version, which may hold secrets, without them."""
-    return _ASSIGNED.sub(r'\1"env:HIDDEN"', text)
+    return _ASSIGNED_ADDRESS.sub('"env:HIDDEN"', _ASSIGNED.sub(r'\1"env:HIDDEN"', text))

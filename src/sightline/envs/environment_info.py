@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import sightline
 from sightline.config import EnvConfig
 from sightline.envs.mix import build_environment
-from sightline.errors import SightlineError
+from sightline.errors import SightlineError, mask_output
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ def get_environment_info(env: EnvConfig) -> EnvironmentInfo:
 
 
 def main() -> None:
+    mask_output()
     try:
         found = asdict(get_environment_info(EnvConfig.model_validate_json(sys.stdin.read())))
     except SightlineError as error:

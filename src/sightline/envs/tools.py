@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from sightline.errors import ConfigError, EnvironmentFailed
+from sightline.errors import ConfigError, EnvironmentFailed, mask
 from sightline.media import MediaRef
 from sightline.message import AssistantMessage, ImagePart, Message, Part, TextPart, ToolCall
 from sightline.message import join_texts as joined
@@ -64,7 +64,7 @@ class Toolbox:
                 else:
                     result = await asyncio.to_thread(function, **values)
             except ToolError as error:
-                result = f"error: {error}"
+                result = f"error: {mask(str(error))}"
             answers.append(_result_message(call, result, put))
         return answers
 
@@ -76,7 +76,7 @@ class Toolbox:
                 function, values = self._bind_call(call)
                 result = function(**values)
             except ToolError as error:
-                result = f"error: {error}"
+                result = f"error: {mask(str(error))}"
             answers.append(_result_message(call, result, put))
         return answers
 

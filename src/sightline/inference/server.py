@@ -26,7 +26,7 @@ from sightline.inference.chat_endpoint import ChatEndpoint
 from sightline.inference.errors import answer_errors, build_engine_error, json_response, read_body
 from sightline.inference.validator import RequestValidator, ValidatedRequest
 from sightline.run.stages import NO_STAGE_RECORDER, Stage, StageRecorder
-from sightline.transport.http_server import GuardMiddleware, RequestGuard
+from sightline.transport.http_server import GuardMiddleware, RequestGuard, read_bearer
 from sightline.wire.generate import (
     AdoptRequest,
     Choice,
@@ -94,7 +94,7 @@ class ServerLease:
             "leased",
             f"this server is leased to run {self.holder}, and {asks} asks for it; the lease "
             f"expires in {left_s} s unless that run renews it",
-            "end the other run, or use another server",
+            "end the other run, which `sightline ls --ids` names, or use another server",
         )
 
 
@@ -227,7 +227,9 @@ class InferenceServer:
         return json_response(self.engine.stats(since))
 
     async def _health(self, http: Request) -> Response:
-        manifest = self.engine.manifest
+        guard, manifest = self.guard, self.engine.manifest
+        if guard.token and not guard.is_token(read_bearer(http.headers)):
+            return json_response({"status": "ok"})  # all that a load balancer needs
         return json_response(
             {
                 "status": "ok",

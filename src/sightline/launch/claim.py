@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from sightline.errors import ConfigError, ResumeRefused
+from sightline.errors import ConfigError, ResumeRefused, mask_from_now_on
 from sightline.run import RunDir
 from sightline.wire.file import add_checksum, read_checked, write_atomic
 
@@ -69,6 +69,7 @@ def read_secret(run_dir: RunDir) -> str:
         ) from error
     if not found:
         raise ConfigError(f"{run_dir.secret} is empty", "remove it, and resume the run")
+    mask_from_now_on(found)
     return found
 
 

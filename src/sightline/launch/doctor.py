@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -58,6 +59,10 @@ def examine_run(run_dir: RunDir) -> Diagnosis:
     if status.state == FAILED:
         fix = f"see {run_dir.logs}; what to type is below"
         found.problems.append(Problem(status.cause, fix, blocks=False))
+    if special := sorted(_find_special_files(run_dir.path)):
+        fix = "remove it; nothing else was read"
+        found.problems += [Problem(f"{path} is no regular file", fix) for path in special]
+        return found
     config: list[RunFile | SftFile] = []
 
     def check_config() -> None:
@@ -87,6 +92,16 @@ def examine_run(run_dir: RunDir) -> Diagnosis:
     if checkpoints.path is not None:
         found.commands.append(f"sightline export {run_dir.path} DIR    # the model as it is now")
     return found
+
+
+def _find_special_files(folder: Path) -> Iterator[Path]:
+    """Pipes, sockets and devices, which a reader may wait for without end; or links to them."""
+    with suppress(OSError), os.scandir(folder) as entries:  # whoever reads there says so
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _find_special_files(Path(entry.path))
+            elif not entry.is_file() and not entry.is_dir() and os.path.exists(entry.path):
+                yield Path(entry.path)
 
 
 def _examine_steps(

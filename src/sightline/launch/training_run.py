@@ -59,6 +59,7 @@ from sightline.launch.torchrun import (
     find_context,
     get_rendezvous_store,
 )
+from sightline.orchestrator.run_state import read_progress
 from sightline.run import EventLog, RunDir
 from sightline.view.console import LiveView
 from sightline.view.notebook import find_notebook_view
@@ -152,7 +153,14 @@ def resume_run(job: TrainingJob[AnyRun], path: Path, overrides: list[str]) -> Ru
     with contextlib.chdir("."):
         job.check(new, run_dir)
     with disk_errors(run_dir.path), lock_run_dir(run_dir):
-        return _run(job, new, run_dir, check_model_unchanged, context)
+        return _run(job, new, run_dir, check_unchanged, context)
+
+
+def check_unchanged(run_dir: RunDir, model: Path) -> None:
+    """Refuses to go on with another checkpoint, or as another run, than before."""
+    check_model_unchanged(run_dir, model)
+    if run_dir.progress.exists():
+        read_progress(run_dir)
 
 
 def _resolve(job: TrainingJob[AnyRun], file: AnyRun, context: TorchrunContext | None) -> AnyRun:

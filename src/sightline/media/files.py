@@ -165,7 +165,7 @@ def _has_bytes(path: Path, data: bytes) -> bool:
 def _make_directory(path: Path, root: Path) -> None:
     if path.is_dir():
         return
-    root.mkdir(parents=True, exist_ok=True)
+    root.mkdir(0o700, parents=True, exist_ok=True)
     for directory in (path.parent, path):
         directory.mkdir(exist_ok=True)
         _sync_directory(directory.parent)

@@ -298,7 +298,7 @@ class MediaStore:
         """Raise `MediaError` unless images can be put here; makes the root if it is not there."""
         probe = self.root / f"{files.TEMPORARY_PREFIX}probe-{os.getpid()}-{threading.get_ident()}"
         with self._disk_errors():
-            self.root.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(0o700, parents=True, exist_ok=True)
             with files.lock_store(self.root):
                 probe.write_bytes(b"")
                 probe.unlink()

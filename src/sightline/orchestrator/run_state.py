@@ -54,6 +54,8 @@ class RewardRange(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Progress(msgspec.Struct, forbid_unknown_fields=True):
+    run: str = ""
+    """The id of the run; empty in a progress of an earlier version."""
     step: int = 0
     """The last step whose batch is complete."""
     next_group: int = 0
@@ -93,7 +95,7 @@ def read_progress(run_dir: RunDir) -> Progress:
     """The progress of a run; that of a new one where no step was made.
 
     Refuses one that is damaged, and one that is missing or older than what else is there: batches
-    would be made again that were trained on.
+    would be made again that were trained on. Refuses a run that has another id than it had.
     """
     trained = len(read_lines(run_dir.ledger))
     checkpoints = [int(path.name[5:]) for path in run_dir.checkpoints.glob("step_*")]
@@ -120,6 +122,13 @@ def read_progress(run_dir: RunDir) -> Progress:
         raise ResumeRefused(
             f"{path} is of step {progress.step}, and the run has come to step {newest}", fix
         )
+    now = run_dir.read_id() if run_dir.id_file.exists() else ""
+    if progress.run and now != progress.run:
+        raise ResumeRefused(
+            f"{run_dir.id_file} {'says ' + repr(now[:80]) if now else 'is gone or empty'}, and "
+            f"{path} is of run {progress.run}",
+            f"write the id again: echo {progress.run} > {run_dir.id_file}",
+        )
     return progress
 
 
@@ -138,6 +147,8 @@ class RunState:
     @classmethod
     def open(cls, run_dir: RunDir, keep_batches: bool = False) -> RunState:
         progress = read_progress(run_dir)
+        if run_dir.id_file.exists():
+            progress.run = run_dir.read_id()
         run_state = cls(run_dir, progress, Counter(progress.verdicts), keep_batches)
         for step, file in run_dir.list_batches():
             if step > progress.step:

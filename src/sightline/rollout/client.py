@@ -94,6 +94,10 @@ class GenerateClient(RetryingClient):
             health = json.loads(await self.wait_reachable("/health"))
         except ValueError:
             health = {}
+        if health == {"status": "ok"}:  # all that it tells who does not have its token
+            fix = "give it with [inference] token, or --token"
+            problem = f"the server at {self.base_url} has another token"
+            raise EngineError(problem, fix, "unauthorized", 401)
         check_release(str(health.get("release", "")), f"the server at {self.base_url}")
 
     def read_error(self, status: int, data: bytes) -> EngineError:

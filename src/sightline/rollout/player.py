@@ -16,7 +16,7 @@ from sightline.errors import (
     EngineError,
     EnvironmentFailed,
     SightlineError,
-    escape_surrogates,
+    clean_text,
 )
 from sightline.rollout.chat_sources import ChatSource
 from sightline.rollout.evaluation import open_trace
@@ -107,7 +107,7 @@ class RolloutPlayer:
             error, kind = traceback.format_exc(), EnvironmentFailed.__name__
         finally:
             self._in_play.pop(request.rollout_id, None)
-        trace.error, trace.error_kind = escape_surrogates(error), kind
+        trace.error, trace.error_kind = clean_text(error), kind
         trace.ended = time.time()
 
     async def _run_user_code(self, request: RolloutRequest, chat: ModelChat) -> Any:

@@ -30,6 +30,7 @@ from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from sightline.errors import clean_text
 from sightline.run.stages import Attribute, ExportLimits, Headers, Stage, StageRecorder
 from sightline.wire.file import append_line
 
@@ -104,7 +105,7 @@ class _OtelStage(Stage):
         self._span.set_attributes(_prefix_names(attributes))
 
     def fail(self, why: str) -> None:
-        self._span.set_status(Status(StatusCode.ERROR, why))
+        self._span.set_status(Status(StatusCode.ERROR, clean_text(why)))
 
     def __exit__(self, kind: type | None, error: object, trace: object) -> None:
         if kind is not None:

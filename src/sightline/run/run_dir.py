@@ -76,11 +76,11 @@ class RunDir:
 
     def read_id(self) -> str:
         try:
-            return self.id_file.read_text().strip()
+            return self.id_file.read_text(errors="replace").strip()
         except OSError as error:
             raise ResumeRefused(
                 f"{self.id_file} cannot be read: {error.strerror}",
-                "resume the run, which makes a missing one, or restore it from a copy",
+                "restore it from a copy; a resume of the run says what it was",
             ) from error
 
     def heartbeat(self, name: str) -> Path:

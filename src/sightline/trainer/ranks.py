@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from sightline.errors import ProcessFailed, WireError
+from sightline.errors import ProcessFailed, WireError, clean_text
 from sightline.transport.zmq_channel import Hub, Spoke
 from sightline.wire import rank_messages as wire
 from sightline.wire.codec import get_release
@@ -168,7 +168,7 @@ class LeadChannel:
             self._send(rank, wire.NoMoreWork(self._step))
 
     def fail(self, problem: str) -> None:
-        self._tell(RankFailed(0, problem))
+        self._tell(RankFailed(0, clean_text(problem)))
 
     def close(self) -> None:
         self._hub.close()
@@ -258,7 +258,7 @@ class FollowerChannel:
         self._send(wire.ShardWritten(self._ranks.rank, step, file))
 
     def fail(self, problem: str) -> None:
-        self._send(RankFailed(self._ranks.rank, problem))
+        self._send(RankFailed(self._ranks.rank, clean_text(problem)))
         self.close()  # which sends it, before the process ends
 
     def close(self) -> None:

@@ -18,11 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from sightline.config.sections import RunConfig
-from sightline.errors import ConfigError
+from sightline.errors import ConfigError, SightlineError
 from sightline.run.run_dir import RunDir
 from sightline.view import formatting
 from sightline.view.console import describe_events, step_line
 from sightline.view.events import by_step, find_number, read_events
+from sightline.view.fenced_run_dir import FencedRunDir, is_below
 from sightline.view.images_in_use import RUN_FOLDERS, collect_digests
 from sightline.view.run_files import RunFiles, is_run
 from sightline.view.summary import active_seconds, build_summary
@@ -37,6 +38,7 @@ _KILLED = "it wrote no end: its launcher was killed, or the machine went down"
 _SILENT_AFTER_S = 120.0
 """A run without a lock file (a copy, say) counts as running until it wrote nothing for so long."""
 _NUM_EVENTS = 6
+_MAX_ID_CHARS = 100
 _WIDTH_OF_A_FILE = 10_000
 """Columns of what is no terminal, where a broken line could not be searched."""
 _COLOURS = {RUNNING: "cyan", FINISHED: "green", STOPPED: "yellow", FAILED: "red"}
@@ -85,6 +87,8 @@ def _is_alive(pid: int) -> bool:
 @dataclass(frozen=True)
 class RunStatus:
     run_dir: RunDir
+    run_id: str
+    """The id that a server's lease names; empty where the run has none."""
     state: str
     """running, finished, stopped (by a person) or failed."""
     cause: str
@@ -111,7 +115,7 @@ class RunStatus:
     @property
     def last_write(self) -> float:
         """When the run wrote its last event, in seconds since 1970."""
-        files = (self.run_dir.metrics, self.run_dir.path)
+        files = (FencedRunDir.of(self.run_dir).metrics, self.run_dir.path)
         return next(file.stat().st_mtime for file in files if file.exists())
 
     @property
@@ -151,10 +155,11 @@ def find_state(
 
 
 def get_status(run_dir: RunDir) -> RunStatus:
-    """How the run stands now."""
-    files, launcher = RunFiles(run_dir), find_launcher(run_dir)
+    """How the run stands now; no link out of the run is followed, and no pipe waited for."""
+    fenced = FencedRunDir.of(run_dir)
+    files, launcher, metrics = RunFiles(fenced), find_launcher(fenced), fenced.metrics
     summary = None if launcher else files.find_summary()
-    events = [] if summary and "sft" not in files.settings else list(read_events(run_dir.metrics))
+    events = [] if summary and "sft" not in files.settings else list(read_events(metrics))
     found = summary or build_summary(events)
     total = find_number(files.settings.get("run") or {}, "steps")
     sft = list(by_step(events, "sft").values())
@@ -168,12 +173,13 @@ def get_status(run_dir: RunDir) -> RunStatus:
     seconds = active_seconds(events) if events else find_number(found, "seconds")
     if launcher and events and seconds is not None:
         seconds += time.time() - events[-1].time
-    oldest = next(iter(events or islice(read_events(run_dir.metrics), 1)), None)
+    oldest = next(iter(events or islice(read_events(metrics), 1)), None)
     command = "sft" if "sft" in files.settings else "rl"
     if oldest is not None and oldest.process == TRIAL:
         command, total = TRIAL, find_number(files.settings.get("eval") or {}, "tasks")
     return RunStatus(
         run_dir=run_dir,
+        run_id=_read_run_id(fenced),
         state=state.name,
         cause=state.problem if state.name == FAILED else "",
         command=command,
@@ -188,6 +194,13 @@ def get_status(run_dir: RunDir) -> RunStatus:
         seconds=seconds,
         launcher=launcher,
     )
+
+
+def _read_run_id(run_dir: RunDir) -> str:
+    try:
+        return run_dir.read_id()[:_MAX_ID_CHARS]
+    except SightlineError:
+        return ""
 
 
 def describe_end(status: RunStatus, settings: RunConfig) -> str:
@@ -210,19 +223,22 @@ def get_phase(run_dir: RunDir) -> str:
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunDir]:
-    """The runs at these paths and in these folders, the oldest first."""
-    found: dict[Path, None] = {}
+    """The runs at these paths and in these folders, the oldest first; a link that leads out of its
+    folder is none."""
+    found: dict[Path, RunDir] = {}
     for path in paths:
         if not path.is_dir():
             raise ConfigError(f"there is no folder {path}", "name a run, or a folder of runs")
-        inside = [path] if is_run(path) else [run for run in path.iterdir() if is_run(run)]
-        found |= dict.fromkeys(inside)
-    return [RunDir(path) for path in sorted(found, key=lambda path: (_began(path), path))]
+        root = path.resolve()
+        for run in [path] if is_run(path) else path.iterdir():
+            if is_below(root, run) and is_run(run):
+                found.setdefault(run, FencedRunDir(run, root))
+    return sorted(found.values(), key=lambda run_dir: (_began(run_dir), run_dir.path))
 
 
-def _began(path: Path) -> float:
-    oldest = next(read_events(path / "metrics.jsonl"), None)
-    return oldest.time if oldest else path.stat().st_mtime
+def _began(run_dir: RunDir) -> float:
+    oldest = next(read_events(run_dir.metrics), None)
+    return oldest.time if oldest else run_dir.path.stat().st_mtime
 
 
 def measure_bytes(*paths: Path) -> int:
@@ -273,8 +289,8 @@ def collect_kept_digests(
     return found
 
 
-def print_runs(statuses: Sequence[RunStatus], console: Console) -> None:
-    """A table, a line a run."""
+def print_runs(statuses: Sequence[RunStatus], console: Console, ids: bool = False) -> None:
+    """A table, a line a run; with their `ids` if asked."""
     if not statuses:
         console.print("no runs")
         return
@@ -283,6 +299,8 @@ def print_runs(statuses: Sequence[RunStatus], console: Console) -> None:
     for name in ("state", "step", "reward", "started", "took", "size"):
         right = name in ("step", "took", "size")
         table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    if ids:
+        table.add_column("id", no_wrap=True)
     for status in statuses:
         table.add_row(
             Text(formatting.clean(status.run_dir.path.name)),
@@ -292,18 +310,20 @@ def print_runs(statuses: Sequence[RunStatus], console: Console) -> None:
             _format_time(status.started, "%m-%d %H:%M"),
             formatting.duration(status.seconds),
             decimal(measure_bytes(status.run_dir.path)),
+            *([Text(formatting.clean(status.run_id) or formatting.NOTHING)] if ids else []),
         )
     _print(table, console)
 
 
 def print_status(status: RunStatus, console: Console) -> None:
     """How one run stands, what happened last, and how to go on."""
-    events = list(read_events(status.run_dir.metrics))
+    events = list(read_events(FencedRunDir.of(status.run_dir).metrics))
     phase, lines = describe_events(events)
     state = status.state
     if status.launcher:
         state += f": {phase} (process {status.launcher.pid} on {status.launcher.host})"
-    rows = [("run", str(status.run_dir.path)), ("state", state)]
+    rows = [("run", str(status.run_dir.path)), ("id", status.run_id or formatting.NOTHING)]
+    rows.append(("state", state))
     if status.cause:
         rows.append(("cause", status.cause))
     if status.goal is not None:

@@ -138,6 +138,9 @@ def test_a_served_checkpoint_answers_and_ends_in_order_on_sigterm(
         for path in ("/inference/v1/generate", "/sightline/v1/adopt", "/v1/chat/completions"):
             assert Client(client.host, client.port).call("POST", path, b"{}")[0] == 401
         assert client.get("/health")["version"] == "0"
+        for token in ("", "a guess"):  # all that a load balancer needs, and nothing of the run
+            stranger = Client("127.0.0.1", int(address.split(":")[1]), token=token)
+            assert stranger.get("/health") == {"status": "ok"}
         assert len(client.generate([1, 2, 3]).choices[0].token_ids) == 8
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0

@@ -12,6 +12,7 @@ import tiny_run
 from sightline.config import RunFile, load_config
 from sightline.errors import SightlineError
 from sightline.launch.claim import check_model_unchanged
+from sightline.launch.training_run import check_unchanged
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
 from sightline.orchestrator.run_state import RunState
 from sightline.run import RunDir
@@ -39,6 +40,11 @@ def read_config(run_dir: RunDir) -> str:
 
 def read_model(run_dir: RunDir) -> str:
     check_model_unchanged(run_dir, run_dir.path / "checkpoint")
+    return ""
+
+
+def read_what_a_resume_compares(run_dir: RunDir) -> str:
+    check_unchanged(run_dir, run_dir.path / "checkpoint")
     return ""
 
 
@@ -77,6 +83,7 @@ FILES: dict[str, Callable[[RunDir], str]] = {
     "checkpoint/tokenizer.json": read_model,
     "batches/step_000003.msgpack": read_batches,
     "checkpoints/orchestrator.json": read_batches,
+    "run_id": read_what_a_resume_compares,
     "ledger.jsonl": read_ledger,
     "weights/history.jsonl": read_history,
     "checkpoints/step_000002/manifest.json": read_checkpoint,
@@ -104,7 +111,7 @@ def test_a_flipped_bit_anywhere_in_a_file_is_refused_by_its_name(
     path, read = run_dir.path / name, FILES[name]
     assert not find_problem(run_dir, read)
     data = path.read_bytes()
-    text = name.endswith(("toml", "json", "jsonl"))
+    text = name.endswith(("toml", "json", "jsonl", "run_id"))
     # In the last line of settings, only its digits count: the others are a comment.
     places = range(0, len(data) - (80 if name == "config.toml" else 1), max(1, len(data) // 23))
     for at in places:

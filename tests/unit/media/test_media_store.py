@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -290,3 +291,17 @@ def test_the_limits_of_a_store_hold_for_bytes_paths_and_pil_images(
 def test_importing_the_room_loads_no_pillow(python: Callable[..., Any]) -> None:
     code = "import sys, sightline.media; print(sorted({'PIL', 'torch'} & set(sys.modules)))"
     assert python(code).communicate() == ("[]\n", "")
+
+
+def test_a_root_that_the_store_makes_is_its_owners(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        MediaStore(tmp_path / "checked").check_writable()
+        MediaStore(tmp_path / "put").put(Image.new("RGB", (8, 8)))
+    finally:
+        os.umask(before)
+    for name in ("checked", "put"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700
+    (tmp_path / "shared").mkdir(0o755)
+    MediaStore(tmp_path / "shared").check_writable()
+    assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o755, "it is yours"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sightline.config.secret_refs import resolve_secret
 from sightline.envs import Environment, Outcome, Task
 from sightline.errors import EnvironmentFailed
 from sightline.families import load_renderer
@@ -94,3 +95,11 @@ def test_a_timeout_of_the_environments_own_is_not_ours(play) -> None:
     own = play(TimeoutError("the browser took too long"))
     assert own.error_kind == "EnvironmentFailed" and "browser" in own.error
     assert play("sleep").error_kind == "timeout"
+
+
+def test_a_secret_in_an_exception_is_masked(play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-7d1f0a-never-to-be-seen")
+    key = resolve_secret("env:MY_KEY")
+    for error in (ValueError(f"401 for key {key}"), EnvironmentFailed(key, f"not {key}")):
+        found = play(error).error
+        assert key not in found and "***" in found

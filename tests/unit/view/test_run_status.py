@@ -108,6 +108,53 @@ def test_runs_are_listed_with_their_state_and_one_is_told_in_full(
     assert "is no run directory" in capsys.readouterr().err
 
 
+def test_the_holder_of_a_lease_is_found_by_its_id(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (make_run(tmp_path / name) for name in ("one", "two"))
+    assert main(["ls", "--ids", str(tmp_path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    found = {line[0]: line[-1] for line in lines}
+    assert found == {"run": "id", "one": first.read_id(), "two": second.read_id()}
+    assert main(["status", str(first.path)]) == 0
+    assert first.read_id() in capsys.readouterr().out
+    second.id_file.unlink()
+    assert main(["status", str(second.path)]) == 0, "a run of an earlier version has none"
+
+
+@pytest.mark.parametrize(
+    "name", ["summary.json", "metrics.jsonl", "config.toml", ".lock", "run_id", "notes.md"]
+)
+def test_no_pipe_is_waited_for(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = make_run(tmp_path / "broken")
+    summarize(broken)
+    summarize(make_run(tmp_path / "good"))
+    (broken.path / name).unlink(missing_ok=True)
+    os.mkfifo(broken.path / name)
+    for command in (["ls", "--ids", str(tmp_path)], ["status", str(broken.path)]):
+        assert main(command) == 0
+        assert "broken" in capsys.readouterr().out
+    assert main(["doctor", str(broken.path)]) == 1
+    assert f"{broken.path / name} is no regular file" in capsys.readouterr().out
+
+
+def test_a_link_out_of_the_folder_is_no_run_and_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, elsewhere = tmp_path / "runs", make_run(tmp_path / "elsewhere")
+    summarize(elsewhere)
+    inside = make_run(runs / "inside", 0)
+    (runs / "linked").symlink_to(elsewhere.path)
+    (runs / "again").symlink_to(inside.path)
+    inside.summary.symlink_to(elsewhere.summary)
+    assert main(["ls", str(runs)]) == 0
+    said = capsys.readouterr().out
+    assert "linked" not in said and "finished" not in said and "again" in said
+    assert get_status(inside).step == 0
+
+
 def test_names_do_not_wrap_where_the_output_is_no_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

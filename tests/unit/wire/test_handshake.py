@@ -11,7 +11,7 @@ from agents import listening
 from aiohttp import web
 
 from sightline.config import RunFile
-from sightline.errors import WireError
+from sightline.errors import EngineError, WireError
 from sightline.families import Family
 from sightline.launch.preflight import check_external_servers
 from sightline.launch.processes import reserve_port
@@ -98,5 +98,18 @@ def test_a_run_refuses_a_server_of_another_version(release: str, called: str) ->
             config, family = RunFile.model_validate(values), cast(Family, None)
             with pytest.raises(WireError, match=f"{address} runs {called}, this is"):
                 await asyncio.to_thread(check_external_servers, config, family)
+
+    asyncio.run(main())
+
+
+def test_a_server_that_tells_nothing_is_said_to_have_another_token() -> None:
+    async def main() -> None:
+        async with listening(serve_health({"status": "ok"})) as address:
+            client = GenerateClient(address)
+            try:
+                with pytest.raises(EngineError, match=f"{address} has another token"):
+                    await client.wait_healthy()
+            finally:
+                await client.close()
 
     asyncio.run(main())

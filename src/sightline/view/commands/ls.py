@@ -15,6 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paths", nargs="*", type=Path, default=[Path("runs")], metavar="DIR",
         help="run directories, or folders that hold some (default: runs)",
     )  # fmt: skip
+    parser.add_argument(
+        "--ids", action="store_true", help="show the id of each run, which a server's lease names"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,5 +25,5 @@ def run(args: argparse.Namespace) -> int:
 
     from sightline.view.run_status import find_runs, get_status, print_runs
 
-    print_runs([get_status(run_dir) for run_dir in find_runs(args.paths)], Console())
+    print_runs([get_status(run_dir) for run_dir in find_runs(args.paths)], Console(), args.ids)
     return 0

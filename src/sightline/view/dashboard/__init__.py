@@ -5,7 +5,6 @@
     media/, logs/, config.toml ────────┘
 
     run_view.py  one run: its files, its index, its history, what is wrong with it
-    fenced_run_dir.py  where its files are, without links that lead elsewhere
     index.py     every rollout and image of a run, found again without reading the traces
     server.py    the routes; access.py who may ask; live_updates.py tells browsers of news
 

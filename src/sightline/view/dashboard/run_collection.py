@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sightline.errors import ConfigError
-from sightline.view.dashboard.fenced_run_dir import FencedRunDir, is_below
 from sightline.view.dashboard.run_view import RunView
+from sightline.view.fenced_run_dir import FencedRunDir, is_below
 from sightline.view.run_files import is_run
 
 

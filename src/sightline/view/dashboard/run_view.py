@@ -10,10 +10,10 @@ from typing import Any
 from sightline.run.run_dir import RunDir
 from sightline.view.dashboard import queries
 from sightline.view.dashboard.alerts import Alert, find_alerts
-from sightline.view.dashboard.fenced_run_dir import FencedRunDir
 from sightline.view.dashboard.history import MetricsHistory
 from sightline.view.dashboard.index import RefreshResult, RolloutIndex
 from sightline.view.events import find_number
+from sightline.view.fenced_run_dir import FencedRunDir
 from sightline.view.formatting import fixed
 from sightline.view.run_files import RunFiles
 from sightline.view.run_status import FAILED, FINISHED, STOPPED, RunState, find_launcher, find_state

@@ -24,7 +24,14 @@ class FencedRunDir(RunDir):
     """A path whose links lead out of `root` is one where nothing is; so are pipes and devices."""
 
     root: Path
-    """The folder that the dashboard was given, without links in its own path."""
+    """The folder that a command was given, without links in its own path."""
+
+    @classmethod
+    def of(cls, run_dir: RunDir) -> FencedRunDir:
+        """`run_dir` itself where it has a fence, otherwise with one around the run."""
+        if isinstance(run_dir, FencedRunDir):
+            return run_dir
+        return cls(run_dir.path, run_dir.path.resolve())
 
     def inside(self, name: str) -> Path:
         path = self.path / name
