@@ -16,12 +16,17 @@ import sightline
 from sightline.algo.registry import load_advantage, load_aggregation, load_credit, load_filters
 from sightline.config import AnyRun, EnvConfig, ModelConfig, RunFile, SftFile, TrainerConfig
 from sightline.envs.environment_info import EnvironmentInfo, get_environment_info
-from sightline.errors import ConfigError, DiskFull, FamilyError
-from sightline.families import Family, load_family
+from sightline.errors import ConfigError, DiskFull
+from sightline.families import Family, load_family, load_renderer
 from sightline.families.hub import resolve_checkpoint
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import describe_prefix_reuse
-from sightline.launch.probes import check_memory, check_probe_images, describe_versions
+from sightline.launch.probes import (
+    check_memory,
+    check_probe_images,
+    describe_versions,
+    read_shapes,
+)
 from sightline.launch.processes import build_environ, num_cores, reserve_port, split_threads
 from sightline.launch.vllm_server import check_vllm_python, has_gpu
 from sightline.media import MediaStore
@@ -123,23 +128,19 @@ def check_checkpoint(model: ModelConfig, shown_by: str, shows_images: bool) -> F
             f"[model] path = {model.path!r} is no folder",
             "make a checkpoint with `sightline model tiny DIR`, or name one that is there",
         )
-    family: Family | None = None
-    why = "it has no vision tower"
-    try:
-        family = load_family(path, **model.overrides())
-    except FamilyError as error:
-        if not shows_images:
-            raise
-        why = error.problem
-    if family is None or (shows_images and not family.shows_images):
+    family = load_family(path, **model.overrides())
+    if shows_images and not family.shows_images:
         raise ConfigError(
-            f"{shown_by} shows images and [model] path = {model.path!r} cannot see: {why}",
+            f"{shown_by} shows images and [model] path = {model.path!r} cannot see: it has no "
+            "vision tower",
             "choose a vision-language checkpoint, or conversations without images",
         )
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
             f"[model] path = {model.path!r} holds no weights", "it needs *.safetensors files"
         )
+    # Tokenizer, chat format and model fit one another; nothing is put into this store.
+    load_renderer(path, MediaStore(path), family, number_images=model.number_images)
     return family
 
 
@@ -364,12 +365,8 @@ def _get_json(address: str, path: str, token: str) -> dict[str, Any]:
 
 def _check_parameter_names(model: Path, vision: tuple[str, ...]) -> None:
     """Refuses adapters for a checkpoint whose parameter names vLLM could not merge them into."""
-    from safetensors import safe_open
-
-    for path in model.glob("*.safetensors"):
-        with safe_open(path, framework="numpy") as file:
-            if any(name.startswith(vision) for name in file.keys()):
-                return
+    if any(name.startswith(vision) for name in read_shapes(model)):
+        return
     raise ConfigError(
         f'[lora] publish = "adapter": vLLM takes none for {model}, whose files name parameters '
         f"otherwise than the trainer does ({vision[0]}...)",

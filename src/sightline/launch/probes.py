@@ -17,8 +17,15 @@ import msgspec
 from sightline.config import RunFile, SftFile
 from sightline.envs.drawing import DIGITS, draw_glyph, encode_png
 from sightline.envs.mix import build_environment
-from sightline.errors import ConfigError, EngineError, EnvironmentFailed, PixelMismatch
+from sightline.errors import (
+    ConfigError,
+    EngineError,
+    EnvironmentFailed,
+    FamilyError,
+    PixelMismatch,
+)
 from sightline.families import Family
+from sightline.families.checkpoint_files import read_json
 from sightline.launch.processes import build_environ
 from sightline.launch.vllm_server import get_vllm_python, runs_on_cpu
 from sightline.media import MediaStore
@@ -139,15 +146,30 @@ def check_prompts(config: RunFile) -> str:
     return f"the longest of {NUM_TASKS} tasks begins with {longest} of {limit} tokens"
 
 
+def read_shapes(model: Path) -> dict[str, list[int]]:
+    """The shape of every tensor of a checkpoint; refuses files that are cut or missing."""
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, list[int]] = {}
+    fix = "copy it again from the checkpoint"
+    index, files = model / "model.safetensors.index.json", sorted(model.glob("*.safetensors"))
+    if index.is_file():
+        for name in set(read_json(index).get("weight_map", {}).values()):
+            if model / name not in files:
+                raise FamilyError(f"{model / name} is missing, which {index.name} names", fix)
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise FamilyError(f"{path} is no whole file of weights: {error}", fix) from error
+    return shapes
+
+
 def check_memory(config: RunFile | SftFile, available: int | None = None) -> str:
     """Refuses a model that the memory of this machine, or `available` bytes, cannot train, where it
     trains on the CPU."""
-    from safetensors import safe_open
-
-    num_parameters = 0
-    for path in Path(config.model.path).glob("*.safetensors"):
-        with safe_open(path, framework="numpy") as file:
-            num_parameters += sum(math.prod(file.get_slice(n).get_shape()) for n in file.keys())
+    num_parameters = sum(map(math.prod, read_shapes(Path(config.model.path)).values()))
     needed = num_parameters * 4 * (1 if config.lora.rank else OPTIMIZER_STATES)
     if isinstance(config, RunFile) and not config.inference.servers:
         needed += num_parameters * (4 if config.model.dtype == "float32" else 2)

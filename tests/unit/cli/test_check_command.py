@@ -48,6 +48,8 @@ def test_a_supervised_run_is_checked_too(file: Path, capsys: pytest.CaptureFixtu
         ("inference.max_model_len=10", "tokens, and [inference] max_model_len = 10"),
         ("media.root=run.toml", "run.toml"),
         ("env.name=colour", "no module of that name is built in"),
+        ("run.dir=run.toml", "no run directory can be made in"),
+        ("run.dir=/sys/runs", "no run directory can be made in /sys/runs"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_fix(
@@ -56,6 +58,51 @@ def test_what_cannot_work_is_refused_with_its_fix(
     assert main(["check", str(file), override, "rollout.max_tokens=4"]) == 2
     said = capsys.readouterr().err
     assert problem in said and "fix: " in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("model.safetensors", "model.safetensors is no whole file of weights"),
+        ("tokenizer.json", "tokenizer.json is broken"),
+        ("config.json", "config.json is broken"),
+        ("preprocessor_config.json", "preprocessor_config.json is broken"),
+    ],
+)
+@pytest.mark.parametrize("share", [0, 0.5, "[]"])
+def test_a_file_of_the_checkpoint_that_is_cut_is_named(
+    file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], name: str, problem: str, share
+) -> None:
+    copy = Path(shutil.copytree(tiny_model, file.parent / "copy"))
+    data = (copy / name).read_bytes()
+    (copy / name).write_bytes(b"[]" if share == "[]" else data[: int(len(data) * share)])
+    assert main(["check", str(file), f"model.path={copy}"]) == 2
+    said = capsys.readouterr().err
+    assert problem in said and "fix: copy it again" in said and "Traceback" not in said
+
+
+def test_a_shard_that_is_missing_is_named(
+    file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(tiny_model, file.parent / "copy"))
+    weights = {"weight_map": {"x": "model-00002-of-00002.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(weights))
+    assert main(["check", str(file), f"model.path={copy}"]) == 2
+    assert "model-00002-of-00002.safetensors is missing" in capsys.readouterr().err
+
+
+def test_an_environment_that_cannot_be_built_is_named(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "unbuilt_env.py").write_text(
+        "from sightline import Environment\n"
+        "class Unbuilt(Environment):\n"
+        "    def __init__(self):\n"
+        "        raise OSError('no data here')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["check", str(file), "env.name=unbuilt_env:Unbuilt"]) == 2
+    assert "cannot be built: OSError: no data here" in capsys.readouterr().err
 
 
 def test_a_tokenizer_of_another_model_is_refused(

@@ -57,15 +57,19 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(refuse) -> None:
 def test_a_model_that_cannot_see_is_refused_for_an_environment_that_shows(
     refuse, tmp_path: Path
 ) -> None:
-    blind = tmp_path / "text"
-    blind.mkdir()
-    (blind / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    unknown = tmp_path / "text"
+    unknown.mkdir()
+    (unknown / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert "is a 'llama' checkpoint, which no family here knows" in refuse(model=unknown)
     text_only = tmp_path / "text_only"
     write_tiny("qwen_vl", text_only, seed=0, type="qwen3")
-    for model in (blind, text_only):
-        said = refuse(model=model)
-        assert "'color_codeword' shows images" in said and "cannot see" in said
-        assert "choose a vision-language checkpoint" in said
+    said = refuse(model=text_only)
+    assert "'color_codeword' shows images" in said and "cannot see" in said
+    assert "choose a vision-language checkpoint" in said
+
+
+def test_a_run_dir_that_is_a_file_is_refused(refuse) -> None:
+    assert "no run directory can be made in" in refuse("", "run.dir=run.toml")
 
 
 def test_a_folder_without_weights_is_refused(refuse, tiny_model: Path, tmp_path: Path) -> None:
