@@ -188,7 +188,7 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
                 fix = f"is `{name}` meant to be `{near[0]}`?"
         raise ConfigError(f"[env.args] do not fit {path!r}: {error}", fix) from error
     try:
-        return cast(Environment, make(**resolve_references(args)))
+        return cast(Environment, make(**resolve_references(args, "[env] args")))
     except SightlineError:
         raise
     except Exception as error:  # user code

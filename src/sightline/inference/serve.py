@@ -96,7 +96,7 @@ class ServerComponents:
             renderer, self.images, family.modality, path.name, max_model_len, spec.max_body_bytes
         )
         stages = open_stages(spec.otel, spec.name)
-        guard = RequestGuard(spec.inference.host, resolve_secret(spec.inference.token))
+        guard = RequestGuard(spec.inference.host, resolve_secret(spec.inference.token, "--token"))
         return InferenceServer(
             engine, validator, chat, identity, spec.max_body_bytes, guard, stages, spec.weights_root
         )
