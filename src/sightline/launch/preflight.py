@@ -198,10 +198,14 @@ def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SP
     existing = next(path for path in (run_dir.path, *run_dir.path.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
+        is_new = not run_dir.config.is_file()
+        fix = "set [run] dir to a larger disk" if is_new else "move the run to a larger disk"
         raise DiskFull(
-            f"{run_dir.path} has {free / 1e9:.1f} GB free; checkpoints and published weights of "
-            f"{weights / 1e9:.2f} GB each can need {needed / 1e9:.1f} GB",
-            "free some space, set [run] dir to a larger disk, or lower keep_checkpoints",
+            f"{run_dir.path} has {free / 1e9:.1f} GB free; checkpoints, published weights and "
+            f"batches can need {(needed - spare_bytes) / 1e9:.1f} GB, and {spare_bytes / 1e9:.1f} "
+            "GB stay in reserve",
+            f"free some space, or {fix}"
+            + (", or lower keep_checkpoints" if free > spare_bytes else ""),
         )
     return f"{needed / 1e9:.1f} GB of {free / 1e9:.1f} GB that are free"
 

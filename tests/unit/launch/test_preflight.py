@@ -95,6 +95,12 @@ def test_a_port_in_use_is_refused(refuse) -> None:
     assert f"[inference] port = {port}" in said and "set 0" in said
 
 
+def test_an_address_that_this_machine_does_not_have_is_refused(refuse) -> None:
+    said = refuse("", "inference.host=192.0.2.1")
+    assert "[inference] port on 192.0.2.1: Cannot assign" in said
+    assert "fix: set host to an address of this machine" in said
+
+
 @pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
 @pytest.mark.parametrize("section", ["trainer", "inference"])
 def test_a_gpu_that_is_not_there_is_refused(refuse, section: str) -> None:
@@ -120,8 +126,9 @@ def test_a_disk_that_cannot_hold_the_run_is_refused(tiny_model: Path, tmp_path: 
     sft_file = SftFile.model_validate(supervised | {"sft": {"output_dir": "out"}})
     for file in (run_file(tiny_model), sft_file):
         check_disk(file, RunDir(tmp_path / "run"), spare_bytes=0)
-        with pytest.raises(DiskFull, match="GB free"):
+        with pytest.raises(DiskFull, match="GB free.* GB stay in reserve") as refused:
             check_disk(file, RunDir(tmp_path / "run"), spare_bytes=1 << 60)
+        assert "keep_checkpoints" not in refused.value.fix, "the reserve alone is too much"
 
 
 @pytest.mark.parametrize(
