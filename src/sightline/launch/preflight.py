@@ -17,13 +17,15 @@ from sightline.algo.registry import load_advantage, load_aggregation, load_credi
 from sightline.config import AnyRun, EnvConfig, ModelConfig, RunFile, SftFile, TrainerConfig
 from sightline.envs.environment_info import EnvironmentInfo, get_environment_info
 from sightline.errors import ConfigError, DiskFull
-from sightline.families import Family, load_family, load_renderer
+from sightline.families import Family, load_family
 from sightline.families.hub import resolve_checkpoint
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import describe_prefix_reuse
 from sightline.launch.probes import (
     check_memory,
     check_probe_images,
+    check_server_files,
+    check_token_ids,
     describe_versions,
     read_shapes,
 )
@@ -139,8 +141,7 @@ def check_checkpoint(model: ModelConfig, shown_by: str, shows_images: bool) -> F
         raise ConfigError(
             f"[model] path = {model.path!r} holds no weights", "it needs *.safetensors files"
         )
-    # Tokenizer, chat format and model fit one another; nothing is put into this store.
-    load_renderer(path, MediaStore(path), family, number_images=model.number_images)
+    check_token_ids(model, family)
     return family
 
 
@@ -406,6 +407,7 @@ def check_run(config: RunFile, run_dir: RunDir, show: Show = say_nothing) -> Fam
     check_compatible_settings(config)
     show("settings", f"threads on {num_cores()} cores: {threads.server} and {threads.trainer}")
     check_engine(config, family)
+    check_server_files(config, family, run_dir)
     show("engine", ", ".join(config.inference.servers) or config.inference.engine)
     host, port = config.inference.host, config.inference.port
     port = reserve_port(host, port, "[inference] port")
