@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from PIL import Image
 
 from sightline.config import ModelConfig, RunFile, SftFile
 from sightline.envs.drawing import DIGITS, draw_glyph, encode_png
@@ -93,7 +92,9 @@ def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None
     own = run_dir.read_id() if run_dir.id_file.is_file() else ""
     store = MediaStore(Path(config.media.root))
     # Of its own bytes, so that no other store has it, and gone when it was asked for.
-    image = store.put(Image.frombytes("RGB", SIZES[0], os.urandom(3 * math.prod(SIZES[0]))))
+    noise = draw_glyph(DIGITS["5"], 30).convert("RGB").resize(SIZES[0])
+    noise.frombytes(os.urandom(len(noise.tobytes())))
+    image = store.put(noise)
     url = {"type": "image_url", "image_url": {"url": image.url}}
     chat = {"messages": [{"role": "user", "content": [url]}], "max_tokens": 1}
     # There is no such version; a server that may not look there refuses it by its option.
