@@ -199,8 +199,24 @@ def test_what_cannot_be_answered_is_refused_by_its_path(
     with pytest.raises(openai.APIStatusError) as caught:
         chat(**{"messages": [{"role": "user", "content": "Hi"}], **change})
     assert (caught.value.status_code, caught.value.param) == (status, param)
+    assert "file_roots" not in caught.value.message, "which a server does not have"
+    assert "http_hosts" not in caught.value.message
     if change.get("max_tokens"):
         assert caught.value.code == "context_length_exceeded"
+
+
+def test_what_is_not_served_is_refused_in_the_shape_of_every_error(client: Client) -> None:
+    for method, path, status, kind in (
+        ("GET", "/v1/completions", 404, "unknown_url"),
+        ("GET", "/v1/chat/completions", 405, "method"),
+        ("GET", "/nowhere", 404, "unknown_url"),
+        ("GET", "/sightline/v1/adopt", 405, "method"),
+    ):
+        answer = client.call(method, path)
+        error = json.loads(answer[1])["error"]
+        is_chat = path.startswith("/v1/")
+        assert (answer[0], error["code" if is_chat else "type"]) == (status, kind)
+        assert "is not served here" in error["message"] and ("fix" in error) != is_chat
 
 
 def test_tools_that_may_not_be_called_are_not_shown(chat: Any) -> None:

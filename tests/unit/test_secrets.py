@@ -82,15 +82,49 @@ def test_a_reference_is_resolved_where_the_environment_is_built(
     (tmp_path / "key").write_text(f"{KEY}2\n")
     args = {"api_key": "env:MY_KEY", "judges": [{"token": f"file:{tmp_path / 'key'}"}]}
     file = validate_config(RunFile, values(**args), "run.toml")
-    with pytest.raises(ConfigError, match="env:MY_KEY is empty or not set"):
+    with pytest.raises(
+        ConfigError, match=r"\[env\] args.api_key = 'env:MY_KEY': the variable is not set"
+    ):
         build_environment(file.env)
     monkeypatch.setenv("MY_KEY", KEY)
     built: Any = build_environment(file.env)
     assert built.api_key == KEY and built.judges == [{"token": f"{KEY}2"}]
     assert KEY not in dump_toml(file) and "env:MY_KEY" in dump_toml(file)
     assert KEY not in repr(file)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        resolve_secret(f"file:{tmp_path / 'gone'}")
+    with pytest.raises(ConfigError, match="--token = 'file:.*gone' cannot be read"):
+        resolve_secret(f"file:{tmp_path / 'gone'}", "--token")
+    (tmp_path / "key").write_text("\n")
+    with pytest.raises(ConfigError, match=r"judges\[0\].token = 'file:.*key': the file is empty"):
+        build_environment(file.env)
+    monkeypatch.setenv("MY_KEY", "")
+    with pytest.raises(ConfigError, match="the variable is empty"):
+        build_environment(file.env)
+
+
+@pytest.mark.parametrize("value", ["ENV:MY_KEY", "$MY_KEY", "${MY_KEY}", "env:", KEY])
+@pytest.mark.parametrize("section", [{"token": ""}, {"args": {"api_key": ""}}])
+def test_what_is_no_reference_is_refused_with_the_form_of_one(value: str, section: Any) -> None:
+    given = values(api_key=value) if "args" in section else values()
+    given |= {} if "args" in section else {"inference": {"token": value}}
+    with pytest.raises(ConfigError) as refused:
+        validate_config(RunFile, given, "run.toml")
+    assert refused.value.fix.startswith("write env:NAME") and value not in refused.value.problem
+
+
+@pytest.mark.parametrize(
+    ("section", "fix"),
+    [
+        ({"servers": ["127.0.0.1:8000"]}, "http://127.0.0.1:8000"),
+        ({"servers": [f"me:{KEY}@host:1"]}, "http://HOST:PORT"),
+        ({"servers": [f"http://me:{KEY}@host:1"]}, "[inference] token"),
+        ({"servers": ["http://a:1", "http://a:1"]}, "name each once"),
+        ({"engine": "stock_vllm"}, "add its address to servers"),
+    ],
+)
+def test_the_fix_of_settings_that_do_not_go_together_is_their_own(section: Any, fix: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        validate_config(RunFile, {**values(), "inference": section}, "run.toml")
+    assert fix in refused.value.fix and KEY not in str(refused.value)
 
 
 def test_what_holds_a_key_does_not_show_it() -> None:
@@ -156,14 +190,14 @@ def test_other_addresses_are_left_alone() -> None:
 def has_read_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sightline.errors._masked", ())
     monkeypatch.setenv("MY_KEY", KEY + "/ä")
-    resolve_secret("env:MY_KEY")
+    resolve_secret("env:MY_KEY", "api_key")
 
 
 @pytest.mark.usefixtures("has_read_key")
 def test_an_error_does_not_hold_what_was_read() -> None:
     spelled = f"{KEY}/ä, {KEY + '/ä'!r}, ?key={KEY}%2F%C3%A4"
     assert str(ConfigError(spelled, KEY + "/ä")) == "***, '***', ?key=***\n  fix: ***"
-    resolve_secret("short")
+    resolve_secret("short", "api_key")
     assert mask("a short word") == "a short word"
 
 
@@ -241,7 +275,7 @@ def test_the_servers_of_a_run_ask_for_its_secret(
         monkeypatch.setattr("sightline.inference.serve.serve", started.append)
         words = ["process", name, str(run_dir.path), "--server", address, "--evaluator", address]
         assert main(words) == 0
-        assert resolve_secret(started[0].inference.token) == secret
+        assert resolve_secret(started[0].inference.token, "--token") == secret
         assert started[0].weights_root == run_dir.weights
 
 

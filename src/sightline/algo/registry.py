@@ -68,7 +68,9 @@ def load_function(
             f"{''.join(f', {key}=...' for key in args)}): {error}",
             f"its signature is {name.rpartition(':')[2]}{signature}; see docs/algorithms.md",
         ) from error
-    return partial(function, **resolve_references(dict(args))) if args else function
+    return (
+        partial(function, **resolve_references(dict(args), f"{setting}_args")) if args else function
+    )
 
 
 def try_function(setting: str, name: str, function: Callable[..., Any], *inputs: Any) -> Any:

@@ -25,6 +25,7 @@ def run(args: argparse.Namespace) -> int:
     from sightline.cli.config import detect_file_kind
     from sightline.cli.training import check_packages
     from sightline.config import RunFile, SftFile
+    from sightline.launch.claim import check_run_folder
     from sightline.launch.preflight import check_store
     from sightline.launch.probes import check_prompts
     from sightline.launch.rl import RlJob
@@ -37,8 +38,7 @@ def run(args: argparse.Namespace) -> int:
         _show("prompts", check_prompts(file))
     else:
         file = _check(SftJob(), args)
-    runs = Path(file.run.dir).absolute()
-    there = next(path for path in (runs, *runs.parents) if path.is_dir())
+    there = check_run_folder(Path(file.run.dir).absolute())
     with tempfile.TemporaryDirectory(dir=there, prefix=".check-") as folder:
         check_store(Path(file.media.root or folder), file.media.max_gb)
         _show("store", f"{file.media.root or there} can be written to")
@@ -49,13 +49,16 @@ def run(args: argparse.Namespace) -> int:
 def _check(job: TrainingJob[AnyRun], args: argparse.Namespace) -> AnyRun:
     """The run file, after the checks that its command makes at the start."""
     from sightline.config import load_config
+    from sightline.launch.claim import check_run_folder
     from sightline.launch.preflight import check_devices, resolve_model
     from sightline.run import RunDir
 
     file = load_config(job.file_kind, args.file, args.overrides)
     check_devices(file)
+    run_dir = RunDir(Path(file.run.dir).absolute())
+    check_run_folder(run_dir.path)
     file = job.resolve(resolve_model(file))
-    job.check(file, RunDir(Path(file.run.dir)), _show)
+    job.check(file, run_dir, _show)
     return file
 
 

@@ -87,7 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse(words)
         return int(args.run(args) or 0)
     except (SightlineError, ModuleNotFoundError) as error:
-        shown = error if isinstance(error, SightlineError) else find_missing_extra(error)
+        shown = error if isinstance(error, SightlineError) else None
+        for cause in (error, error.__cause__):
+            if isinstance(cause, ModuleNotFoundError):
+                shown = find_missing_extra(cause) or shown
         if shown is None or "--debug" in words:
             raise
         print_error(shown)

@@ -57,11 +57,6 @@ def write_atomically(family: str, folder: Path, seed: int, **options: Any) -> No
 
 def count_parameters(folder: Path) -> int:
     """Counted from the headers of the weight files."""
-    from safetensors import safe_open
+    from sightline.launch.probes import read_shapes
 
-    total = 0
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="numpy") as weights:
-            for name in weights.keys():
-                total += math.prod(weights.get_slice(name).get_shape())
-    return total
+    return sum(map(math.prod, read_shapes(folder).values()))

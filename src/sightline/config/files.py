@@ -9,6 +9,7 @@ from typing import Any, Self, TypeVar
 from pydantic import model_validator
 
 from sightline.config import sections
+from sightline.config.secret_refs import InvalidSetting
 from sightline.config.sections import ConfigSection, get_section_class
 from sightline.errors import ResumeRefused
 
@@ -25,9 +26,14 @@ class _TrainingFile(ConfigSection):
     @model_validator(mode="after")
     def _trains_what_it_adapts(self) -> Self:
         if self.lora.vision_targets and not (self.lora.rank and self.model.train_vision):
-            raise ValueError("[lora] vision_targets needs a rank, and [model] train_vision = true")
+            raise InvalidSetting(
+                "[lora] vision_targets needs a rank, and [model] train_vision = true",
+                "set both, or remove vision_targets",
+            )
         if self.lora.publish == "adapter" and not self.lora.rank:
-            raise ValueError('[lora] publish = "adapter" needs a rank')
+            raise InvalidSetting(
+                '[lora] publish = "adapter" needs a rank', 'set [lora] rank, or publish = "merged"'
+            )
         return self
 
 
@@ -53,7 +59,10 @@ class SftFile(_TrainingFile):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.env is None) == (self.data is None):
-            raise ValueError("conversations come from [env] or from [data], one of them")
+            raise InvalidSetting(
+                "conversations come from [env] or from [data], one of them",
+                "remove one of the sections, or add one",
+            )
         return self
 
 

@@ -113,8 +113,9 @@ def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) 
     first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     names = [str(part) for part in first["loc"]]
     message = first["msg"].removeprefix("Value error, ")
+    fix = getattr(first.get("ctx", {}).get("error"), "fix", "give a value that fits")
     if not names:  # settings that each are well, and do not go together
-        return ConfigError(f"{where}: {message}", "give settings that go together")
+        return ConfigError(f"{where}: {message}", fix)
     key = spell_setting(names)
     if first["type"] == "extra_forbidden":
         if (new := find_new_name(names)) is not None:
@@ -131,9 +132,9 @@ def _build_error(kind: type[ConfigSection], error: ValidationError, where: str) 
     if first["type"] == "missing":
         return ConfigError(f"{where}: {key} is missing", f"add {key}")
     if isinstance(first["input"], dict) and first["type"] == "value_error":  # a whole section
-        return ConfigError(f"{where}: {key}: {message}", "give settings that go together")
+        return ConfigError(f"{where}: {key}: {message}", fix)
     shown = "" if is_secret_name(names[-1]) else f" = {first['input']!r}"
-    return ConfigError(f"{where}: {key}{shown}: {message}", "give a value that fits")
+    return ConfigError(f"{where}: {key}{shown}: {message}", fix)
 
 
 def _known_names(kind: type[ConfigSection], names: list[str]) -> list[str]:

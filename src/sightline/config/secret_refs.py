@@ -15,6 +15,7 @@ from typing import Any
 from sightline.errors import ConfigError, mask_from_now_on
 
 FORM = "write env:NAME for a variable of the environment, or file:PATH for a file that holds it"
+_MISSPELLED = re.compile(r"(?i:env|file):.*|\$\{?\w+\}?")
 _REFERENCE = re.compile(r"env:[A-Za-z_]\w*|file:(?!//).+")
 _NAME = (
     r"(?:(?i:[\w-]*[_-])?(?i:api)?(?i:key|token|secret|password|authorization)"
@@ -26,6 +27,14 @@ _ASSIGNED_ADDRESS = re.compile(rf"""("[^"\n]*{_ADDRESS}[^"\n]*"|'[^'\n]*{_ADDRES
 _ASSIGNED = re.compile(
     rf"""(?<![\w-])("?{_NAME}"?\s*=\s*)(?!["'](?:env|file):)("[^"\n]+"|'[^'\n]+')"""
 )
+
+
+class InvalidSetting(ValueError):
+    """A setting that a validator refuses, with what to do."""
+
+    def __init__(self, problem: str, fix: str) -> None:
+        super().__init__(problem)
+        self.fix = fix
 
 
 def is_secret_name(name: str) -> bool:
@@ -40,7 +49,11 @@ def is_reference(value: str) -> bool:
 def check_reference(value: str) -> str:
     """Refuses, without showing it, a secret that is not a reference."""
     if value and not is_reference(value):
-        raise ValueError(f"this is a secret itself, and settings are written and shown: {FORM}")
+        if _MISSPELLED.fullmatch(value):
+            raise InvalidSetting(
+                "this is no reference to a secret", f"{FORM}, in small letters and without $"
+            )
+        raise InvalidSetting("this is a secret itself, and settings are written and shown", FORM)
     return value
 
 
@@ -69,40 +82,46 @@ def check_table(table: dict[str, Any]) -> dict[str, Any]:
             elif isinstance(one, str) and is_secret_name(name):
                 try:
                     check_reference(one)
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from None
+                except InvalidSetting as error:
+                    raise InvalidSetting(f"{name}: {error}", error.fix) from None
     return table
 
 
-def resolve_references(value: Any) -> Any:
-    """`value` with what its references name in their places, at any depth of tables and lists."""
+def resolve_references(value: Any, setting: str) -> Any:
+    """`value` of `setting` with what its references name in their places, at any depth of tables
+    and lists."""
     if isinstance(value, dict):
-        return {name: resolve_references(inner) for name, inner in value.items()}
+        return {
+            name: resolve_references(inner, f"{setting}.{name}") for name, inner in value.items()
+        }
     if isinstance(value, list):
-        return [resolve_references(inner) for inner in value]
-    return resolve_secret(value) if isinstance(value, str) and is_reference(value) else value
+        return [resolve_references(inner, f"{setting}[{i}]") for i, inner in enumerate(value)]
+    is_secret = isinstance(value, str) and is_reference(value)
+    return resolve_secret(value, setting) if is_secret else value
 
 
-def resolve_secret(reference: str) -> str:
-    """What `reference` names; a text that is no reference is the secret itself."""
-    found = _read_secret(reference) if is_reference(reference) else reference
+def resolve_secret(reference: str, setting: str) -> str:
+    """What the `reference` in `setting` names; a text that is no reference is the secret itself."""
+    found = _read_secret(reference, setting) if is_reference(reference) else reference
     mask_from_now_on(found)
     return found
 
 
-def _read_secret(reference: str) -> str:
-    kind, _, where = reference.partition(":")
+def _read_secret(reference: str, setting: str) -> str:
+    kind, _, name = reference.partition(":")
+    where = f"{setting} = {reference!r}"
     if kind == "env":
-        found = os.environ.get(where, "")
+        if name not in os.environ:
+            fix = f"export {name} where the command is started"
+            raise ConfigError(f"{where}: the variable is not set", fix)
+        found, fix = os.environ[name], f"set {name} to the secret"
     else:
         try:
-            found = Path(where).read_text().strip()
+            found, fix = Path(name).read_text().strip(), "write the secret into it"
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{reference} cannot be read: {error}", "check the path") from error
+            raise ConfigError(f"{where} cannot be read: {error}", "check the path") from error
     if not found:
-        raise ConfigError(
-            f"{reference} is empty or not set", "set it, where the command is started"
-        )
+        raise ConfigError(f"{where}: the {'variable' if kind == 'env' else 'file'} is empty", fix)
     return found
 
 

@@ -14,7 +14,12 @@ from pydantic import (
     model_validator,
 )
 
-from sightline.config.secret_refs import check_reference, check_table, resolve_secret
+from sightline.config.secret_refs import (
+    InvalidSetting,
+    check_reference,
+    check_table,
+    resolve_secret,
+)
 
 MIX = "mix"
 """The name of `[env]` where `[[env.mix]]` names several."""
@@ -119,7 +124,10 @@ class EnvConfig(ConfigSection):
     def _named_by_its_mix(cls, values: Any) -> Any:
         if isinstance(values, dict) and values.get("mix"):
             if values.get("name", MIX) != MIX or values.get("args"):
-                raise ValueError("name and args stand in the [[env.mix]] tables when there are any")
+                raise InvalidSetting(
+                    "name and args stand in the [[env.mix]] tables when there are any",
+                    "move them into a table of the mix",
+                )
             return {"name": MIX, **values}
         return values
 
@@ -265,7 +273,10 @@ class TrainerConfig(ConfigSection):
     @classmethod
     def _has_six(cls, value: list[float]) -> list[float]:
         if value and (len(value) != 6 or min(value) < 0):
-            raise ValueError("take the six numbers that `sightline bench cost` prints, or none")
+            raise InvalidSetting(
+                "a cost model has six numbers, none below 0",
+                "take those that `sightline bench cost` prints, or none",
+            )
         return value
 
 
@@ -311,22 +322,31 @@ class InferenceConfig(ConfigSection):
     def _servers_fit(self) -> InferenceConfig:
         for address in self.servers:
             if not address.startswith(("http://", "https://")):
-                raise ValueError(f"servers has {address!r}: write it as http://HOST:PORT")
+                host = address if "://" not in address and "@" not in address else "HOST:PORT"
+                raise InvalidSetting(
+                    "servers has an address without http://", f"write it as http://{host}"
+                )
             if "@" in urlsplit(address).netloc:
-                raise ValueError("servers has an address with a password in it: use token")
+                raise InvalidSetting(
+                    "servers has an address with a password in it",
+                    "name where the token is in [inference] token",
+                )
         if len(set(self.servers)) < len(self.servers):
-            raise ValueError("servers names one twice")
+            raise InvalidSetting("servers names one twice", "name each once")
         if self.engine == "stock_vllm" and not self.servers:
-            raise ValueError(
-                'engine = "stock_vllm" needs servers: the run starts none that is not its own'
+            raise InvalidSetting(
+                'engine = "stock_vllm" needs servers: the run starts none that is not its own',
+                "add its address to servers",
             )
         if self.inline_images and self.engine != "stock_vllm":
-            raise ValueError('inline_images is for engine = "stock_vllm": others take references')
+            raise InvalidSetting(
+                'inline_images is for engine = "stock_vllm": others take references', "remove it"
+            )
         return self
 
     def read_token(self, run_secret: str) -> str:
         """What the servers that are sampled from ask for; a run's own ask for its secret."""
-        return resolve_secret(self.token) if self.servers else run_secret
+        return resolve_secret(self.token, "[inference] token") if self.servers else run_secret
 
 
 class EvalConfig(ConfigSection):

@@ -90,7 +90,7 @@ class JudgeModel:
             first_retry_s=self.first_wait_s,
             longest_retry_s=LONGEST_RETRY_S,
             retry_statuses=RETRY_STATUSES,
-            token=resolve_secret(self.api_key),
+            token=resolve_secret(self.api_key, "api_key of the judge"),
         )
         try:
             answer = json.loads(

@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self, cast
 
 from sightline.config.load import load_object
 from sightline.config.secret_refs import resolve_references
-from sightline.errors import ConfigError
+from sightline.errors import ConfigError, EnvironmentFailed, SightlineError
 from sightline.media import MediaRef
 from sightline.message import AssistantMessage, Message
 from sightline.render.protocol import Messages, Tools
@@ -187,4 +187,12 @@ def load_environment(path: str, args: dict[str, Any]) -> Environment:
             if near := difflib.get_close_matches(name, signature.parameters, cutoff=0.5):
                 fix = f"is `{name}` meant to be `{near[0]}`?"
         raise ConfigError(f"[env.args] do not fit {path!r}: {error}", fix) from error
-    return cast(Environment, make(**resolve_references(args)))
+    try:
+        return cast(Environment, make(**resolve_references(args, "[env] args")))
+    except SightlineError:
+        raise
+    except Exception as error:  # user code
+        raise EnvironmentFailed(
+            f"[env] name = {path!r} cannot be built: {type(error).__name__}: {error}",
+            f"mend it, or give what it needs in [env.args]; play it: `sightline try {path}`",
+        ) from error

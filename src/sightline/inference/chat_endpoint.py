@@ -70,7 +70,7 @@ class ChatEndpoint:
     max_body_bytes: int
 
     def routes(self, generate: GenerateFunction) -> list[Route]:
-        handler = answer_errors(partial(self._complete, generate=generate), _error_response)
+        handler = answer_errors(partial(self._complete, generate=generate), chat_error_response)
         return [
             Route("/v1/chat/completions", handler, methods=["POST"]),
             Route("/v1/models", self._models),
@@ -185,7 +185,8 @@ def _use_openai_field_names(error: EngineError) -> EngineError:
     return EngineError(problem, error.fix, error.kind, error.status)
 
 
-def _error_response(error: SightlineError) -> Response:
+def chat_error_response(error: SightlineError) -> Response:
+    """An error as OpenAI's SDKs read it."""
     # Messages have a code of their own in this dialect; everything else has the protocol's.
     own = isinstance(error, (MessageError, StoreFull))
     refusal = OpenAIErrorResponse.of(

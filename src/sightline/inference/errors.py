@@ -44,6 +44,8 @@ STATUS_BY_TYPE = {
     "unauthorized": 401,
     "origin": 403,
     "media_missing": 404,
+    "unknown_url": 404,
+    "method": 405,
     "unfinished": 408,
     "fingerprint": 409,
     "leased": 409,

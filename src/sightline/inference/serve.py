@@ -55,7 +55,7 @@ class ServerComponents:
             max_bytes=int(spec.max_media_gb * 1e9),
         )
         family = load_family(spec.model.path, **spec.model.overrides())
-        images = ImageIngestor(store)
+        images = ImageIngestor(store, takes_addresses=False)
         numbered = spec.model.number_images
         limit = spec.inference.max_model_len
         renderer = load_renderer(spec.model.path, store, family, images, numbered, limit)
@@ -96,7 +96,7 @@ class ServerComponents:
             renderer, self.images, family.modality, path.name, max_model_len, spec.max_body_bytes
         )
         stages = open_stages(spec.otel, spec.name)
-        guard = RequestGuard(spec.inference.host, resolve_secret(spec.inference.token))
+        guard = RequestGuard(spec.inference.host, resolve_secret(spec.inference.token, "--token"))
         return InferenceServer(
             engine, validator, chat, identity, spec.max_body_bytes, guard, stages, spec.weights_root
         )

@@ -16,14 +16,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from sightline.errors import EngineError
-from sightline.inference.chat_endpoint import ChatEndpoint
-from sightline.inference.errors import answer_errors, build_engine_error, json_response, read_body
+from sightline.inference.chat_endpoint import ChatEndpoint, chat_error_response
+from sightline.inference.errors import (
+    answer_errors,
+    build_engine_error,
+    error_response,
+    json_response,
+    read_body,
+)
 from sightline.inference.validator import RequestValidator, ValidatedRequest
 from sightline.run.stages import NO_STAGE_RECORDER, Stage, StageRecorder
 from sightline.transport.http_server import GuardMiddleware, RequestGuard, read_bearer
@@ -125,6 +132,7 @@ class InferenceServer:
                 Route("/metrics", answer_errors(self._metrics)),
             ],
             lifespan=self._lifespan,
+            exception_handlers={HTTPException: _answer_unserved},
             middleware=[Middleware(GuardMiddleware, guard=self.guard)],
         )
 
@@ -248,6 +256,18 @@ class InferenceServer:
             (kind, name, {}, value) for kind, values in groups for name, value in values.items()
         )
         return Response(text, media_type=CONTENT_TYPE)
+
+
+async def _answer_unserved(http: Request, error: Exception) -> Response:
+    """A path or a method that is not served, in the shape of every error."""
+    is_method = isinstance(error, HTTPException) and error.status_code == 405
+    refusal = build_engine_error(
+        "method" if is_method else "unknown_url",
+        f"{http.method} {http.url.path[:80]!r} is not served here",
+        "POST /v1/chat/completions or /inference/v1/generate; docs/serving.md has all paths",
+    )
+    is_chat = http.url.path.startswith("/v1/")
+    return chat_error_response(refusal) if is_chat else error_response(refusal)
 
 
 def _note_stage(stage: Stage, checked: ValidatedRequest, requests: list[EngineRequest]) -> None:

@@ -8,9 +8,10 @@ import json
 import os
 import secrets
 import socket
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sightline.errors import ConfigError, ResumeRefused, mask_from_now_on
@@ -26,19 +27,35 @@ MAX_THREADS = 8
 
 def claim_run_dir(base: str, name: str) -> RunDir:
     """Makes the next free `base/name-NNN`; two launchers never get the same."""
-    number = 1
-    while True:
-        path = Path(base) / f"{name}-{number:03d}"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=0o700)
-            return RunDir(path)
-        except FileExistsError:
+    number, folder = 1, (Path(base) / name).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            with suppress(FileExistsError):
+                path = Path(base) / f"{name}-{number:03d}"
+                path.mkdir(mode=0o700)
+                return RunDir(path)
             number += 1
-        except OSError as error:
-            raise ConfigError(
-                f"cannot make {path}: {error.strerror}", "set [run] dir to a folder of yours"
-            ) from error
+    except OSError as error:
+        raise _build_folder_error(folder, error) from error
+
+
+def check_run_folder(path: Path) -> Path:
+    """The folder, there already, in which `[run] dir` is or would be made; refuses one that cannot
+    be written to."""
+    there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    try:
+        with tempfile.TemporaryDirectory(dir=there, prefix=".check-"):
+            return there
+    except OSError as error:
+        raise _build_folder_error(path, error) from error
+
+
+def _build_folder_error(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"[run] dir: no run directory can be made in {path}: {error.strerror}",
+        "set it to a folder that this user can write to",
+    )
 
 
 def make_secret(run_dir: RunDir) -> str:

@@ -120,7 +120,7 @@ def play_evaluation(
                 store=store,
                 max_tokens=config.rollout.max_tokens,
                 max_turns=config.rollout.max_turns,
-                client=OpenAIClient(url, model_name, token=resolve_secret(api_key)),
+                client=OpenAIClient(url, model_name, token=resolve_secret(api_key, "--api-key")),
                 shares_store=media is not None,
             )
         else:

@@ -16,12 +16,19 @@ import sightline
 from sightline.algo.registry import load_advantage, load_aggregation, load_credit, load_filters
 from sightline.config import AnyRun, EnvConfig, ModelConfig, RunFile, SftFile, TrainerConfig
 from sightline.envs.environment_info import EnvironmentInfo, get_environment_info
-from sightline.errors import ConfigError, DiskFull, FamilyError
+from sightline.errors import ConfigError, DiskFull
 from sightline.families import Family, load_family
 from sightline.families.hub import resolve_checkpoint
 from sightline.families.registry import load_serving
 from sightline.inference.server_spec import describe_prefix_reuse
-from sightline.launch.probes import check_memory, check_probe_images, describe_versions
+from sightline.launch.probes import (
+    check_memory,
+    check_probe_images,
+    check_server_files,
+    check_token_ids,
+    describe_versions,
+    read_shapes,
+)
 from sightline.launch.processes import build_environ, num_cores, reserve_port, split_threads
 from sightline.launch.vllm_server import check_vllm_python, has_gpu
 from sightline.media import MediaStore
@@ -123,23 +130,18 @@ def check_checkpoint(model: ModelConfig, shown_by: str, shows_images: bool) -> F
             f"[model] path = {model.path!r} is no folder",
             "make a checkpoint with `sightline model tiny DIR`, or name one that is there",
         )
-    family: Family | None = None
-    why = "it has no vision tower"
-    try:
-        family = load_family(path, **model.overrides())
-    except FamilyError as error:
-        if not shows_images:
-            raise
-        why = error.problem
-    if family is None or (shows_images and not family.shows_images):
+    family = load_family(path, **model.overrides())
+    if shows_images and not family.shows_images:
         raise ConfigError(
-            f"{shown_by} shows images and [model] path = {model.path!r} cannot see: {why}",
+            f"{shown_by} shows images and [model] path = {model.path!r} cannot see: it has no "
+            "vision tower",
             "choose a vision-language checkpoint, or conversations without images",
         )
     if not any(path.glob("*.safetensors")):
         raise ConfigError(
             f"[model] path = {model.path!r} holds no weights", "it needs *.safetensors files"
         )
+    check_token_ids(model, family)
     return family
 
 
@@ -197,10 +199,14 @@ def check_disk(config: RunFile | SftFile, run_dir: RunDir, spare_bytes: int = SP
     existing = next(path for path in (run_dir.path, *run_dir.path.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
+        is_new = not run_dir.config.is_file()
+        fix = "set [run] dir to a larger disk" if is_new else "move the run to a larger disk"
         raise DiskFull(
-            f"{run_dir.path} has {free / 1e9:.1f} GB free; checkpoints and published weights of "
-            f"{weights / 1e9:.2f} GB each can need {needed / 1e9:.1f} GB",
-            "free some space, set [run] dir to a larger disk, or lower keep_checkpoints",
+            f"{run_dir.path} has {free / 1e9:.1f} GB free; checkpoints, published weights and "
+            f"batches can need {(needed - spare_bytes) / 1e9:.1f} GB, and {spare_bytes / 1e9:.1f} "
+            "GB stay in reserve",
+            f"free some space, or {fix}"
+            + (", or lower keep_checkpoints" if free > spare_bytes else ""),
         )
     return f"{needed / 1e9:.1f} GB of {free / 1e9:.1f} GB that are free"
 
@@ -364,12 +370,8 @@ def _get_json(address: str, path: str, token: str) -> dict[str, Any]:
 
 def _check_parameter_names(model: Path, vision: tuple[str, ...]) -> None:
     """Refuses adapters for a checkpoint whose parameter names vLLM could not merge them into."""
-    from safetensors import safe_open
-
-    for path in model.glob("*.safetensors"):
-        with safe_open(path, framework="numpy") as file:
-            if any(name.startswith(vision) for name in file.keys()):
-                return
+    if any(name.startswith(vision) for name in read_shapes(model)):
+        return
     raise ConfigError(
         f'[lora] publish = "adapter": vLLM takes none for {model}, whose files name parameters '
         f"otherwise than the trainer does ({vision[0]}...)",
@@ -405,6 +407,7 @@ def check_run(config: RunFile, run_dir: RunDir, show: Show = say_nothing) -> Fam
     check_compatible_settings(config)
     show("settings", f"threads on {num_cores()} cores: {threads.server} and {threads.trainer}")
     check_engine(config, family)
+    check_server_files(config, family, run_dir)
     show("engine", ", ".join(config.inference.servers) or config.inference.engine)
     host, port = config.inference.host, config.inference.port
     port = reserve_port(host, port, "[inference] port")

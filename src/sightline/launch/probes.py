@@ -4,30 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
+import urllib.error
+import urllib.request
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from sightline.config import RunFile, SftFile
+from sightline.config import ModelConfig, RunFile, SftFile
 from sightline.envs.drawing import DIGITS, draw_glyph, encode_png
 from sightline.envs.mix import build_environment
-from sightline.errors import ConfigError, EngineError, EnvironmentFailed, PixelMismatch
-from sightline.families import Family
+from sightline.errors import (
+    ConfigError,
+    EngineError,
+    EnvironmentFailed,
+    FamilyError,
+    PixelMismatch,
+)
+from sightline.families import Family, load_renderer
+from sightline.families.checkpoint_files import read_json
 from sightline.launch.processes import build_environ
 from sightline.launch.vllm_server import get_vllm_python, runs_on_cpu
 from sightline.media import MediaStore
+from sightline.message import user
 from sightline.pixels.probe import ProbeAnswer, ProbedImage, ProbeRequest, probe
 from sightline.rollout.chat_sources import build_policy_chats
 from sightline.rollout.client import GenerateClient
 from sightline.rollout.evaluation import build_eval_request
 from sightline.rollout.player import RolloutPlayer
+from sightline.run import RunDir
 from sightline.run.stages import NO_STAGE, Stage
+from sightline.transport.http_client import bearer
 from sightline.wire.generate import GenerateRequest, GenerateResponse
 
 SIZES = ((64, 64), (150, 91), (420, 236))
@@ -37,6 +53,88 @@ MEASURED = "measured"
 PACKAGES = ("torch", "transformers", "tokenizers", "pillow", "safetensors", "vllm")
 OPTIMIZER_STATES = 4
 """Training holds weights, gradients and the two moments of AdamW, in float32."""
+
+
+def check_token_ids(model: ModelConfig, family: Family) -> None:
+    """Refuses a checkpoint whose files do not mean the same tokens: those of images, and those that
+    end a turn."""
+    path, fix = Path(model.path), "use the files that belong to the checkpoint"
+    with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
+        store = MediaStore(Path(folder))
+        renderer = load_renderer(path, store, family, number_images=model.number_images)
+        if family.shows_images:
+            rendered = renderer.render([user(store.put(_draw_probe(*SIZES[0])[0]))])
+            at = rendered.slots[0]
+            fills = set(rendered.token_ids[at.offset : at.offset + at.length])
+            if not fills <= set(family.slot_token_ids):
+                raise FamilyError(
+                    f"{path}: the chat format shows an image by the tokens {sorted(fills)}, and "
+                    f"config.json names {list(family.slot_token_ids)}",
+                    fix,
+                )
+    for file in (path / "config.json", path / "generation_config.json"):
+        named = read_json(file).get("eos_token_id") if file.is_file() else None
+        ends = {named} if isinstance(named, int) else set(named or ())
+        if ends and not ends & set(renderer.stop_token_ids):
+            raise FamilyError(
+                f"{file}: eos_token_id = {named}, and a turn of the chat format ends with one of "
+                f"{list(renderer.stop_token_ids)}",
+                fix,
+            )
+
+
+def check_server_files(config: RunFile, family: Family, run_dir: RunDir) -> None:
+    """Refuses a server of `[inference] servers` that another run holds, that takes no weights from
+    where this one publishes, or that does not find an image of its store."""
+    if not config.inference.servers or config.inference.engine == "stock_vllm":
+        return
+    token = config.inference.read_token("")
+    own = run_dir.read_id() if run_dir.id_file.is_file() else ""
+    store = MediaStore(Path(config.media.root))
+    # Of its own bytes, so that no other store has it, and gone when it was asked for.
+    noise = draw_glyph(DIGITS["5"], 30).convert("RGB").resize(SIZES[0])
+    noise.frombytes(os.urandom(len(noise.tobytes())))
+    image = store.put(noise)
+    url = {"type": "image_url", "image_url": {"url": image.url}}
+    chat = {"messages": [{"role": "user", "content": [url]}], "max_tokens": 1}
+    # There is no such version; a server that may not look there refuses it by its option.
+    version = {"manifest": str(run_dir.path / "none" / "manifest.json")}
+    try:
+        for address in config.inference.servers:
+            where = f"[inference] servers: {address}"
+            holder = _ask(address, "/health", token).get("leased_to", "")
+            if holder not in ("", own):
+                fix = "end that run, or use another server"
+                raise ConfigError(f"{where} is leased to run {holder}", fix)
+            refusal = _ask(address, "/sightline/v1/adopt", token, version).get("error", {})
+            if "--weights-root" in (fix := str(refusal.get("fix"))):
+                raise ConfigError(f"{where} takes no weights from {run_dir.path}", fix)
+            answer = (
+                _ask(address, "/v1/chat/completions", token, chat) if family.shows_images else {}
+            )
+            if str(answer.get("error", {}).get("code")).startswith("media_"):
+                raise ConfigError(
+                    f"{where} does not find an image that is in [media] root = {store.root}",
+                    "start it with --media of this folder, or set [media] root to its own",
+                )
+    finally:
+        store.path(image.digest).unlink(missing_ok=True)
+
+
+def _ask(address: str, path: str, token: str, body: object = None) -> dict[str, Any]:
+    """The JSON object that a server answers, or refuses with; an empty one for anything else."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = bearer(token) | {"content-type": "application/json"}
+    request = urllib.request.Request(address.rstrip("/") + path, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=PROBE_TIMEOUT_S) as answer:
+            found = json.loads(answer.read())
+    except (OSError, ValueError) as error:
+        found = None
+        if isinstance(error, urllib.error.HTTPError):
+            with error, suppress(ValueError):
+                found = json.loads(error.read())
+    return found if isinstance(found, dict) else {}
 
 
 def check_probe_images(config: RunFile, family: Family) -> str:
@@ -129,25 +227,42 @@ def check_prompts(config: RunFile) -> str:
 
     with tempfile.TemporaryDirectory(prefix="sightline-check-") as folder:
         asyncio.run(play(folder))
-    longest = max(meter.lengths, default=0)
-    if longest >= limit:
+    longest, answer = max(meter.lengths, default=0), config.rollout.max_tokens
+    if (needed := longest + answer) > limit:
         raise ConfigError(
-            f"a first prompt of [env] {config.env.name!r} has {longest} tokens, and [inference] "
-            f"max_model_len = {limit}",
-            "raise max_model_len, or lower [model] max_pixels",
+            f"a first prompt of [env] {config.env.name!r} has {longest} tokens and with [rollout] "
+            f"max_tokens = {answer} needs {needed}; [inference] max_model_len = {limit}",
+            f"raise max_model_len to {needed} or more, or lower max_tokens or [model] max_pixels",
         )
-    return f"the longest of {NUM_TASKS} tasks begins with {longest} of {limit} tokens"
+    return (
+        f"the longest of {NUM_TASKS} tasks begins with {longest} tokens; max_tokens fit behind it"
+    )
+
+
+def read_shapes(model: Path) -> dict[str, list[int]]:
+    """The shape of every tensor of a checkpoint; refuses files that are cut or missing."""
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, list[int]] = {}
+    fix = "copy it again from the checkpoint"
+    index, files = model / "model.safetensors.index.json", sorted(model.glob("*.safetensors"))
+    if index.is_file():
+        for name in set(read_json(index).get("weight_map", {}).values()):
+            if model / name not in files:
+                raise FamilyError(f"{model / name} is missing, which {index.name} names", fix)
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}
+        except (SafetensorError, OSError) as error:
+            raise FamilyError(f"{path} is no whole file of weights: {error}", fix) from error
+    return shapes
 
 
 def check_memory(config: RunFile | SftFile, available: int | None = None) -> str:
     """Refuses a model that the memory of this machine, or `available` bytes, cannot train, where it
     trains on the CPU."""
-    from safetensors import safe_open
-
-    num_parameters = 0
-    for path in Path(config.model.path).glob("*.safetensors"):
-        with safe_open(path, framework="numpy") as file:
-            num_parameters += sum(math.prod(file.get_slice(n).get_shape()) for n in file.keys())
+    num_parameters = sum(map(math.prod, read_shapes(Path(config.model.path)).values()))
     needed = num_parameters * 4 * (1 if config.lora.rank else OPTIMIZER_STATES)
     if isinstance(config, RunFile) and not config.inference.servers:
         needed += num_parameters * (4 if config.model.dtype == "float32" else 2)

@@ -27,6 +27,7 @@ from sightline.errors import ConfigError, ProcessFailed
 from sightline.launch.process_watch import MARK_VARIABLE, build_mark, kill_marked
 from sightline.run import RunDir
 from sightline.run.run_dir import show_path
+from sightline.transport.listen import choose_listen_fix
 from sightline.wire.disk import FIX, measure_free_bytes
 from sightline.wire.rank_messages import EXIT_OTHER_RANK_FAILED
 
@@ -116,8 +117,8 @@ def reserve_port(host: str, port: int, setting: str) -> int:
     except OSError as error:
         probe.close()
         raise ConfigError(
-            f"{setting} = {port} on {host}: {error.strerror}",
-            "stop what uses the port, or set 0 to take a free one",
+            f"{setting}{f' = {port}' if port else ''} on {host}: {error.strerror}",
+            choose_listen_fix(error),
         ) from error
     found = int(probe.getsockname()[1])
     if port:

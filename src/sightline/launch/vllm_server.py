@@ -125,7 +125,7 @@ def exec_vllm(spec: ServerSpec, python: str) -> None:
     sys.stdout.flush()
     environ = build_vllm_environ(spec.inference.device, spec.num_threads)
     if spec.inference.token:  # vLLM's own routes ask for it, too
-        environ["VLLM_API_KEY"] = resolve_secret(spec.inference.token)
+        environ["VLLM_API_KEY"] = resolve_secret(spec.inference.token, "--token")
     os.execve(words[0], words, environ)
 
 

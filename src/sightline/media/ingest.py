@@ -77,8 +77,10 @@ class ImageIngestor:
         http_hosts: Iterable[str] = (),
         timeout_s: float = 10.0,
         resolve: HostResolver = resolve_host,
+        takes_addresses: bool = True,
     ) -> None:
-        """`timeout_s` is for one fetch, and `resolve` looks hosts up."""
+        """`timeout_s` is for one fetch, and `resolve` looks hosts up. Without `takes_addresses`
+        nobody can allow file:// and http(s):// urls, and errors do not tell how."""
         self.store = store
         self.http_hosts = frozenset(host.lower() for host in http_hosts)
         self.timeout_s = timeout_s
@@ -94,16 +96,19 @@ class ImageIngestor:
             "http": self._from_http,
             "https": self._from_http,
         }
+        self._fix = _FIX_SHAPE if takes_addresses else _FIX_SENT
+        if not takes_addresses:
+            self._sources |= dict.fromkeys(("file", "http", "https"), self._refuse)
 
     def resolve(self, url: str, path: str) -> MediaRef:
         """The ref of the image at `url`. Every error names `path`, the url's JSON path."""
         try:
             if not isinstance(url, str) or not url:
                 what = "an empty url" if url == "" else f"a {type(url).__name__} in place of a url"
-                raise MessageError(what, _FIX_SHAPE)
+                raise MessageError(what, self._fix)
             source = self._sources.get(url.partition(":")[0].lower())
             if source is None:
-                raise MessageError(f"no image comes from {url[:60]!r}", _FIX_SHAPE)
+                raise MessageError(f"no image comes from {url[:60]!r}", self._fix)
             return source(url)
         except (MediaError, MessageError) as error:
             # The first cause stays the cause: by an OSError a server knows that it may heal.
@@ -155,6 +160,9 @@ class ImageIngestor:
         if root is None:
             raise MediaRefused(f"{name} is under no allowed file root", _FIX_FILE)
         return self._put(self._read(root, path))
+
+    def _refuse(self, url: str) -> MediaRef:
+        raise MediaRefused(f"no image is fetched here: {url[:60]!r}", self._fix)
 
     def _from_http(self, url: str) -> MediaRef:
         data = fetch(
@@ -212,9 +220,9 @@ def _resolve_root(root: Path) -> Path:
     return root.resolve()
 
 
-_FIX_SHAPE = (
-    "give the image as a data:image/...;base64, url or as the media:sha256: url of a stored image; "
-    "file:// and http(s):// urls need [media] file_roots or http_hosts"
+_FIX_SENT = (
+    "give the image as a data:image/...;base64, url or as the media:sha256: url of a stored image"
 )
+_FIX_SHAPE = f"{_FIX_SENT}; file:// and http(s):// urls need [media] file_roots or http_hosts"
 _FIX_DATA = "write it as data:image/png;base64,<the image's bytes in base64>"
 _FIX_FILE = "send the image as a data: url, or add its directory to [media] file_roots"

@@ -232,7 +232,8 @@ class MediaStore:
         places = " or ".join(str(root) for root in self._roots)
         raise MediaMissing(
             f"image {digest[:12]} is not in the store {places}",
-            "set [media] root to the store that the image was put into, or put it again",
+            "name the store that the image was put into ([media] root of a run, --media of a "
+            "server), or put it again",
         )
 
     # --- looking after it
@@ -276,13 +277,11 @@ class MediaStore:
     def check_room(self, num_bytes: int = 0) -> None:
         """Raise `StoreFull` if `num_bytes` more would be above `max_bytes`, or leave the disk with
         less than the reserve."""
-        fix = (
-            "free space with `sightline media gc`, raise [media] max_gb, or set [media] root to "
-            "a place on a larger disk"
-        )
         if self.max_bytes is not None and (size := self.size_bytes()) + num_bytes > self.max_bytes:
             raise StoreFull(
-                f"the store {self.root} holds {size} bytes, its limit is {self.max_bytes}", fix
+                f"the store {self.root} holds {size} bytes, its limit is {self.max_bytes}",
+                "free space with `sightline media gc`, or raise the limit: [media] max_gb of a "
+                "run, --max-media-gb of a server",
             )
         existing = next(
             path for path in (self.root, *self.root.absolute().parents) if path.exists()
@@ -291,7 +290,8 @@ class MediaStore:
             raise StoreFull(
                 f"the disk under {self.root} has {free} bytes left, {self.reserve_bytes} are "
                 "kept in reserve",
-                fix,
+                "free space on this disk, for instance with `sightline media gc`; a new run or "
+                "server can have its images elsewhere: [media] root, --media",
             )
 
     def check_writable(self) -> None:

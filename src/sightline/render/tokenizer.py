@@ -23,17 +23,20 @@ class Tokenizer:
     def __init__(self, path: Path, description: str | None = None) -> None:
         """Reads tokenizer.json in `path`, or a `description` of that form, made from another."""
         file = path / "tokenizer.json"
-        if description is None:
-            if not file.is_file():
-                raise FamilyError(
-                    f"no tokenizer.json in {path}",
-                    "point [model] path at a whole checkpoint folder",
-                )
-            description = file.read_text()
-        self._full = tokenizers.Tokenizer.from_str(description)
+        if description is None and not file.is_file():
+            raise FamilyError(
+                f"no tokenizer.json in {path}", "point [model] path at a whole checkpoint folder"
+            )
+        try:
+            description = file.read_text() if description is None else description
+            self._full = tokenizers.Tokenizer.from_str(description)
+            self._plain = _without_added_tokens(description)
+        except Exception as error:  # the library raises nothing narrower
+            raise FamilyError(
+                f"{file} is broken: {error}", "copy it again from the checkpoint"
+            ) from error
         self._full.no_truncation()
         self._full.no_padding()
-        self._plain = _without_added_tokens(description)
         self.vocab_size: int = self._full.get_vocab_size(with_added_tokens=True)
         self.max_token_chars: int = max(map(len, self._plain.get_vocab()), default=1)
         """Characters of the longest token, counted in bytes where tokens are made of bytes."""

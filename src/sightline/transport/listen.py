@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 
@@ -37,8 +38,17 @@ def bind_socket(host: str, port: int) -> socket.socket:
 def build_listen_error(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(
         f"cannot listen at {host}:{port}: {error.strerror or error}",
-        "end the process that holds the port, set another port, or port = 0 for a free one",
+        choose_listen_fix(error),
     )
+
+
+def choose_listen_fix(error: OSError) -> str:
+    """What to do where an address cannot be bound."""
+    if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        return "set host to an address of this machine, such as 127.0.0.1"
+    if error.errno == errno.EACCES:
+        return "set a port above 1023, or 0 to take a free one"
+    return "stop what uses the port, or set 0 to take a free one"
 
 
 def describe_link(host: str, port: int, path: str = "") -> str:

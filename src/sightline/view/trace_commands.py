@@ -108,7 +108,7 @@ def replay_traces(args: argparse.Namespace) -> int:
     family, renderer = load_model(args)
     client = None
     if args.server is not None:
-        token = resolve_secret(args.token)
+        token = resolve_secret(args.token, "--token")
         client = GenerateClient(args.server.rstrip("/"), token=token, deadline_s=10.0)
     reports = asyncio.run(replay_all(traces, family, renderer, client, args.tolerance))
     for report in reports:

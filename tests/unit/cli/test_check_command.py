@@ -6,14 +6,18 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from serving import embedded
 
 from sightline.cli.main import main
 from sightline.config import RunFile, load_config
 from sightline.errors import ConfigError, PixelMismatch
 from sightline.families import load_family
+from sightline.inference.server_spec import ServerSpec
 from sightline.launch.probes import check_memory, check_probe_images
+from sightline.media import MediaStore
 
 
 @pytest.fixture
@@ -45,9 +49,11 @@ def test_a_supervised_run_is_checked_too(file: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("inference.max_model_len=10", "tokens, and [inference] max_model_len = 10"),
+        ("inference.max_model_len=12", "max_tokens = 4 needs 15; [inference] max_model_len = 12"),
         ("media.root=run.toml", "run.toml"),
         ("env.name=colour", "no module of that name is built in"),
+        ("run.dir=run.toml", "no run directory can be made in"),
+        ("run.dir=/sys/runs", "no run directory can be made in /sys/runs"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_fix(
@@ -56,6 +62,106 @@ def test_what_cannot_work_is_refused_with_its_fix(
     assert main(["check", str(file), override, "rollout.max_tokens=4"]) == 2
     said = capsys.readouterr().err
     assert problem in said and "fix: " in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("model.safetensors", "model.safetensors is no whole file of weights"),
+        ("tokenizer.json", "tokenizer.json is broken"),
+        ("config.json", "config.json is broken"),
+        ("preprocessor_config.json", "preprocessor_config.json is broken"),
+    ],
+)
+@pytest.mark.parametrize("share", [0, 0.5, "[]"])
+def test_a_file_of_the_checkpoint_that_is_cut_is_named(
+    file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], name: str, problem: str, share
+) -> None:
+    copy = Path(shutil.copytree(tiny_model, file.parent / "copy"))
+    data = (copy / name).read_bytes()
+    (copy / name).write_bytes(b"[]" if share == "[]" else data[: int(len(data) * share)])
+    assert main(["check", str(file), f"model.path={copy}"]) == 2
+    said = capsys.readouterr().err
+    assert problem in said and "fix: copy it again" in said and "Traceback" not in said
+
+
+def set_image_token(config: dict[str, Any]) -> None:
+    config["image_token_id"] += 1
+
+
+def swap_ends(tokenizer: dict[str, Any]) -> None:
+    ends = [t for t in tokenizer["added_tokens"] if t["content"] in ("<|im_end|>", "<|endoftext|>")]
+    ends[0]["content"], ends[1]["content"] = ends[1]["content"], ends[0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("name", "edit", "problem"),
+    [
+        ("config.json", set_image_token, "the chat format shows an image by the tokens"),
+        ("tokenizer.json", swap_ends, "tokenizer_config.json says that '<|endoftext|>' is token"),
+        ("generation_config.json", lambda config: config.update(eos_token_id=[3]), "a turn of the"),
+        ("config.json", lambda config: config.update(eos_token_id=3), "eos_token_id = 3, and"),
+    ],
+)
+def test_files_that_mean_different_tokens_are_refused(
+    file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], name: str, edit, problem: str
+) -> None:
+    copy = Path(shutil.copytree(tiny_model, file.parent / "copy"))
+    values = json.loads((copy / name).read_text())
+    edit(values)
+    (copy / name).write_text(json.dumps(values))
+    assert main(["check", str(file), f"model.path={copy}"]) == 2
+    said = capsys.readouterr().err
+    assert problem in said and "fix: use the files that belong" in said
+
+
+def test_a_server_that_cannot_serve_the_run_is_refused(
+    file: Path, settings: ServerSpec, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that another run holds, that takes weights from elsewhere, or has other images."""
+    here = file.parent
+    spec = settings.replace(media_roots=[here / "media"], weights_root=here / "runs")
+    with embedded(spec) as client:
+        address = f"http://{client.host}:{client.port}"
+        words = ["check", str(file), f'inference.servers=["{address}"]', "media.root=media"]
+        assert main(words) == 0, capsys.readouterr().err
+        assert not list(MediaStore(here / "media").digests()), "the image that was tried is gone"
+        for override, problem in (
+            ("media.root=other", f"does not find an image that is in [media] root = {here}/other"),
+            ("run.dir=other", f"takes no weights from {here}/other"),
+        ):
+            assert main([*words, override]) == 2
+            assert problem in capsys.readouterr().err
+        lease = b'{"run": "beef", "seconds": 600}'
+        assert client.call("POST", "/sightline/v1/lease", lease)[0] == 200
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "is leased to run beef" in said and "fix: end that run" in said
+    assert not (here / "runs").exists()
+
+
+def test_a_shard_that_is_missing_is_named(
+    file: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(tiny_model, file.parent / "copy"))
+    weights = {"weight_map": {"x": "model-00002-of-00002.safetensors"}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(weights))
+    assert main(["check", str(file), f"model.path={copy}"]) == 2
+    assert "model-00002-of-00002.safetensors is missing" in capsys.readouterr().err
+
+
+def test_an_environment_that_cannot_be_built_is_named(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "unbuilt_env.py").write_text(
+        "from sightline import Environment\n"
+        "class Unbuilt(Environment):\n"
+        "    def __init__(self):\n"
+        "        raise OSError('no data here')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["check", str(file), "env.name=unbuilt_env:Unbuilt"]) == 2
+    assert "cannot be built: OSError: no data here" in capsys.readouterr().err
 
 
 def test_a_tokenizer_of_another_model_is_refused(

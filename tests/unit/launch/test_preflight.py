@@ -57,15 +57,19 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(refuse) -> None:
 def test_a_model_that_cannot_see_is_refused_for_an_environment_that_shows(
     refuse, tmp_path: Path
 ) -> None:
-    blind = tmp_path / "text"
-    blind.mkdir()
-    (blind / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    unknown = tmp_path / "text"
+    unknown.mkdir()
+    (unknown / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert "is a 'llama' checkpoint, which no family here knows" in refuse(model=unknown)
     text_only = tmp_path / "text_only"
     write_tiny("qwen_vl", text_only, seed=0, type="qwen3")
-    for model in (blind, text_only):
-        said = refuse(model=model)
-        assert "'color_codeword' shows images" in said and "cannot see" in said
-        assert "choose a vision-language checkpoint" in said
+    said = refuse(model=text_only)
+    assert "'color_codeword' shows images" in said and "cannot see" in said
+    assert "choose a vision-language checkpoint" in said
+
+
+def test_a_run_dir_that_is_a_file_is_refused(refuse) -> None:
+    assert "no run directory can be made in" in refuse("", "run.dir=run.toml")
 
 
 def test_a_folder_without_weights_is_refused(refuse, tiny_model: Path, tmp_path: Path) -> None:
@@ -89,6 +93,12 @@ def test_a_port_in_use_is_refused(refuse) -> None:
         port = taken.getsockname()[1]
         said = refuse("", f"inference.port={port}")
     assert f"[inference] port = {port}" in said and "set 0" in said
+
+
+def test_an_address_that_this_machine_does_not_have_is_refused(refuse) -> None:
+    said = refuse("", "inference.host=192.0.2.1")
+    assert "[inference] port on 192.0.2.1: Cannot assign" in said
+    assert "fix: set host to an address of this machine" in said
 
 
 @pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
@@ -116,8 +126,9 @@ def test_a_disk_that_cannot_hold_the_run_is_refused(tiny_model: Path, tmp_path: 
     sft_file = SftFile.model_validate(supervised | {"sft": {"output_dir": "out"}})
     for file in (run_file(tiny_model), sft_file):
         check_disk(file, RunDir(tmp_path / "run"), spare_bytes=0)
-        with pytest.raises(DiskFull, match="GB free"):
+        with pytest.raises(DiskFull, match="GB free.* GB stay in reserve") as refused:
             check_disk(file, RunDir(tmp_path / "run"), spare_bytes=1 << 60)
+        assert "keep_checkpoints" not in refused.value.fix, "the reserve alone is too much"
 
 
 @pytest.mark.parametrize(

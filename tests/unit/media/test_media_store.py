@@ -194,15 +194,17 @@ def test_check_room_raises_above_the_limit_of_the_store(tmp_path: Path, picture:
     store = MediaStore(tmp_path / "store", max_bytes=10, reserve_bytes=0)
     store.check_room()
     store.put(picture())
-    with pytest.raises(StoreFull, match="its limit is 10"):
+    with pytest.raises(StoreFull, match="its limit is 10") as full:
         store.check_room()
+    assert "max_gb" in full.value.fix
 
 
 def test_check_room_raises_when_the_disk_is_nearly_full(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     MediaStore(tmp_path / "a" / "b", reserve_bytes=free // 2).check_room()
-    with pytest.raises(StoreFull, match="kept in reserve"):
+    with pytest.raises(StoreFull, match="kept in reserve") as full:
         MediaStore(tmp_path / "a" / "b", reserve_bytes=free * 2).check_room()
+    assert "max_gb" not in full.value.fix, "a higher limit would not help"
 
 
 def test_a_full_disk_is_store_full_and_leaves_no_temporary_file(

@@ -99,7 +99,7 @@ def test_a_timeout_of_the_environments_own_is_not_ours(play) -> None:
 
 def test_a_secret_in_an_exception_is_masked(play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sk-7d1f0a-never-to-be-seen")
-    key = resolve_secret("env:MY_KEY")
+    key = resolve_secret("env:MY_KEY", "api_key")
     for error in (ValueError(f"401 for key {key}"), EnvironmentFailed(key, f"not {key}")):
         found = play(error).error
         assert key not in found and "***" in found

@@ -17,7 +17,7 @@ from sightline.view.dashboard.server import NOT_BUILT_MESSAGE, build_app, is_bui
 def serve_dashboard(paths: Sequence[Path], host: str, port: int, token: str = "") -> None:
     """`token` says where the token is that whoever asks must know."""
     check_address(host, token, "--token")
-    guard = RequestGuard(host, resolve_secret(token))
+    guard = RequestGuard(host, resolve_secret(token, "--token"))
     runs = RunCollection(paths)
     listening = bind_socket(host, port)
     listening.listen(128)
