@@ -94,7 +94,8 @@ def examine_run(run_dir: RunDir) -> Diagnosis:
         fix = f"a resume goes on from step {checkpoints.step}"
         found.problems += [Problem(one, fix, blocks=False) for one in checkpoints.refused]
     if status.command != TRIAL:
-        found.problems += _find_damaged_records(run_dir, status)
+        named = "\n".join(one.problem for one in found.problems)
+        found.problems += _find_damaged_records(run_dir, status, named)
     if status.state != RUNNING:
         _examine_export(status, found, checkpoints.step)
     found.problems += _find_surroundings(run_dir, status)
@@ -206,12 +207,15 @@ def _find_damaged_traces(
         yield f"{len(lost)} of {len(shown)} images of traces are not in {store.root}, {words}"
 
 
-def _find_damaged_records(run_dir: RunDir, status: RunStatus) -> Iterator[Problem]:
-    """What is wrong with files that a run goes on without."""
+def _find_damaged_records(run_dir: RunDir, status: RunStatus, named: str) -> Iterator[Problem]:
+    """What is wrong with files that a run goes on without, and that is not `named` already."""
     shapes = {run_dir.id_file: "[0-9a-f]{16}", run_dir.secret: rf"\S{{{MIN_SECRET_CHARS},}}"}
     for path, shape in shapes.items():
+        if str(path) in named:
+            continue
         if not path.is_file():
-            yield Problem(f"{path} is gone", "a resume makes a new one", blocks=False)
+            problem = f"{path} is gone, or the run is of an earlier version"
+            yield Problem(problem, "a resume makes a new one", blocks=False)
         elif not re.fullmatch(shape, path.read_text(errors="replace").strip()):
             fix = "put it back from a copy, or remove it: a resume then makes a new one"
             yield Problem(f"{path} is damaged: it is not as a run writes it", fix)
@@ -221,7 +225,7 @@ def _find_damaged_records(run_dir: RunDir, status: RunStatus) -> Iterator[Proble
     fix = "put it back from a copy; a resume goes on without"
     tail = EventTail(run_dir.metrics)
     events = tail.read()
-    if status.step and not run_dir.metrics.exists() and str(run_dir.metrics) not in status.cause:
+    if status.step and not run_dir.metrics.exists() and str(run_dir.metrics) not in named:
         yield Problem(f"{run_dir.metrics} is gone, and with it the curves", fix, blocks=False)
     if tail.num_invalid_lines:
         problem = f"{run_dir.metrics} is damaged: {tail.num_invalid_lines} lines are no events"
