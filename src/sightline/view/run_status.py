@@ -181,7 +181,8 @@ def get_status(run_dir: RunDir) -> RunStatus:
     total = find_number(files.settings.get("run") or {}, "steps")
     sft = list(by_step(events, "sft").values())
     first, last = find_number(found, "reward_start"), find_number(found, "reward_final")
-    step = int(find_number(found, "steps") or len(read_lines(run_dir.ledger)))
+    # Events may be lost, or damaged: the ledger of trained steps knows, too.
+    step = max(int(find_number(found, "steps") or 0), len(read_lines(run_dir.ledger)))
     if sft:
         step = sft[-1].step
         first, last = (find_number(event.values, "loss") for event in (sft[0], sft[-1]))

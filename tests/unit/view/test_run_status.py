@@ -65,7 +65,9 @@ def test_a_run_whose_summary_or_metrics_are_lost_says_how_it_ended(tmp_path: Pat
     found = get_status(run_dir)
     assert (found.state, found.cause) == ("failed", "trainer was killed"), "without a summary"
     run_dir.metrics.write_bytes(run_dir.metrics.read_bytes().replace(b'"train"', b'"tra?n', 1))
-    assert get_status(run_dir).cause == "trainer was killed"
+    run_dir.ledger.write_bytes(b"{}\n" * 3)
+    found = get_status(run_dir)
+    assert (found.cause, found.step) == ("trainer was killed", 3)
     summarize(run_dir, stopped_by="trainer was killed")
     run_dir.metrics.unlink()
     found = get_status(run_dir)
