@@ -22,9 +22,9 @@ from sightline.compute.weights import write_weights
 from sightline.config import RunFile, dump_checked_toml
 from sightline.launch.claim import SECRET_VARIABLE, make_secret, record_model_digests
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
-from sightline.orchestrator.run_state import RunState
+from sightline.orchestrator.run_state import RunState, eval_key
 from sightline.run import RunDir
-from sightline.trace import flatten, read_traces
+from sightline.trace import flatten, read_traces, write_traces
 from sightline.trainer.checkpoint import CheckpointManifest, CheckpointStore
 from sightline.trainer.ledger import Ledger
 from sightline.trainer.ranks import SINGLE_RANK
@@ -48,6 +48,8 @@ def write_run(path: Path, model: str = "") -> RunDir:
     run_dir.config.write_text(dump_checked_toml(RunFile.model_validate(settings)))
     record_model_digests(run_dir, folder)
     run_dir.verdicts.unlink()
+    run_dir.make()
+    make_secret(run_dir)
 
     run_state = RunState.open(run_dir)
     announced = []
@@ -75,6 +77,7 @@ def write_run(path: Path, model: str = "") -> RunDir:
     run_state.progress.best_digest = best._write(manifest.parent)
     run_state.progress.best_step, run_state.progress.best_measure = TRAINED, 0.5
     run_state.record_eval("step", TRAINED, 0.5)
+    write_traces(run_dir.eval_traces(eval_key("step", TRAINED)), traces)
     run_state.remove_covered_batches(TRAINED)
     run_state.save()
     run_dir.summary.write_text(json.dumps({"steps": TRAINED, "stopped_by": "a signal"}))

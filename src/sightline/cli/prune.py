@@ -2,7 +2,8 @@
 
 Removes the traces, scores and dashboard index of runs that do not run, and the batches of those
 that have finished; with --images also what then nothing refers to in their own stores. Settings,
-metrics, report, logs and checkpoints stay. Without --yes it only says what would go.
+metrics, report, logs and checkpoints stay; pruned.txt lists what went. Without --yes it only says
+what would go.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{one.run_dir.path}: {', '.join(names) or 'nothing'} ({decimal(freed)})")
         total += freed
         for folder in one.folders if args.yes else ():
+            with open(one.run_dir.pruned, "a") as note:
+                for file in folder.rglob("*"):
+                    print(file.relative_to(one.run_dir.path), file=note)
             shutil.rmtree(folder)
     print(f"removed {decimal(total)}" if args.yes else f"--yes removes {decimal(total)}")
     return 0

@@ -121,9 +121,11 @@ def check_model_unchanged(run_dir: RunDir, model: Path) -> None:
     now = _hash_model(model)
     changed = sorted({name for name, _ in before.items() ^ now.items()})
     if changed:
+        name = changed[0]
+        how = "is gone" if name not in now else "has changed" if name in before else "is new"
+        what = f"{model / name} {how}" if model.is_dir() else f"the folder {model} is gone"
         raise ResumeRefused(
-            f"{model / changed[0]} is not what it was when the run began, by "
-            f"{_get_digest_file(run_dir)}",
+            f"{what} since the run began, by {_get_digest_file(run_dir)}",
             "restore the checkpoint, or start a new run",
         )
 

@@ -70,9 +70,9 @@ def build_mark(run_dir: Path, name: str) -> str:
 
 def kill_marked(run_dir: Path, names: Iterable[str]) -> None:
     """Kills the processes of these names that are left of a run, and all that they started."""
-    marks = {f"{MARK_VARIABLE}={build_mark(run_dir, name)}".encode() for name in names}
+    wanted = set(names)
     for _ in range(_KILL_ROUNDS):  # one that forks meanwhile is found again
-        if not (found := _find_marked(marks)):
+        if not (found := [pid for pid, name in find_marked(run_dir).items() if name in wanted]):
             return
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
@@ -80,18 +80,27 @@ def kill_marked(run_dir: Path, names: Iterable[str]) -> None:
         time.sleep(0.02)
 
 
-def _find_marked(marks: set[bytes]) -> set[int]:
-    parents, found = {}, set()
+def find_marked(run_dir: Path) -> dict[int, str]:
+    """The processes of a run on this machine and all that they started, each with the name of the
+    process of the run that it is or comes from."""
+    parents, found, home = dict[int, int](), dict[int, str](), run_dir.resolve()
     for folder in Path("/proc").glob("[0-9]*"):
         state, parent = _read_stat(pid := int(folder.name))
         if state in ("", "Z", "X") or pid == os.getpid():
             continue
         parents[pid] = parent
         with suppress(OSError):
-            if not marks.isdisjoint((folder / "environ").read_bytes().split(b"\0")):
-                found.add(pid)
+            for variable in (folder / "environ").read_bytes().split(b"\0"):
+                key, _, mark = os.fsdecode(variable).partition("=")
+                path, _, name = mark.rpartition(":")
+                if key == MARK_VARIABLE and Path(path).resolve() == home:
+                    found[pid] = name
     # What has cleared its environment is found by its parent.
-    while below := {pid for pid, parent in parents.items() if parent in found} - found:
+    while below := {
+        pid: found[parent]
+        for pid, parent in parents.items()
+        if parent in found and pid not in found
+    }:
         found |= below
     return found
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from sightline.orchestrator.run_state import RunState
+from sightline.wire.file import write_sums
 from sightline.wire.weights import is_transposed
 
 WEIGHTS = "model.safetensors"
@@ -71,6 +72,7 @@ class BestCheckpoint:
             sorted(folder.glob("*.safetensors")) for folder in (published, self.source)
         )
         digest = merge_safetensors(weights, others, part / WEIGHTS)
+        write_sums(part, {WEIGHTS: digest})
         # A reader finds the old one, none for a moment, or the new one; never a part.
         shutil.rmtree(self.target, ignore_errors=True)
         os.rename(part, self.target)

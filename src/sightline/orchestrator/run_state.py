@@ -104,8 +104,8 @@ def read_progress(run_dir: RunDir) -> Progress:
     newest = max(trained, *checkpoints, *batches, 0)
     path = run_dir.progress
     fix = (
-        f"put it back from a copy; nothing was changed, and `sightline doctor {run_dir.path}` says "
-        "what is safe"
+        "put it back from a copy; nothing was changed, and the model is in the last checkpoint: "
+        f"`sightline export {run_dir.path} DIR`"
     )
     if not path.exists():
         if trained or checkpoints or batches:

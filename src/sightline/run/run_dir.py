@@ -49,6 +49,8 @@ class RunDir:
     """What became of each rollout, a line a step; the last line of a step holds."""
     view = _Inside("view")
     """What the dashboard has indexed. It can be removed at any time, and is made again."""
+    pruned = _Inside("pruned.txt")
+    """The files that `sightline prune` has removed, a line each: nobody misses them."""
     notes = _Inside("notes.md")
     """What a person writes about the run, by hand; `#word` in it is a tag."""
     spans = _Inside("spans.jsonl")

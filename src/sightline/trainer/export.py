@@ -27,6 +27,7 @@ from sightline.trainer.lora import (
     save_adapters,
 )
 from sightline.trainer.snapshot import restore_model
+from sightline.wire.file import write_sums
 
 WEIGHTS_FILE = "model.safetensors"
 ADAPTERS = "adapter"
@@ -54,9 +55,11 @@ def export_checkpoint(
         full = {name: tensor.cpu() for name, tensor in iterate_gathered(weights, gather)}
         weights, gather = revert_weight_conversion(model, full), keep_tensor
     transposed = find_transposed(known, weights)
-    write_tensors(part / WEIGHTS_FILE, weights, gather, dtype, {"format": "pt"}, transposed)
+    form = {"format": "pt"}
+    written = write_tensors(part / WEIGHTS_FILE, weights, gather, dtype, form, transposed)
     if has_adapters(model):
         save_adapters(model, part / ADAPTERS, source)
+    write_sums(part, {written.name: written.sha256})
     shutil.rmtree(target, ignore_errors=True)
     os.rename(part, target)
 

@@ -13,6 +13,7 @@ from sightline.wire.codec import UNREADABLE
 from sightline.wire.event import Event
 from sightline.wire.file import read_lines
 
+_TAIL_BYTES = 1 << 20
 _decoder = msgspec.json.Decoder(Event)
 
 
@@ -52,6 +53,14 @@ class EventTail:
 def read_events(path: Path) -> Iterator[Event]:
     """All events so far, oldest first. A line that is no event is left out."""
     return _events(read_lines(path))
+
+
+def is_end_damaged(path: Path) -> bool:
+    """Whether the last whole line is no event: it may be the one that says how the run ended."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().rpartition(b"\n")[0].splitlines()
+    return bool(lines) and not any(_events(lines[-1:]))
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[Event]:

@@ -42,7 +42,10 @@ class FencedRunDir(RunDir):
         found = [name for name in (*_READ, *_FOLDERS) if not is_below(self.root, self.path / name)]
         for folder in _FOLDERS:
             with suppress(OSError), os.scandir(self.inside(folder)) as entries:
-                found += [f"{folder}/{entry.name}" for entry in entries if entry.is_symlink()]
+                for entry in entries:
+                    mode = entry.stat(follow_symlinks=False).st_mode
+                    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                        found.append(f"{folder}/{entry.name}")
         return found
 
 

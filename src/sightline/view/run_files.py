@@ -117,8 +117,10 @@ class RunFiles:
 
     def find_summary(self) -> dict[str, Any] | None:
         """The written summary, unless the run has gone on since."""
+        metrics = self.run_dir.metrics
         try:
-            if self.run_dir.summary.stat().st_mtime >= self.run_dir.metrics.stat().st_mtime:
+            newest = metrics.stat().st_mtime if metrics.exists() else 0.0
+            if self.run_dir.summary.stat().st_mtime >= newest:
                 return msgspec.json.decode(self.run_dir.summary.read_bytes(), type=dict[str, Any])
         except (OSError, *UNREADABLE):
             pass

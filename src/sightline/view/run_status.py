@@ -22,12 +22,13 @@ from sightline.errors import ConfigError, SightlineError
 from sightline.run.run_dir import RunDir
 from sightline.view import formatting
 from sightline.view.console import describe_events, step_line
-from sightline.view.events import by_step, find_number, read_events
+from sightline.view.events import by_step, find_number, is_end_damaged, read_events
 from sightline.view.fenced_run_dir import FencedRunDir, is_below
 from sightline.view.images_in_use import RUN_FOLDERS, collect_digests
 from sightline.view.run_files import RunFiles, is_run
 from sightline.view.summary import active_seconds, build_summary
 from sightline.wire.event import Event
+from sightline.wire.file import read_lines
 
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 SIGNAL = "a signal"
@@ -53,6 +54,16 @@ class Launcher(NamedTuple):
     @property
     def is_here(self) -> bool:
         return self.host == socket.gethostname()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it, which nobody but a reader can say: it watches the
+        others. Not known of one on another machine, or where there is no /proc."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text(errors="replace").rpartition(") ")[2]
+        except OSError:
+            return False
+        return self.is_here and state[:1] in ("T", "t")
 
 
 def find_launcher(run_dir: RunDir) -> Launcher | None:
@@ -151,7 +162,18 @@ def find_state(
         return RunState(FINISHED)
     metrics, lock = files.run_dir.metrics, files.run_dir.lock
     is_live = metrics.exists() and time.time() - metrics.stat().st_mtime < _SILENT_AFTER_S
-    return RunState(RUNNING) if is_live and not lock.exists() else RunState(FAILED, _KILLED)
+    if is_live and not lock.exists():
+        return RunState(RUNNING)
+    return RunState(FAILED, _explain_silence(files.run_dir))
+
+
+def _explain_silence(run_dir: RunDir) -> str:
+    """Why a run that nobody works on does not say how it ended."""
+    if not run_dir.metrics.exists() and read_lines(run_dir.ledger):
+        return f"how it ended cannot be told: {run_dir.metrics} is gone"
+    if run_dir.metrics.is_file() and is_end_damaged(run_dir.metrics):
+        return f"how it ended cannot be told: the last line of {run_dir.metrics} is damaged"
+    return _KILLED
 
 
 def get_status(run_dir: RunDir) -> RunStatus:
@@ -164,11 +186,13 @@ def get_status(run_dir: RunDir) -> RunStatus:
     total = find_number(files.settings.get("run") or {}, "steps")
     sft = list(by_step(events, "sft").values())
     first, last = find_number(found, "reward_start"), find_number(found, "reward_final")
-    step = int(find_number(found, "steps") or 0)
+    # Events may be lost, or damaged: the ledger of trained steps knows, too.
+    step = max(int(find_number(found, "steps") or 0), len(read_lines(run_dir.ledger)))
     if sft:
         step = sft[-1].step
         first, last = (find_number(event.values, "loss") for event in (sft[0], sft[-1]))
-    state = find_state(files, launcher, is_trained=bool(sft) and step == total)
+    end = events[-1] if events and events[-1].kind == "end" else None
+    state = find_state(files, launcher, end, bool(sft) and step == total)
     goal = found.get("goal") or {}
     seconds = active_seconds(events) if events else find_number(found, "seconds")
     if launcher and events and seconds is not None:
@@ -321,7 +345,10 @@ def print_status(status: RunStatus, console: Console) -> None:
     phase, lines = describe_events(events)
     state = status.state
     if status.launcher:
-        state += f": {phase} (process {status.launcher.pid} on {status.launcher.host})"
+        pid = status.launcher.pid
+        state += f": {phase} (process {pid} on {status.launcher.host})"
+        if status.launcher.is_stopped:
+            state += f"; a signal has stopped this launcher: `kill -CONT {pid}` lets it go on"
     rows = [("run", str(status.run_dir.path)), ("id", status.run_id or formatting.NOTHING)]
     rows.append(("state", state))
     if status.cause:

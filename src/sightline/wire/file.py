@@ -10,6 +10,7 @@ import errno
 import hashlib
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,11 +24,16 @@ __all__ = [
     "add_checksum",
     "append_line",
     "decode_checked",
+    "find_changed_files",
     "read_checked",
     "read_checked_lines",
     "read_lines",
     "write_atomic",
+    "write_sums",
 ]
+
+SUMS = "SHA256SUMS"
+"""Digests of the files of a folder, which `sha256sum -c SHA256SUMS` compares, too."""
 
 _CHECKED = re.compile(rb'(.+),"checksum":"([0-9a-f]{64})"\}', re.DOTALL)
 Found = TypeVar("Found")
@@ -97,3 +103,32 @@ def read_lines(path: Path) -> list[bytes]:
         return []
     data = path.read_bytes()
     return data[: data.rfind(b"\n") + 1].splitlines()
+
+
+def write_sums(folder: Path, known: Mapping[str, str]) -> None:
+    """Writes `SUMS` over all files at and below `folder`; digests in `known` are not made again."""
+    names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    sums = {name: known.get(name) or _hash(folder / name) for name in names if name != SUMS}
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sums.items())
+    write_atomic(folder / SUMS, lines.encode())
+
+
+def find_changed_files(folder: Path) -> list[str]:
+    """What is not as `write_sums` found it; raises OSError where there are no sums."""
+    lines = (folder / SUMS).read_text(errors="replace").splitlines()
+    problems = [] if lines else [f"{folder / SUMS} is damaged: it is empty"]
+    for number, line in enumerate(lines, 1):
+        found = re.fullmatch(r"([0-9a-f]{64})  (.+)", line)
+        path = folder / (found[2] if found else "")
+        if found is None or ".." in path.parts or path.is_symlink():
+            problems.append(f"{folder / SUMS}, line {number}, is damaged")
+        elif not path.is_file():
+            problems.append(f"{path} is gone")
+        elif _hash(path) != found[1]:
+            problems.append(f"{path} is damaged: it is not what {SUMS} says")
+    return problems
+
+
+def _hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import tiny_run
 
 from sightline.cli.main import main
-from sightline.launch.doctor import examine_run, find_orphans
-from sightline.run import RunDir
+from sightline.launch.claim import lock_run_dir
+from sightline.launch.doctor import Problem, examine_run
+from sightline.launch.process_watch import MARK_VARIABLE, build_mark
+from sightline.orchestrator.run_state import RunState
+from sightline.run import EventLog, RunDir
+from sightline.view.summary import summarize
+from sightline.wire.file import SUMS, write_sums
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +33,21 @@ def run_dir(whole: RunDir, tmp_path: Path) -> RunDir:
     """A copy of the run, whose model stays where it was."""
     shutil.copytree(whole.path, tmp_path / "run")
     return RunDir(tmp_path / "run")
+
+
+@pytest.fixture
+def finished(run_dir: RunDir) -> RunDir:
+    """The run, with the trained model and the words of one that came to its end."""
+    final = run_dir.checkpoints / "final"
+    shutil.copytree(run_dir.checkpoints / "best", final)
+    write_sums(final, {})
+    EventLog(run_dir.metrics, "launcher").write("end", outcome="finished", problem="", fix="")
+    summarize(run_dir)
+    return run_dir
+
+
+def find_problems(run_dir: RunDir) -> list[Problem]:
+    return examine_run(run_dir).problems
 
 
 def flip(path: Path) -> None:
@@ -98,30 +121,171 @@ def test_a_damaged_or_missing_file_is_named_with_what_is_safe(
 def test_a_missing_image_of_a_waiting_batch_is_named(run_dir: RunDir) -> None:
     image = next(path for path in run_dir.media.rglob("*") if len(path.name) == 64)
     image.unlink()
-    [found] = examine_run(run_dir).problems
-    assert image.name[:12] in found.problem
+    first, *others = find_problems(run_dir)
+    assert first.blocks and image.name[:12] in first.problem
+    assert not any(one.blocks or image.name[:12] in one.problem for one in others), "said once"
 
 
-def test_processes_that_outlived_their_launcher_are_found_by_their_directory(
+def test_a_finished_run_is_safe(finished: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(finished.path)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("state: finished at step 3 of 9\n") and "--resume" not in said
+    assert f"safe:  the trained model in {finished.checkpoints / 'final'}" in said
+    assert "DIR    # the model of step 2\n" in said, "not of the step that the run came to"
+
+
+RESULTS = (
+    "checkpoints/final/model.safetensors",
+    "checkpoints/final/config.json",
+    f"checkpoints/final/{SUMS}",
+    "checkpoints/final",
+    "traces/step_000001.msgpack",
+    "traces/eval_step_000002.msgpack",
+    "traces",
+    "media",
+    "metrics.jsonl",
+    "summary.json",
+    "run_id",
+    "secret",
+)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_what_a_finished_run_lacks_is_named_and_it_stays_finished(
+    finished: RunDir, name: str
+) -> None:
+    path = finished.path / name
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+    found = examine_run(finished)
+    assert found.state.startswith("finished at step 3"), "by the other of metrics and summary"
+    assert any(name in one.problem and one.fix for one in found.problems)
+    is_needed = name in ("media", "run_id")
+    assert is_needed or not any(one.blocks for one in found.problems), "a resume needs none of it"
+
+
+@pytest.mark.parametrize("name", RESULTS[:3])
+def test_a_flipped_bit_in_the_trained_model_is_named(finished: RunDir, name: str) -> None:
+    flip(finished.path / name)
+    [found] = find_problems(finished)
+    assert "checkpoints/final/" in found.problem and "sightline export" in found.fix
+
+
+def test_a_damaged_line_of_metrics_is_named(finished: RunDir) -> None:
+    finished.metrics.write_bytes(b"?" + finished.metrics.read_bytes()[1:])
+    [found] = find_problems(finished)
+    assert "metrics.jsonl is damaged: 1 lines" in found.problem and not found.blocks
+
+
+def test_an_image_that_only_traces_show_is_named(finished: RunDir) -> None:
+    run_state = RunState.open(finished)
+    run_state.progress.step = tiny_run.TRAINED
+    run_state.save()
+    finished.batch(tiny_run.STEP).unlink()
+    assert find_problems(finished) == [], "no batch waits"
+    image = next(path for path in finished.media.rglob("*") if len(path.name) == 64)
+    image.unlink()
+    [found] = find_problems(finished)
+    assert found.problem.startswith("1 of 2 images of traces are not in ")
+    assert image.name[:12] in found.problem and not found.blocks
+
+
+def test_what_prune_removed_is_not_missed(finished: RunDir) -> None:
+    assert main(["prune", str(finished.path), "--yes"]) == 0
+    assert not finished.traces.exists()
+    assert not any("traces" in one.problem for one in find_problems(finished))
+
+
+@pytest.mark.parametrize("name", ["run_id", "secret"])
+def test_an_id_or_a_secret_that_no_run_writes_is_named(run_dir: RunDir, name: str) -> None:
+    path = run_dir.path / name
+    path.write_bytes(path.read_bytes()[:9] + b"\xff ")
+    [found] = find_problems(run_dir)
+    assert found.blocks and str(path) in found.problem
+
+
+def test_a_secret_that_others_can_read_is_named(run_dir: RunDir) -> None:
+    run_dir.secret.chmod(0o644)
+    assert find_problems(run_dir)[0].fix == f"chmod 600 {run_dir.secret}"
+
+
+def test_a_checkpoint_whose_batches_are_gone_is_what_has_to_come_back(run_dir: RunDir) -> None:
+    flip(run_dir.checkpoints / "step_000002" / "rank_000.safetensors")
+    [one] = [one for one in find_problems(run_dir) if "rank_000" in one.problem]
+    assert one.blocks and one.fix.startswith("put it back") and "batch of step 1" in one.fix
+    assert not any("step_000001.msgpack is gone" in one.problem for one in find_problems(run_dir))
+
+
+def test_causes_are_the_true_ones(finished: RunDir) -> None:
+    finished.summary.unlink()
+    finished.lock.touch()
+    lines = finished.metrics.read_bytes().splitlines(keepends=True)
+    finished.metrics.write_bytes(b"".join(lines[:-1]) + b"?" + lines[-1])
+    first = find_problems(finished)[0]
+    assert f"the last line of {finished.metrics} is damaged" in first.problem
+    finished.metrics.unlink()
+    found = examine_run(finished)
+    assert found.state.startswith("failed at step 2"), "by the ledger"
+    assert f"{finished.metrics} is gone" in found.problems[0].problem
+
+
+def test_a_model_that_was_moved_is_gone_and_not_changed(tmp_path: Path) -> None:
+    run_dir = tiny_run.write_run(tmp_path / "run")
+    model = run_dir.path / "checkpoint"
+    (model / "config.json").unlink()
+    assert f"{model / 'config.json'} is gone since the run began" in find_problems(run_dir)[0][0]
+    shutil.rmtree(model)
+    assert f"the folder {model} is gone since the run began" in find_problems(run_dir)[0][0]
+
+
+def test_processes_that_outlived_their_launcher_are_found_by_their_mark(
     run_dir: RunDir, tmp_path: Path
 ) -> None:
-    words = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
-    orphan = subprocess.Popen(
-        [*words, "-m", "sightline", "process", "worker-0", "run", "--hub", ""],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-    )
+    mark = {MARK_VARIABLE: build_mark(run_dir.path, "worker-0")}
+    code = "import subprocess; subprocess.run(['sleep', '60'], env={})"
+    words = [sys.executable, "-c", code]
+    orphan = subprocess.Popen(words, env=os.environ | mark, start_new_session=True)
+    children = Path(f"/proc/{orphan.pid}/task/{orphan.pid}/children")
     try:
-        assert orphan.stdout and orphan.stdout.readline(), "its command line is there once it runs"
-        assert find_orphans(run_dir) == [(orphan.pid, "worker-0")]
-        assert find_orphans(RunDir(tmp_path / "another")) == []
-        found = examine_run(run_dir).problems
-        assert (f"process {orphan.pid} (worker-0)" in found[0][0]) and found[0][1].startswith(
-            "kill"
-        )
+        while not children.read_text():
+            time.sleep(0.02)
+        child = int(children.read_text())
+        link = tmp_path / "link"
+        link.symlink_to(run_dir.path)
+        for path in (run_dir.path, link):
+            [found] = find_problems(RunDir(path))
+            assert found.problem.startswith("2 processes of worker-0, or started by it, run ")
+            assert set(found.fix.split()) >= {"kill", str(orphan.pid), str(child)}
+            assert not found.blocks, "a resume ends them"
+        shutil.copytree(run_dir.path, tmp_path / "another")
+        assert find_problems(RunDir(tmp_path / "another")) == []
     finally:
-        orphan.kill()
-        orphan.communicate()
+        os.killpg(orphan.pid, signal.SIGKILL)
+        orphan.wait()
+
+
+def test_a_launcher_that_a_signal_has_stopped_is_named(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        with lock_run_dir(run_dir):
+            host = run_dir.lock.read_text().partition(" ")[2]
+            run_dir.lock.write_text(f"{child.pid} {host}")
+            assert find_problems(run_dir) == []
+            child.send_signal(signal.SIGSTOP)
+            os.waitpid(child.pid, os.WUNTRACED)
+            words = f"kill -CONT {child.pid}"
+            found = examine_run(run_dir)
+            assert "stopped the launcher" in found.problems[0].problem
+            assert words in found.problems[0].fix and found.commands[0].startswith(words)
+            assert main(["status", str(run_dir.path)]) == 0
+            assert f"`{words}` lets it go on" in capsys.readouterr().out
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_an_installation_shows_what_it_allows(capsys: pytest.CaptureFixture[str]) -> None:

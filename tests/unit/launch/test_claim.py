@@ -51,7 +51,7 @@ def test_a_run_goes_on_only_from_the_checkpoint_it_began_with(
     check_model_unchanged(run_dir, model)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
-    with pytest.raises(ResumeRefused, match="model.safetensors is not what it was"):
+    with pytest.raises(ResumeRefused, match="model.safetensors has changed since the run began"):
         check_model_unchanged(run_dir, model)
 
 

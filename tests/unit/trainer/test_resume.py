@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from sightline.trainer import loop
 from sightline.trainer.build import Orchestrator, build
 from sightline.trainer.ledger import Ledger
 from sightline.wire.control import BatchReady, ControlMessage, PublishedWeights, TrainingFinished
+from sightline.wire.file import SUMS
 from sightline.wire.sample import Batch, digest_batch
 
 STEPS = 5
@@ -143,6 +145,8 @@ def test_the_final_checkpoint_loads_with_auto_classes(tiny_model: Path, run_dir:
     final = run_dir.checkpoints / "final"
     AutoModelForImageTextToText.from_pretrained(final)
     AutoTokenizer.from_pretrained(final)
+    subprocess.run(["sha256sum", "-c", "--strict", SUMS], cwd=final, check=True)
+    assert len((final / SUMS).read_text().splitlines()) == len(list(final.iterdir())) - 1
 
 
 def test_checkpoints_beyond_the_number_to_keep_go(tiny_model: Path, run_dir: RunDir) -> None:

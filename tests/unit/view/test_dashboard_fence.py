@@ -124,7 +124,9 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(run_dir: RunDir) -> None:
     for name in ("metrics.jsonl", "notes.md", "verdicts.jsonl"):
         (run_dir.path / name).unlink(missing_ok=True)
         os.mkfifo(run_dir.path / name)
-    assert "metrics.jsonl, notes.md, verdicts.jsonl" in read_all(run_dir.path.parent)
+    os.mkfifo(run_dir.logs / "server.log")
+    said = read_all(run_dir.path.parent)
+    assert "metrics.jsonl, notes.md, verdicts.jsonl, logs/server.log" in said
 
 
 def test_the_name_of_a_process_is_no_path(run_dir: RunDir) -> None:

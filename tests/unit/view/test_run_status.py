@@ -58,6 +58,22 @@ def test_every_end_of_a_run_has_its_own_state(tmp_path: Path) -> None:
         assert found.state == "running" and found.launcher is not None and found.launcher.is_here
 
 
+def test_a_run_whose_summary_or_metrics_are_lost_says_how_it_ended(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "done")
+    values = {"outcome": "failed", "problem": "trainer was killed"}
+    append(run_dir, Event(time=T0, process="launcher", kind="end", step=0, values=values))
+    found = get_status(run_dir)
+    assert (found.state, found.cause) == ("failed", "trainer was killed"), "without a summary"
+    run_dir.metrics.write_bytes(run_dir.metrics.read_bytes().replace(b'"train"', b'"tra?n', 1))
+    run_dir.ledger.write_bytes(b"{}\n" * 3)
+    found = get_status(run_dir)
+    assert (found.cause, found.step) == ("trainer was killed", 3)
+    summarize(run_dir, stopped_by="trainer was killed")
+    run_dir.metrics.unlink()
+    found = get_status(run_dir)
+    assert (found.state, found.cause, found.step) == ("failed", "trainer was killed", 3)
+
+
 def test_a_supervised_run_shows_its_loss(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "sft", 0)
     run_dir.config.write_text('[run]\nsteps = 2\n[sft]\noutput_dir = "o"\n')
