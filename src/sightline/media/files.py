@@ -64,9 +64,12 @@ def open_image(path: Path) -> BinaryIO:
     """Opens a regular file; a link is not followed, and the writer of a pipe not waited for."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        if stat.S_ISREG(os.fstat(fd).st_mode):
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISREG(mode):
             return open(fd, "rb")
         os.close(fd)
+        if stat.S_ISDIR(mode):  # read as any other would be
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, a socket
             raise
