@@ -62,6 +62,8 @@ def address(
     server = vllm_servers.Server(settings, process, folder)
     try:
         server.wait("/version", "version")
+        # As a run does that has it adopt its weights; before, it names its weights "default".
+        server.call("POST", "/update_weight_version", {"new_version": "0"})
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
