@@ -157,7 +157,7 @@ def test_keys_work_from_the_moment_that_rows_are_there(page: Page, small: str) -
     expect(page.locator("h1")).to_have_text("shop-001")
     page.evaluate(
         """() => new MutationObserver((changes, observer) => {
-            if (!document.querySelector("table.rollouts tbody tr")) return;
+            if (!document.querySelector("table.rollouts:not(.settings) tbody tr")) return;
             observer.disconnect();
             document.body.dispatchEvent(new KeyboardEvent("keydown", { key: "n", bubbles: true }));
         }).observe(document.body, { childList: true, subtree: true })"""
