@@ -73,7 +73,7 @@ def test_a_full_disk_ends_a_run_after_a_step_and_it_goes_on(tmp_path: Path, disk
     assert job.process.returncode != 0
     run_dir = job.run_dir
     assert f"the disk under {run_dir.path} has" in said and "are kept in reserve" in said, said
-    assert "free space on this disk" in said and f"--resume {run_dir.path}" in said
+    assert "free space on this disk" in said and f"--resume runs/{run_dir.path.name}" in said, said
     assert "Traceback" not in said
     (disk / "filler").unlink()
     last = max(event.step for event in read_events(run_dir.metrics) if event.kind == "step")
