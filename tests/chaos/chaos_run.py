@@ -120,7 +120,8 @@ class ChaosRun:
     def kill_all(self) -> None:
         """What a power cut does: all processes end at once."""
         assert self.process is not None
-        os.kill(self.process.pid, signal.SIGSTOP)  # so that it replaces nobody
+        if self.process.poll() is None:
+            os.kill(self.process.pid, signal.SIGSTOP)  # so that it replaces nobody
         for name in names_of(self.run):
             if (pid := find_child(self.process.pid, name)) is not None:
                 os.kill(pid, signal.SIGKILL)

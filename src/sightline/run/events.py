@@ -33,6 +33,8 @@ class EventLog:
         except (OSError, DiskFull) as error:
             if not self.num_lost:
                 with contextlib.suppress(OSError):  # the log may be on the same disk
-                    print(f"events are lost, {self._path}: {error}", file=sys.stderr, flush=True)
+                    # Without what to do: who ends for it says that.
+                    words = str(error).partition("\n")[0]
+                    print(f"events are lost, {self._path}: {words}", file=sys.stderr, flush=True)
             self.num_lost += 1
         return event
