@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -20,6 +19,7 @@ from sightline.config import RunFile, SftFile
 from sightline.errors import SightlineError, clean_text
 from sightline.launch.claim import read_secret
 from sightline.run import RunDir
+from sightline.run.last_words import leave_last_words, reserve_last_words
 from sightline.run.parent_death import die_with_parent
 from sightline.wire.disk import FULL_DISK_CODES, build_disk_full
 
@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         # A signal to the whole run is for launcher and orchestrator, who end it in order.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
+    error_file = run_dir.error_file(args.name)
+    reserved = reserve_last_words(error_file)
     try:
         _run_process(args, run_dir)
     except Exception as error:  # the launcher reports it as the run's one cause
@@ -56,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
         found["fix"] = f"see {run_dir.logs / args.name}.log"
         if isinstance(error, SightlineError):
             found = {"problem": error.problem, "fix": error.fix}
-        with contextlib.suppress(OSError):  # where the disk is full the launcher sees it
+        leave_last_words(reserved, error_file, found)
+        with contextlib.suppress(OSError):  # where the disk is full, they have to do
             traceback.print_exc()
-            run_dir.error_file(args.name).write_text(json.dumps(found))
         if args.name.startswith(("trainer", "sft")):
             # Native threads of a trainer may be at work still: where the interpreter takes them
             # down they abort the process, and its status would be theirs.
@@ -66,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
             sys.stderr.flush()
             os._exit(1)
         return 1
+    reserved.unlink(missing_ok=True)
     return 0
 
 

@@ -53,6 +53,7 @@ from sightline.trainer.shard import join_process_group, shard_model
 from sightline.trainer.snapshot import restore
 from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
 from sightline.wire.control import BatchReady, ControlMessage
+from sightline.wire.weights import check_history
 
 MEGABYTE = 1 << 20
 
@@ -317,6 +318,7 @@ def _add_publishing(
     sends = config.trainer.publish != "files"
     broadcaster = Broadcaster(config.trainer.address) if sends else None
     run_dir = writer.run_dir
+    check_history(run_dir.weights, step)
     writer.async_publisher = AsyncPublisher(
         run_dir.weights, writer.dtype, task, broadcaster, writer.adapter, run_dir.read_id()
     )

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from sightline.errors import WeightsError, WireError
+from sightline.errors import ResumeRefused, WeightsError, WireError
 from sightline.wire.codec import check_schema
-from sightline.wire.file import add_checksum, append_line, read_checked_lines
+from sightline.wire.file import add_checksum, append_line, read_checked_lines, write_atomic
 
 WEIGHTS_SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -142,6 +142,21 @@ def read_history(root: Path) -> list[HistoryLine]:
     return read_checked_lines(root / HISTORY, HistoryLine, fix)
 
 
+def check_history(root: Path, step: int) -> None:
+    """Raises unless the history has every version before `step`, the checkpoint's, whose own may
+    have been on its way. A last line that is half, as a power cut leaves one, is cut off: the next
+    would go on in it."""
+    path = root / HISTORY
+    missing = set(range(1, step)) - {line.version for line in read_history(root)}
+    if missing:
+        raise ResumeRefused(
+            f"{path} does not hold version {min(missing)}, and the checkpoint is of step {step}",
+            "put it back from a copy; checkpoints and batches are not touched",
+        )
+    if path.is_file() and not (data := path.read_bytes()).endswith(b"\n"):
+        write_atomic(path, data[: data.rfind(b"\n") + 1])
+
+
 def read_policies(root: Path, run: str) -> set[PolicyLabel]:
     """Every policy that the run with this folder of versions has published."""
     return {PolicyLabel(x.version, x.epoch, run, x.sha256[:16]) for x in read_history(root)}
@@ -161,7 +176,7 @@ def log_version(root: Path, manifest: Manifest) -> tuple[Path, Manifest]:
         epoch = len(known)
         root.mkdir(parents=True, exist_ok=True)
         line = msgspec.json.encode(HistoryLine(version, epoch, sha256))
-        append_line(history, add_checksum(line))
+        append_line(history, add_checksum(line), sync=True)
     folder = root / (f"v{version:06d}" + (f".{epoch}" if epoch else ""))
     return folder, msgspec.structs.replace(manifest, epoch=epoch)
 

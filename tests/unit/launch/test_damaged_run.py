@@ -10,7 +10,7 @@ import pytest
 import tiny_run
 
 from sightline.config import RunFile, load_config
-from sightline.errors import SightlineError
+from sightline.errors import ResumeRefused, SightlineError
 from sightline.launch.claim import check_model_unchanged
 from sightline.launch.training_run import check_unchanged
 from sightline.orchestrator.best_checkpoint import BestCheckpoint
@@ -19,7 +19,14 @@ from sightline.run import RunDir
 from sightline.trainer.checkpoint import CheckpointStore
 from sightline.trainer.ledger import Ledger
 from sightline.wire.file import append_line
-from sightline.wire.weights import Manifest, WeightFile, log_version
+from sightline.wire.weights import (
+    HISTORY,
+    Manifest,
+    WeightFile,
+    check_history,
+    log_version,
+    read_policies,
+)
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +194,24 @@ def test_lines_of_an_earlier_version_have_no_checksum(run_dir: RunDir) -> None:
     for step in (1, 2):
         append_line(run_dir.ledger, f'{{"step":{step},"batch":"{"0" * 64}"}}'.encode())
     assert not find_problem(run_dir, read_ledger)
+
+
+def test_a_history_of_weights_that_is_cut_is_refused_or_goes_on_in_a_new_line(
+    tmp_path: Path,
+) -> None:
+    for version in (1, 2, 3, 4):
+        log_version(tmp_path, Manifest(version, 0, [WeightFile("m", 1, f"{version}" * 64)]))
+    whole = (tmp_path / HISTORY).read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for size in range(len(whole)):
+        (tmp_path / HISTORY).write_bytes(whole[:size])
+        has_needed = size >= len(b"".join(lines[:2]))
+        if not has_needed:  # the checkpoint is of step 3, and version 3 may have been on its way
+            with pytest.raises(ResumeRefused, match=r"history.jsonl does not hold version [12],"):
+                check_history(tmp_path, 3)
+            assert (tmp_path / HISTORY).read_bytes() == whole[:size], "it stays as it is"
+            continue
+        check_history(tmp_path, 3)
+        log_version(tmp_path, Manifest(3, 0, [WeightFile("m", 1, "3" * 64)]))
+        assert {label.version for label in read_policies(tmp_path, "r")} >= {1, 2, 3}
+    check_history(tmp_path / "new", 0)

@@ -22,6 +22,7 @@ from sightline.orchestrator.build import build
 from sightline.orchestrator.run_state import RunState
 from sightline.rollout.client import GenerateClient
 from sightline.run import EventLog, RunDir
+from sightline.run.last_words import leave_last_words, reserve_last_words
 from sightline.trace import Trace, write_traces
 from sightline.trainer.ledger import Ledger, read_ledger
 from sightline.trainer.run_writer import RunWriter
@@ -150,3 +151,18 @@ def test_a_store_stays_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     store = MediaStore("media", fallback_roots=["other"])
     os.chdir("/")
     assert store.root == tmp_path / "media" and store.fallback_roots == (tmp_path / "other",)
+
+
+def test_a_process_says_why_it_ended_on_a_disk_that_is_full_for_a_moment(small_disk: Path) -> None:
+    """The launcher may look when there is room again."""
+    run_dir = RunDir(small_disk / "run")
+    run_dir.logs.mkdir(parents=True)
+    target = run_dir.error_file("trainer")
+    reserved = reserve_last_words(target)
+    fill(small_disk)
+    with pytest.raises(OSError, match="No space"):
+        (run_dir.logs / "other").write_bytes(b"x")
+    leave_last_words(reserved, target, {"problem": "no room", "fix": "make some"})
+    (small_disk / "filler").unlink()
+    failed = Processes(run_dir).explain_exit("trainer", 1)
+    assert failed.problem == "trainer ended with 1: no room" and "make some" in failed.fix
