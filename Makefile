@@ -112,7 +112,7 @@ test: $(STAMP) ## the quick tests, which need nothing but Python
 
 # All that CI takes a sample of.
 full: ## every suite, unsampled: all broken families, mutants, inputs, 200 faults; takes hours
-	FULL=1 $(MAKE) check test fuzz test-torchvision test-adapters test-vllm test-ranks mutants test-loop test-browser smoke test-wheel
+	FULL=1 $(MAKE) check test fuzz test-torchvision test-adapters test-vllm test-ranks mutants test-loop test-browser smoke test-wheel bench-small
 	$(MAKE) chaos FAULTS=200
 
 test-bare: ## the demo in short and the quick tests on a bare Debian: a chroot, made by debootstrap (needs root)
@@ -190,7 +190,7 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints.txt $(UV) $(wildcard tests/v
 bench-trl: $(STAMP) .venv-trl/.installed ## the demo's training step beside TRL's
 	$(BIN)/sightline bench trl --python .venv-trl/bin/python
 
-bench-small: $(STAMP) .venv-trl/.installed ## every benchmark in its smallest size (docs/benchmarks.md)
+bench-small: $(STAMP) .venv-trl/.installed ## eight benchmarks in their smallest size (docs/benchmarks.md; FULL=1: all)
 	$(BIN)/python tests/bench_small.py
 
 # torchvision without its dependencies, which would bring a torch for CUDA.

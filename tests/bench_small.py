@@ -1,4 +1,5 @@
-"""Runs every benchmark in its smallest size: `make bench-small`.
+"""Runs benchmarks in their smallest size: `make bench-small`, eight that the commit chooses, and
+with `FULL=1` all.
 
 The commands are those that docs/benchmarks.md lists, so that no documented one can break unnoticed.
 Most of their time was the import of torch and transformers: a server of forks has these already.
@@ -16,7 +17,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from sampling import take_sample
+
 ROOT = Path(__file__).resolve().parents[1]
+NUM_TRIED = 8
 PAGE = ROOT / "docs" / "benchmarks.md"
 
 
@@ -55,6 +59,7 @@ def run_command(words: list[str], folder: str) -> bool:
 def main() -> int:
     began = time.monotonic()
     first, *others = read_commands()
+    others = take_sample(others, NUM_TRIED)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         # Two commands share the cores: more threads would wait for one another.
         os.environ |= {
