@@ -29,7 +29,8 @@ class BackgroundTask:
         self._name, self._failed, self._watchdog = name, failed, watchdog or StallWatchdog()
         self._min_limit_s = min_limit_s
         self._thread: threading.Thread | None = None
-        self._problem: BaseException | None = None
+        self.problem: BaseException | None = None
+        """What went wrong in the thread."""
 
     def start(self, what: str, work: Callable[[], None]) -> None:
         """Waits for the work before it to be done, then begins `work` in a thread."""
@@ -41,8 +42,8 @@ class BackgroundTask:
 
     def check(self) -> None:
         """Raises, in the loop, what went wrong in the thread."""
-        if self._problem is not None:
-            raise self._problem
+        if self.problem is not None:
+            raise self.problem
 
     def wait(self) -> None:
         """Returns when the work that was begun is done."""
@@ -55,6 +56,6 @@ class BackgroundTask:
         try:
             work()
         except BaseException as error:  # the loop raises it again, in the main thread
-            self._problem = error
+            self.problem = error
             self._failed(error)
         self._watchdog.idle()

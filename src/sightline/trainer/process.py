@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import traceback
 from threading import Event
+
+from torch import distributed as dist
 
 from sightline.config import RunFile, SftFile
 from sightline.errors import WireError
 from sightline.run import RunDir
 from sightline.trainer import loop
 from sightline.trainer.build import Orchestrator, build
+from sightline.trainer.loop import TrainerComponents
 from sightline.trainer.ranks import FollowerChannel, LeadChannel, RankInfo, open_channel
 from sightline.trainer.watchdog import LONG_LIMIT_S, StallWatchdog
 from sightline.transport.zmq_channel import Spoke
 from sightline.wire import control
 from sightline.wire.codec import get_release
 from sightline.wire.control import BatchReady
+from sightline.wire.rank_messages import EXIT_OTHER_RANK_FAILED
 
 NAME = "trainer"
 
@@ -28,6 +35,7 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
     to have loaded it before the first batch is handed out.
     """
     channel, stop = open_channel(ranks), Event()
+    components: TrainerComponents | None = None
     if isinstance(config, SftFile) and ranks.is_lead:
         # In `rl` the orchestrator hears it, and announces no further batch.
         signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
@@ -56,12 +64,31 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
         watchdog.idle()
         loop.run(components)
     except BaseException as error:  # the other ranks are told first: they may wait in a collective
-        channel.fail(f"{type(error).__name__}: {error}")
-        raise
+        cause = find_cause(error, components)
+        channel.fail(f"{type(cause).__name__}: {cause}")
+        if ranks.size > 1 and is_broken_collective(cause):
+            # Whoever broke it has the cause; the launcher looks for that.
+            traceback.print_exception(cause)
+            sys.stderr.flush()
+            os._exit(EXIT_OTHER_RANK_FAILED)
+        raise cause from None
     if spoke is not None:
         spoke.close()
     if not ranks.is_lead:  # rank 0's end goes with its process: others may still listen
         channel.close()
+
+
+def find_cause(error: BaseException, components: TrainerComponents | None) -> BaseException:
+    """What went wrong in a thread beside the loop, where that is why the loop failed."""
+    tasks = [] if components is None else components.run_writer.background_tasks
+    return next((task.problem for task in tasks if task.problem is not None), error)
+
+
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether a rank cannot compute because another is gone."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+        return True
+    return type(error) is RuntimeError and "gloo" in str(error)
 
 
 def _connect(spoke: Spoke) -> Orchestrator:

@@ -17,6 +17,7 @@ from sightline.algo.mismatch import describe_mismatch, measure_mismatch
 from sightline.errors import PolicyMismatch, SightlineError
 from sightline.run import EventLog, RunDir
 from sightline.trace import read_traces
+from sightline.trainer.background_task import BackgroundTask
 from sightline.trainer.checkpoint import CheckpointSaver
 from sightline.trainer.export import export_checkpoint, gather_for_export
 from sightline.trainer.feed import ReadyBatch
@@ -66,6 +67,12 @@ class RunWriter:
     """Most mismatch KL a token of a step that is kept; 0 is no limit."""
     _nll: float = 0.0
     _num_tokens: float = 0.0
+
+    @property
+    def background_tasks(self) -> list[BackgroundTask]:
+        """What writes beside the loop."""
+        publishes = [] if self.async_publisher is None else [self.async_publisher.background_task]
+        return [self.saver.background_task, *publishes]
 
     def check(self) -> None:
         """Raises what went wrong in the publisher's thread; and in `sft`, for a disk that is nearly

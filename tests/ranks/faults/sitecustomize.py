@@ -45,14 +45,14 @@ def _break() -> None:
     learner.Learner.update = broken_update  # type: ignore[method-assign]
     if fault == "transport":
 
-        def garbled(data: bytes) -> Any:
-            message = decode(data)
+        def garbled(sender: str, data: bytes) -> Any:
+            message = decode_from(sender, data)
             if getattr(message, "step", 0) == AT_STEP:
                 raise RuntimeError("a fault in the transport")
             return message
 
-        decode = share.decode
-        share.decode = garbled
+        decode_from = share.decode_from
+        share.decode_from = garbled
     if fault == "publish":
 
         def unwritable(self: Any, tensors: Any, step: int, vision_version: int) -> Any:
