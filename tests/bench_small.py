@@ -1,8 +1,9 @@
 """Runs benchmarks in their smallest size: `make bench-small`, eight that the commit chooses, and
 with `FULL=1` all.
 
-The commands are those that docs/benchmarks.md lists, so that no documented one can break unnoticed.
-Most of their time was the import of torch and transformers: a server of forks has these already.
+The commands are those that docs/benchmarks.md lists, so that no documented one can break unnoticed
+for long. Most of their time was the import of torch and transformers: a server of forks has these
+already.
 """
 
 from __future__ import annotations

@@ -56,11 +56,11 @@ def main() -> None:
 
 def play(testbed: Testbed, ahead: list[Fault], done: list[tuple[Fault, Survived]]) -> int:
     """Lets the faults happen one after another, and returns the steps of the run."""
-    last = "nothing"
+    last = "the start"
     while ahead:
+        fault = ahead.pop(0)  # first: a run that cannot start must not be tried for ever
         try:
             testbed.run.ensure_running()
-            fault = ahead.pop(0)
             last = f"{fault.kind}, {fault.what}"
             survived = fault.happen(testbed)
             testbed.run.ledger()

@@ -211,6 +211,8 @@ class Processes:
         for process in self._running.values():
             process.kill()
             process.wait()
+        for file in self.run_dir.logs.glob(".*.reserved"):  # of those that were killed
+            file.unlink(missing_ok=True)
 
     def explain_exit(self, name: str, exit_code: int) -> ProcessFailed:
         """Why a process ended, in its own words where it left some."""

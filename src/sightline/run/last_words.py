@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 
 MAX_BYTES = 1 << 16
+MAX_CHARS = 5000
+"""Of the problem, and of the fix: of JSON's longest escapes, both fit into `MAX_BYTES`."""
 
 
 def reserve_last_words(target: Path) -> Path:
@@ -28,8 +30,9 @@ def reserve_last_words(target: Path) -> Path:
 
 
 def leave_last_words(reserved: Path, target: Path, words: dict[str, str]) -> None:
-    """Has the words at `target`, over bytes that the disk has given already."""
+    """Has the words at `target`, over bytes that the disk has given already, if it gave any."""
+    data = json.dumps({key: text[:MAX_CHARS] for key, text in words.items()}).encode()
     with contextlib.suppress(OSError):
-        with open(reserved, "r+b") as file:
-            file.write(json.dumps(words).encode()[:MAX_BYTES].ljust(MAX_BYTES))
+        with open(reserved, "r+b" if reserved.exists() else "wb") as file:
+            file.write(data.ljust(MAX_BYTES))
         reserved.replace(target)

@@ -71,7 +71,9 @@ def run(config: RunFile | SftFile, run_dir: RunDir, ranks: RankInfo, name: str, 
             traceback.print_exception(cause)
             sys.stderr.flush()
             os._exit(EXIT_OTHER_RANK_FAILED)
-        raise cause from None
+        if cause is error:
+            raise
+        raise cause from error
     if spoke is not None:
         spoke.close()
     if not ranks.is_lead:  # rank 0's end goes with its process: others may still listen

@@ -166,3 +166,15 @@ def test_a_process_says_why_it_ended_on_a_disk_that_is_full_for_a_moment(small_d
     (small_disk / "filler").unlink()
     failed = Processes(run_dir).explain_exit("trainer", 1)
     assert failed.problem == "trainer ended with 1: no room" and "make some" in failed.fix
+
+
+def test_words_of_any_length_are_left_also_where_no_room_was_taken(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    run_dir.logs.mkdir()
+    target = run_dir.error_file("trainer")
+    words = {"problem": "\x00" * 1_000_000, "fix": "see"}
+    leave_last_words(reserve_last_words(target), target, words)
+    assert Processes(run_dir).explain_exit("trainer", 1).fix == "see"
+    target.unlink()
+    leave_last_words(target.with_name("none"), target, {"problem": "p", "fix": "see"})
+    assert Processes(run_dir).explain_exit("trainer", 1).problem == "trainer ended with 1: p"
